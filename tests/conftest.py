@@ -8,7 +8,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mounts
 import prepared
 import pytest
 import torch
@@ -236,27 +236,12 @@ def proxy(s3: S3Server, aws: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mounts small file systems: `mounted("tmpfs", "size=1m")`, `mounted("ext4", nbytes=...)`; needs root."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
     with contextlib.ExitStack() as stack:
 
-        def mount(kind: str, options: str = "defaults", nbytes: int = 0) -> Path:
-            point = Path(tempfile.mkdtemp(prefix="mount-", dir=tmp_path))
-            device = kind
-            if nbytes:
-                device = str(point) + ".image"
-                Path(device).touch()
-                os.truncate(device, nbytes)
-                if shutil.which(f"mkfs.{kind}") is None:
-                    pytest.skip(f"no mkfs.{kind}")
-                subprocess.run([f"mkfs.{kind}", "-q", device], check=True)
-                options = f"loop,{options}"
-            done = subprocess.run(
-                ["mount", "-t", kind, "-o", options, device, str(point)], capture_output=True, text=True
-            )
-            if done.returncode != 0:
-                pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
-            stack.callback(subprocess.run, ["umount", str(point)], check=True)
-            return point
+        def mount(kind: str, *how: Any, **more: Any) -> Path:
+            try:
+                return stack.enter_context(mounts.mounted(kind, tmp_path, *how, **more))
+            except OSError as cause:
+                pytest.skip(str(cause))
 
         yield mount

@@ -79,6 +79,25 @@ DECOUPLED = {"adamw", "lion"}
 """Whose weights decay by themselves, and not by way of their gradients."""
 
 
+@torch.no_grad()
+def updated(
+    rule: str, group: Group, number: int, gradient: torch.Tensor, *kept: torch.Tensor, scale: float = 1.0
+) -> Tensors:
+    """Return the master and what the rule keeps beside it, given both, after update `number`.
+
+    The gradient is multiplied by `scale` first.
+    """
+    change, names = RULES[rule]
+    master, *state = kept
+    gradient = gradient.float() * single(-scale if group.get("maximize") else scale)
+    if rule in DECOUPLED:
+        master = master * single(1 - group["lr"] * group["weight_decay"])
+    elif group["weight_decay"]:
+        gradient = gradient + master * single(group["weight_decay"])
+    by, *state = change(group, number, gradient, *state)
+    return dict(zip(("master", *names), (master - by, *state), strict=True))
+
+
 @dataclass
 class Kept:
     """One parameter's state: its updates, its master, and what its rule keeps."""
@@ -106,9 +125,8 @@ class Loop:
     """A model, the state of each parameter that has been updated, and groups, of which each has its "names"."""
 
     def __init__(self, model: torch.nn.Module, groups: list[Group], rule: str, stored: Stored = exact) -> None:
-        self.model, self.groups, self.stored = model, groups, stored
-        self._change, self._names = RULES[rule]
-        self._decoupled = rule in DECOUPLED
+        self.model, self.groups, self.stored, self.rule = model, groups, stored, rule
+        self._names = RULES[rule][1]
         self.kept: dict[str, Kept] = {}
 
     @property
@@ -133,17 +151,10 @@ class Loop:
                 parameter = self.parameters[name]
                 if parameter.grad is None:
                     continue
-                master, *state, gradient = (
-                    *self.settled(name).tensors.values(),
-                    parameter.grad.float() * single(-scale if group.get("maximize") else scale),
-                )
-                number = 1 + (self.kept[name].step if name in self.kept else 0)
-                if self._decoupled:
-                    master = master * single(1 - group["lr"] * group["weight_decay"])
-                elif group["weight_decay"]:
-                    gradient = gradient + master * single(group["weight_decay"])
-                change, *state = self._change(group, number, gradient, *state)
-                tensors = dict(zip(("master", *self._names), (master - change, *state), strict=True))
+                kept, number = self.settled(name).tensors.values(), 1
+                if name in self.kept:
+                    number += self.kept[name].step
+                tensors = updated(self.rule, group, number, parameter.grad, *kept, scale=scale)
                 self.kept[name] = Kept(number, self.stored(name, parameter, number, tensors))
                 parameter.copy_(self.kept[name].tensors["master"])
 

@@ -22,9 +22,10 @@ from pathlib import Path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # stand-ins import little, as many of them are started
-    from collections.abc import Collection, Mapping
+    import subprocess
+    from collections.abc import Collection, Mapping, Sequence
     from types import TracebackType
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
 FOLDER, OWNER = "PREPARED_FOLDER", "PREPARED_OWNER"
 """Variables of pytest's first process: where the server's socket is, and the process that it lives as long as."""
@@ -40,6 +41,15 @@ FORCED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in environment if name.startswith(READ_EARLY) and name not in ANY}
+
+
+def ran(command: Sequence[str | Path], **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, which has to be a good one; return what it has said."""
+    import subprocess
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:

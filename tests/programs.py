@@ -1,11 +1,13 @@
 """Random training programs beside a plain loop: weights and state have the loop's bits, whatever a program does.
 
-    python tests/programs.py --programs 5000 [--from 0] [--kills] [--report FILE]
+    python tests/programs.py --programs 5000 [--from 0] [--kills | --full] [--report FILE]
 
 A program is settings and actions, drawn from a seed: it trains parts of a model, freezes and thaws, adds parameters,
 changes gradients, weights, state and hyperparameters behind the optimizer's back, clips, scales, skips, saves and
 goes on elsewhere with other settings, parks, and has somebody else fill its path. `loop.py` says what has to come
-out. With `--kills` it is also killed as it saves, or at any time, and taken up with other settings.
+out. With `--kills` it is also killed as it saves, or at any time, and taken up with other settings. With `--full` its
+path, its checkpoints or both lie on a file system that fills up whatever it does: errors that are promised may come,
+and it goes on from the newest checkpoint.
 
 A program that fails is made smaller, and printed as a test. A report goes on where it was stopped.
 """
@@ -35,6 +37,7 @@ from typing import Any
 
 import torch
 from loop import Loop, Snapshot, Stored, Tensors, are_same
+from mounts import mounted
 from program_models import FAILS, WAYS, Net
 from settling import settle
 from world import SimulatedDevice
@@ -45,12 +48,13 @@ from offload.kernels import reference
 from offload.kernels.reference import minifloat
 
 sys.path += [str(Path(__file__).parent / name) for name in ("e2e", "faults")]
-from full_disk import mounted
 from histories import kill_at, prepare
 from simulated import OnDevice, OnDeviceAdam
 
 SEED = 7
 ROOM = 1 << 24
+SMALL, SMALL_BYTES = ("tmpfs", "ext4"), 6 << 20
+"""File systems that fill up."""
 SHAPES = ((64, 72), (7,), (3000,), (96, 50), (1,), (130, 9), (), (0, 4), (5000,), (70, 64))
 TYPES = ("bfloat16", "bfloat16", "float16", "float32")
 OPTIMIZERS = {
@@ -101,7 +105,8 @@ PLAIN: dict[str, Any] = {
     "body": None,
     "rows": 16,
     "scaler": None,
-    "mounted": False,
+    "small": None,
+    "breaks": False,
     "frozen": (0, 0.0),
     **SESSION,
 }
@@ -170,7 +175,7 @@ def make_program(seed: int, kills: bool = False) -> Program:
         "body": body,
         "rows": rng.choice((16, 64, 300, 300)),
         "scaler": scaler,
-        "mounted": (body is None and rng.random() < 0.15) or seed % 5 == 0,
+        "small": ("tmpfs", "path") if (body is None and rng.random() < 0.15) or seed % 5 == 0 else None,
         "frozen": (rng.randrange(1 << 30), rng.choice((0.0, 0.0, 0.3))),
     }
     settings |= make_session(rng, settings)
@@ -191,7 +196,7 @@ def make_program(seed: int, kills: bool = False) -> Program:
         draw(what := rng.choice(kinds))
         for each in ("pass", "step", "save") * 4 if what == "die" else ():
             draw(each)
-    if settings["mounted"]:
+    if settings["small"]:
         rng = random.Random(-1 - seed)
         for _ in range(rng.randrange(1, 4)):
             at = rng.randrange(len(actions) + 1)
@@ -213,6 +218,27 @@ def make_crowd(rng: random.Random, has_body: bool) -> list[tuple[str, Any]]:
     for _ in range(rng.randrange(2, 6)):
         found += [*step, rng.choice((fill(), fill(), ("free", 0), ("save_beside", 0)))]
     return found
+
+
+FULL = {"iterate": 8, "save": 6, "wait": 2, "fill": 5, "free": 2, "load": 2, "resume": 3, "read": 1, "check": 1}
+"""What is drawn of programs whose disk fills up, and how often."""
+
+
+def make_full_program(seed: int) -> Program:
+    """Draw a program during which somebody else takes the room of its path or checkpoints, and gives it back."""
+    program, rng = make_program(seed), random.Random(-1 - seed)
+    small = rng.choice(SMALL), rng.choice(("path", "saves", "all"))
+    settings = {**program.settings, "small": small, "breaks": True, "host_memory": rng.choice((0, 0, 40_000))}
+    settings["paths"] = rng.choice((1, 2))
+    weights = {**FULL, "park": rng.choice((0, 0, 4))}
+    actions: list[tuple[str, Any]] = [("fill", (0, False))] if rng.random() < 0.3 else []
+    for what in rng.choices([*weights], [*weights.values()], k=40):
+        if what == "fill":
+            actions.append((what, (rng.choice((0, 0, 4096, 40_000, 300_000, 1 << 20)), rng.random() < 0.3)))
+        else:
+            each = ("pass", "step") if what == "iterate" else (what,)
+            actions += [(name, make_value(rng, name, settings)) for name in each]
+    return Program(seed, settings, actions)
 
 
 def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -349,6 +375,8 @@ class Session:
     def __init__(self, program: Program, folder: Path, small: Path | None) -> None:
         settings = self.fixed = {**PLAIN, **program.settings}
         self.seed, self.folder, self.small, self.kills = program.seed, folder, small, program.kills
+        self.full = settings["small"][1] if small is not None else ""
+        self.breaks = settings["breaks"] and small is not None
         self.saves, self.saved = 0, None
         self.before: list[Snapshot | None] = []
         """What was saved before the last save, as long as that is not known to be whole."""
@@ -407,7 +435,7 @@ class Session:
             self.device = more["device"] = SimulatedDevice(ROOM, seed=self.seed, lazy=device["lazy"], delay_s=delay_s)
             kind = ON_DEVICE[self.fixed["rule"]]
         self.paths = [self.folder / f"path{number}" for number in range(settings["paths"])]
-        if self.small is not None:
+        if self.full in ("path", "all"):
             self.paths[0] = self.small / "path"
         for path in self.paths:
             path.mkdir(exist_ok=True)
@@ -448,11 +476,16 @@ class Session:
         for number, (what, value) in enumerate((*actions, ("check", "state_for"), ("check", "state_dict"))):
             rest = [each for each, _ in actions[number + 1 :] if each in ("pass", "step")]
             self.is_last = rest[:1] == ["step"]
-            if what in TAKES_ROOM:
+            if what in TAKES_ROOM and not self.breaks:
                 self.free(None)
             self.told[what] += 1
             try:
-                getattr(self, {"pass": "backward"}.get(what, what))(value)
+                try:
+                    getattr(self, {"pass": "backward"}.get(what, what))(value)
+                except offload.OffloadError as error:
+                    if not self.breaks:
+                        raise
+                    self.failed(what, error)
             except Exception as error:
                 error.add_note(f"action {number}: {what} {value}")
                 raise
@@ -712,9 +745,14 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         self.saves += 1
-        more = {"folder": self.folder / f"save{self.saves}", "saves": self.saves, "scale": self.scale}
+        place = self.small if self.full in ("saves", "all") else self.folder
+        number = self.saves % 2 if self.breaks else self.saves  # then folders are used again
+        more = {"folder": place / f"save{number}", "saves": self.saves, "scale": self.scale}
         more["form"] = self.settings["form"]
         return self.loop.snapshot(**more, added=[*self.added])
+
+    def wait(self, _value: Any) -> None:
+        self.settle_saves()
 
     def settle_saves(self) -> None:
         """Wait for a save that goes on; one that others have left no room is none."""
@@ -799,10 +837,11 @@ class Session:
     def die(self, _delay_s: float) -> None:
         """It has been arranged for when this life began."""
 
-    def take_up(self, newest: Snapshot, *before: Snapshot | None) -> None:
-        """Go on from the newest checkpoint that is whole, or from the beginning."""
-        self.saves, self.before = newest.more["saves"], []
-        for snapshot in (newest, *before):
+    def take_up(self, *saved: Snapshot | None) -> None:
+        """Go on from the newest checkpoint that is whole, of which the last one is known, or from the beginning."""
+        self.saves = max(self.saves, saved[0].more["saves"] if saved[0] is not None else 0)
+        self.before = []
+        for snapshot in saved:
             self.saved = snapshot
             if snapshot is None:
                 self.begin()
@@ -814,10 +853,12 @@ class Session:
                 return
             except offload.CheckpointError:
                 self.optimizer.close()
-                assert snapshot is not before[-1], "a checkpoint was lost"
+                assert snapshot is not saved[-1], "a checkpoint was lost"
 
     def load_saved(self) -> None:
         extra, saves = self.optimizer.load_checkpoint(self.saved.more["folder"]), self.saved.more["saves"]
+        if self.breaks and extra["saves"] != saves:
+            raise offload.CheckpointError(f"of save {saves} nothing is there")
         assert extra is None or (extra["saves"] == saves and torch.equal(extra["drawn"], torch.arange(saves)))
 
     def park(self, value: Any) -> None:
@@ -836,7 +877,8 @@ class Session:
         """Have no room left, from now on or from amid the next backward pass on."""
         left, amid = value
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-        if self.small is None or not trained or any(self.warm[name] < 2 for name in trained):
+        is_cold = any(self.warm[name] < 2 for name in trained)
+        if self.small is None or not trained or (is_cold and not self.breaks):
             return
         if amid:
             parameter = self.parameters[trained[len(trained) // 2]]
@@ -860,6 +902,25 @@ class Session:
     def free(self, _value: Any) -> None:
         if self.small is not None:
             (self.small / "filler").unlink(missing_ok=True)
+
+    def failed(self, what: str, error: offload.OffloadError) -> None:
+        """Require that an error is one that a full disk may bring, and go on: from a checkpoint where it ends all."""
+        self.told[f"{what} failed: {type(error).__name__}"] += 1
+        if what == "save" and isinstance(error, offload.CheckpointError):
+            self.forget_save()
+        elif what != "park" or not isinstance(error, offload.TierError):
+            chain: list[BaseException] = [error]
+            while (cause := chain[-1].__cause__) is not None:
+                chain.append(cause)
+            assert any(isinstance(each, offload.TierError | offload.PlanError) for each in chain), f"{chain!r}"
+            hides = self.settings["overlap"] != "off"
+            assert hides or what == "step" or not isinstance(error, offload.StepAbortedError), "a step was waited for"
+            try:
+                self.optimizer.close()
+            except offload.StepAbortedError:
+                assert hides, "a step was waited for"
+            self.free(None)
+            self.take_up(self.saved, *self.before)
 
     # What has to hold
 
@@ -979,6 +1040,13 @@ def live_apart(program: Program, folder: Path, small: Path | None, actions: list
         raise AssertionError(why.read_text() if why.exists() else f"a process has ended with status {status}")
 
 
+def small_disk(kind: str, folder: Path) -> contextlib.AbstractContextManager[Path]:
+    """A file system that is soon full; see `mounted`."""
+    if kind == "tmpfs":
+        return mounted(kind, folder, f"size={SMALL_BYTES}")
+    return mounted(kind, folder, nbytes=SMALL_BYTES, made=("-m", "0", "-b", "4096", "-O", "^has_journal"))
+
+
 def run(program: Program, folder: Path) -> Counter[str]:
     """Run one program; return how often it did what.
 
@@ -989,9 +1057,9 @@ def run(program: Program, folder: Path) -> Counter[str]:
     with contextlib.ExitStack() as ends, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         small = None
-        if program.settings.get("mounted"):
+        if program.settings.get("small"):
             with contextlib.suppress(OSError):
-                small = ends.enter_context(mounted("tmpfs", folder))
+                small = ends.enter_context(small_disk(program.settings["small"][0], folder))
         if not program.kills:
             return live(program, folder, small, program.actions)
         for actions in lives(program.actions):
@@ -1068,6 +1136,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--kills", action="store_true", help="have programs killed, too")
+    parser.add_argument("--full", action="store_true", help="have disks fill up whatever programs do")
     parser.add_argument("--report", type=Path, help="a JSON file of what each seed has shown")
     arguments = parser.parse_args()
     prepare()
@@ -1079,7 +1148,7 @@ def main() -> int:
             continue
         report[str(seed)] = None
         try:
-            check(make_program(seed, arguments.kills))
+            check(make_full_program(seed) if arguments.full else make_program(seed, arguments.kills))
         except AssertionError as error:
             report[str(seed)] = str(error)
             print(error, flush=True)

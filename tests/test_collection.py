@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 from _pytest.terminal import _folded_skips
 from accelerator.processes import told
@@ -29,8 +29,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.arg
 @pytest.mark.slow
 def test_tests_for_a_gpu_are_collected_without_optional_packages() -> None:
     command = [sys.executable, "-c", COLLECT, "-m", "gpu", str(TESTS)]
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = prepared.ran(command, cwd=TESTS.parent, timeout=240)
     count = re.search(r"(\d+)/\d+ tests collected", done.stdout)
     assert count is not None, done.stdout[-1000:]
     assert int(count[1]) > 100

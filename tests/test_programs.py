@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,15 @@ pytestmark = [
 
 REACHED = {"confirmed", "revoked", "activations written", "park", "resume", "load", "dict", "add", "state", "reset"}
 """What programs do, and what comes of it."""
-WITH_MOUNTS = {"filled", "save refused"}
+WITH_MOUNTS = {"filled", "save refused", "save failed: CheckpointError"}
 
 
 @pytest.mark.slow
 def test_programs_reach_what_they_are_for(tmp_path: Path) -> None:
     told, reached = Counter[str](), REACHED | (WITH_MOUNTS if can_mount() else set())
     for seed in range(100):
-        told.update(programs.run(programs.make_program(seed), tmp_path / str(seed)))
+        for make in (programs.make_program, programs.make_full_program)[: 1 + (seed < 10)]:
+            told.update(programs.run(make(seed), tmp_path / f"{seed}-{make.__name__}"))
         if seed >= 39 and all(told[what] for what in reached):
             break
     assert {what for what in reached if told[what]} == reached
@@ -40,6 +40,11 @@ def test_programs(seed: int) -> None:
     programs.check(programs.make_program(seed))
 
 
+@pytest.mark.parametrize("seed", range(80))
+def test_programs_on_a_disk_that_fills_up(seed: int) -> None:
+    programs.check(programs.make_full_program(seed))
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
@@ -47,6 +52,7 @@ def test_programs(seed: int) -> None:
 def test_many_programs(first: int) -> None:
     for seed in range(first, first + 100):
         programs.check(programs.make_program(seed))
+        programs.check(programs.make_full_program(seed))
 
 
 @pytest.mark.slow
@@ -55,8 +61,7 @@ def test_many_programs(first: int) -> None:
 def test_programs_that_are_killed(first: int) -> None:
     """In a process of its own, which forks while it has one thread."""
     command = [prepared.python(), str(Path(programs.__file__)), "--kills", "--programs", "20", "--from", str(first)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prepared.ran(command)
 
 
 TRAINS: list[tuple[str, Any]] = [("pass", (1, [0, 1], "", False)), ("step", (None, "ours"))]

@@ -114,8 +114,11 @@ def preempted(optimizer: Callable[[], Any]) -> Any:
         def on_save(self, *arguments: Any, **options: Any) -> None:
             handler, ours = self.handler, optimizer()
             if handler is not None and handler.is_committing:
-                if ours is not None:
-                    ours.wait_mirror()  # the paths may go with the machine
+                try:
+                    if ours is not None:
+                        ours.wait_mirror()  # the paths may go with the machine
+                except OffloadError:
+                    log.exception("SIGTERM: the checkpoint is saved, and not mirrored")
                 handler.pass_on()
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:

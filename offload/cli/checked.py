@@ -106,6 +106,7 @@ class _Watch:
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         replaced = {"__init__": self._make, "save_checkpoint": self._save, "load_checkpoint": self._load}
+        replaced["checkpoint_folder"] = self._make_folder
         ignored = ["release_checkpoint", "commit_on_sigterm"]
         if self._request.reference:
             replaced["clip_grad_norm_"] = self._clip
@@ -144,6 +145,11 @@ class _Watch:
             paths.append(dataclasses.replace(path, path=own, lock_path=path.lock_path or path.path))
         memory = config.host_memory if self._request.host_memory is None else self._request.host_memory
         return dataclasses.replace(config, paths=paths, host_memory=memory, mirror=None)
+
+    @staticmethod
+    def _make_folder(plain: Any, optimizer: Any, folder: Any) -> Any:
+        os.makedirs(folder, exist_ok=True)  # which the script may write to
+        return contextlib.nullcontext()
 
     def _save(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> None:
         folder = self._saved.setdefault(str(path), str(self._folder / f"checkpoint-{len(self._saved)}"))

@@ -44,8 +44,8 @@ SLOT_HEADER_BYTES = SECTOR_BYTES
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """System errors that mean that a path has no room: device, quota, largest file."""
 
-FILE_PIECE_BYTES = 8 << 20
-"""What is in memory at a time of a file that is copied to a directory."""
+FILE_PIECE_BYTES = 1 << 20
+"""What is in memory at a time of a file that is copied."""
 
 _CORRUPT = {
     ERROR_HEADER: "the slot's header is damaged or belongs to another tile, step or store",
@@ -79,13 +79,14 @@ class FileBytes:
     Args:
         descriptor: Of the file; stays the caller's.
         nbytes: Its size.
+        first: Where it begins in the file.
 
     Raises:
         CheckpointError: From any read, if the file has become shorter.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._descriptor, self._nbytes = descriptor, nbytes
+    def __init__(self, descriptor: int, nbytes: int, first: int = 0) -> None:
+        self._descriptor, self._nbytes, self._first = descriptor, nbytes, first
 
     def __len__(self) -> int:
         return self._nbytes
@@ -95,11 +96,15 @@ class FileBytes:
         content = memoryview(bytearray(stop - start))
         done = 0
         while done < len(content):
-            read = os.preadv(self._descriptor, [content[done:]], start + done)
+            read = os.preadv(self._descriptor, [content[done:]], self._first + start + done)
             if not read:
                 raise CheckpointError("it became shorter while it was copied")
             done += read
         return content
+
+    def part(self, start: int, stop: int) -> FileBytes:
+        """Return a part of it, which is read when somebody wants it, too."""
+        return FileBytes(self._descriptor, min(stop, self._nbytes) - start, self._first + start)
 
     def __iter__(self) -> Iterator[memoryview]:
         for start in range(0, self._nbytes, FILE_PIECE_BYTES):

@@ -569,7 +569,9 @@ class S3Client:
                 piece = _cut(buffers, start, min(start + self._part_bytes, whole))
                 arguments = {"Key": key, "UploadId": upload, "PartNumber": number}
 
-                def attempt(arguments: dict[str, Any] = arguments, piece: list[memoryview] = piece) -> str:
+                def attempt(
+                    arguments: dict[str, Any] = arguments, piece: list[memoryview | FileBytes] = piece
+                ) -> str:
                     return self._send("upload_part", arguments, piece, {})
 
                 parts.append({"PartNumber": number, "ETag": self._try(f"put {key} part {number}", attempt)})
@@ -588,12 +590,13 @@ class S3Client:
             raise
 
 
-def _cut(buffers: Sequence[memoryview | FileBytes], start: int, stop: int) -> list[memoryview]:
+def _cut(buffers: Sequence[memoryview | FileBytes], start: int, stop: int) -> list[memoryview | FileBytes]:
     """Return bytes `start` to `stop` of what `buffers` hold one after the other."""
     pieces = []
     for buffer in buffers:
         if start < len(buffer) and stop > 0:
-            pieces.append(buffer[max(start, 0) : stop])
+            first = max(start, 0)
+            pieces.append(buffer.part(first, stop) if isinstance(buffer, FileBytes) else buffer[first:stop])
         start -= len(buffer)
         stop -= len(buffer)
     return pieces

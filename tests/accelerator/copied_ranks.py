@@ -5,8 +5,6 @@ copied_ranks.py FOLDER [[SCENARIO,ARGUMENT...],...]
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from test_overlap_backward_ranks import Ranks, beside_off, plain
 
 import offload
 from accelerator import late
+from accelerator.ranks import begin, serve
 from offload.optim import hiding, shards
 
 COPIED = "fsdp2 copied"
@@ -175,20 +174,7 @@ def raised(folder: Path) -> None:
     assert all(map(same_bits, *found))
 
 
-def main(folder: Path, scenarios: list[list[Any]]) -> None:
-    late.load()
-    dist.init_process_group("cpu:gloo,late:late")
-    torch.accelerator.set_device_index(0)
-    torch.set_num_threads(1)
-    known = {"bits": bits, "looks": looks, "models": models, "chosen": chosen, "raised": raised}
-    for number, (name, *arguments) in enumerate(scenarios):
-        print(name, *arguments, flush=True)
-        own_folder = folder / str(number)
-        own_folder.mkdir(exist_ok=True)
-        known[name](own_folder, *arguments)
-        late.delays()
-    late.end_rank()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    begin()
+    torch.set_num_threads(1)
+    serve({"bits": bits, "looks": looks, "models": models, "chosen": chosen, "raised": raised})

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accelerator.mistakes import in_device, instead, replaced
+from accelerator.mistakes import Planted, given, in_device, instead
 from offload import backends
 from offload.device import accelerator
 from offload.device.lanes import GpuLanes
@@ -26,24 +26,16 @@ from offload.kernels import gpu
 
 
 @dataclass(frozen=True)
-class CudaMistake:
-    """One mistake.
+class CudaMistake(Planted):
+    """One that no training shows.
 
     Attributes:
-        name: For reports.
-        wrong: What is done wrong.
-        on_a_gpu: What a real one would make of it.
-        plant: Makes it, as long as the context lasts.
         found_by: The test that finds it.
         before: The test that found it before any test was written for it; "" if none did.
         is_late: Whether `found_by` runs on the test accelerator.
     """
 
-    name: str
-    wrong: str
-    on_a_gpu: str
-    plant: Callable[[], AbstractContextManager[Any]]
-    found_by: str = ""
+    found_by: str
     before: str = ""
     is_late: bool = False
 
@@ -99,11 +91,8 @@ def _uses_what_is_read(self: Any, used: Any) -> Any:
 gpu_unused = gpu.Uploads._unused
 
 
-def _waits_on_the_host(right: Any) -> Any:
-    def wrong(self: Any, lane: Any, mark: Any) -> None:
-        mark.wait()
-
-    return wrong
+def _waits_on_the_host(right: Any, self: Any, lane: Any, mark: Any) -> None:
+    mark.wait()
 
 
 def _leaves_the_error(address: int, nbytes: int) -> None:
@@ -113,14 +102,9 @@ def _leaves_the_error(address: int, nbytes: int) -> None:
         raise RuntimeError(f"{runtime.cudaGetErrorString(refused)} (CUDA error {int(refused)})")
 
 
-def _records_again() -> AbstractContextManager[Any]:
-    right = accelerator._Event.__init__
-
-    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
-        right(self, *arguments, **options)
-        self.unused.appendleft(self.event)
-
-    return replaced(accelerator._Event, "__init__", wrong)
+def _records_again(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
+    right(self, *arguments, **options)
+    self.unused.appendleft(self.event)
 
 
 def _unpins_what_is_gone(self: Any, arena: Any) -> None:
@@ -128,16 +112,13 @@ def _unpins_what_is_gone(self: Any, arena: Any) -> None:
     self.pinned.unpin(arena)
 
 
-def _records_some_streams(right: Any) -> Any:
-    def wrong(self: Any) -> None:
-        kept = dict(self._streams)
-        self._streams = {lane: stream for lane, stream in kept.items() if lane is not accelerator.DeviceLane.D2H}
-        try:
-            right(self)
-        finally:
-            self._streams = kept
-
-    return wrong
+def _records_some_streams(right: Any, self: Any) -> None:
+    kept = dict(self._streams)
+    self._streams = {lane: stream for lane, stream in kept.items() if lane is not accelerator.DeviceLane.D2H}
+    try:
+        right(self)
+    finally:
+        self._streams = kept
 
 
 READ = (
@@ -205,7 +186,7 @@ MADE = (
         "event-recorded-again",
         "an event is recorded anew while a mark still stands for its last record",
         "whoever waits for the mark waits for other work, or is told of a time after it",
-        _records_again,
+        instead(accelerator._Event, "__init__", given(accelerator._Event.__init__, _records_again)),
         found_by="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
         before="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
         is_late=True,
@@ -260,8 +241,3 @@ MADE = (
 """What was made with the product in view, before a test was written for any of these."""
 
 CUDA_MISTAKES = READ + MADE
-
-
-def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Return what can be planted, by name."""
-    return {mistake.name: mistake.plant for mistake in CUDA_MISTAKES}

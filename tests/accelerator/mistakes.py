@@ -91,25 +91,34 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """One mistake.
+class Planted:
+    """A mistake.
 
     Attributes:
         name: For reports.
         wrong: What is done wrong.
         on_a_gpu: What a real one would make of it.
-        shows: How it gives itself away here.
         plant: Makes it, as long as the context lasts.
-        workload: The training that finds it.
-        quick: Whether `make test` looks for it.
     """
 
     name: str
     wrong: str
     on_a_gpu: str
-    shows: Shows
     plant: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Mistake(Planted):
+    """One that a training finds.
+
+    Attributes:
+        workload: Which.
+        shows: How it gives itself away here.
+        quick: Whether `make test` looks for it.
+    """
+
     workload: str
+    shows: Shows = Shows.BITS
     quick: bool = False
 
 
@@ -131,9 +140,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def in_device(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant another method in the device; `make` is given the right one."""
-    return lambda: replaced(DEVICE, name, make(getattr(DEVICE, name)))
+def in_device(name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant another method in the device, which is given the right one first."""
+    return lambda: replaced(DEVICE, name, given(getattr(DEVICE, name), wrong))
+
+
+def given(right: Any, wrong: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is given the right one first."""
+    return lambda *arguments, **options: wrong(right, *arguments, **options)
 
 
 def instead(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
@@ -157,24 +171,21 @@ def is_within(within: str) -> bool:
     return frame.f_code.co_qualname == within
 
 
-def in_marks(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant another method in all marks of the device; `make` is given the right one."""
+def in_marks(name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant another method in all marks of the device, which is given the right one first."""
     kinds: dict[type, type] = {}
 
-    def change(right: Any) -> Any:
-        def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
-            mark = right(self, *arguments, **options)
-            kind = type(mark)
-            if kind not in kinds:
-                kinds[kind] = type(kind.__name__, (kind,), {name: make(getattr(kind, name))})
-            mark.__class__ = kinds[kind]
-            return mark
-
-        return wrong
+    def marks(right: Any, *arguments: Any, **options: Any) -> Any:
+        mark = right(*arguments, **options)
+        kind = type(mark)
+        if kind not in kinds:
+            kinds[kind] = type(kind.__name__, (kind,), {name: given(getattr(kind, name), wrong)})
+        mark.__class__ = kinds[kind]
+        return mark
 
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
-        with in_device("mark", change)(), in_device("mark_caller", change)():
+        with in_device("mark", marks)(), in_device("mark_caller", marks)():
             yield
 
     return plant
@@ -183,14 +194,11 @@ def in_marks(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractCont
 def never_awaited(within: str = "") -> Callable[[], AbstractContextManager[Any]]:
     """Have waits for marks that one function makes (see `is_within`) return at once; "" for all."""
 
-    def make(right: Any) -> Any:
-        def wrong(self: Any) -> None:
-            if within and not is_within(within):
-                right(self)
+    def wait(right: Any, self: Any) -> None:
+        if within and not is_within(within):
+            right(self)
 
-        return wrong
-
-    return in_marks("wait", make)
+    return in_marks("wait", wait)
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
@@ -200,187 +208,129 @@ def nothing(*arguments: Any, **options: Any) -> None:
 # What they do
 
 
-def on_another_lane(swapped: dict[DeviceLane, DeviceLane]) -> Callable[[Any], Any]:
+def on_another_lane(swapped: dict[DeviceLane, DeviceLane]) -> Callable[..., Any]:
     """Have a method take one lane for another."""
 
-    def make(right: Any) -> Any:
-        def wrong(self: Any, lane: DeviceLane, *arguments: Any, **options: Any) -> Any:
-            return right(self, swapped.get(lane, lane), *arguments, **options)
+    def wrong(right: Any, self: Any, lane: DeviceLane, *arguments: Any, **options: Any) -> Any:
+        return right(self, swapped.get(lane, lane), *arguments, **options)
 
-        return wrong
-
-    return make
+    return wrong
 
 
-def on_the_current_stream(wanted: DeviceLane, within: str) -> Callable[[Any], Any]:
+def on_the_current_stream(wanted: DeviceLane, within: str) -> Callable[..., Any]:
     """Have a method of the device take the stream that is current for that of a lane."""
 
-    def make(right: Any) -> Any:
-        def wrong(self: Any, lane: DeviceLane) -> Any:
-            return right(self, CALLER if lane is wanted and is_within(within) else lane)
-
-        return wrong
-
-    return make
-
-
-def marks_the_newest_caller(right: Any) -> Any:
-    def wrong(self: Any, caller: Any) -> Any:
-        return self.mark(DeviceLane.CALLER, timed=False)
+    def wrong(right: Any, self: Any, lane: DeviceLane) -> Any:
+        return right(self, CALLER if lane is wanted and is_within(within) else lane)
 
     return wrong
 
 
-def one_caller_only(right: Any) -> Any:
-    def wrong(self: Any) -> Any:
-        found = right(self)
-        return self.__dict__.setdefault("first_caller", found)
-
-    return wrong
+def marks_the_newest_caller(right: Any, self: Any, caller: Any) -> Any:
+    return self.mark(DeviceLane.CALLER, timed=False)
 
 
-def reports_at_once(right: Any) -> Any:
-    def wrong(self: Any, mark: Any, queue: Any, op: int) -> None:
+def one_caller_only(right: Any, self: Any) -> Any:
+    found = right(self)
+    return self.__dict__.setdefault("first_caller", found)
+
+
+def reports_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
+    queue.post(op)
+
+
+def reports_pushes_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
+    if is_within("GpuLanes.await_push"):
         queue.post(op)
+    else:
+        right(self, mark, queue, op)
 
-    return wrong
+
+def never_timed(right: Any, self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
+    return right(self, lane, timed=False)
 
 
-def reports_pushes_at_once(right: Any) -> Any:
-    def wrong(self: Any, mark: Any, queue: Any, op: int) -> None:
-        if is_within("GpuLanes.await_push"):
-            queue.post(op)
+def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[..., Any]:
+    def wrong(
+        right: Any, self: Any, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0
+    ) -> None:
+        if lanes(lane):
+            ctypes.memmove(target, source, nbytes)
         else:
-            right(self, mark, queue, op)
+            right(self, lane, target, source, nbytes, piece_bytes)
 
     return wrong
 
 
-def never_timed(right: Any) -> Any:
-    def wrong(self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
-        return right(self, lane, timed=False)
-
-    return wrong
-
-
-def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[[Any], Any]:
-    def make(right: Any) -> Any:
-        def wrong(self: Any, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
-            if lanes(lane):
-                ctypes.memmove(target, source, nbytes)
-            else:
-                right(self, lane, target, source, nbytes, piece_bytes)
-
-        return wrong
-
-    return make
+def allocates_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
+    impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=nothing))
+    with replaced(self, "backend", impatient):
+        return int(right(self, nbytes, caller))
 
 
-def allocates_out_of_order(right: Any) -> Any:
-    def wrong(self: Any, nbytes: int, caller: Any = None) -> int:
-        impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=nothing))
-        with replaced(self, "backend", impatient):
-            return int(right(self, nbytes, caller))
-
-    return wrong
+def lends_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
+    other = None if caller is None else self.stream(DeviceLane.PIECES)
+    return int(right(self, nbytes, other))
 
 
-def lends_out_of_order(right: Any) -> Any:
-    def wrong(self: Any, nbytes: int, caller: Any = None) -> int:
-        other = None if caller is None else self.stream(DeviceLane.PIECES)
-        return int(right(self, nbytes, other))
-
-    return wrong
+def gives_back_what_is_in_use(right: Any, self: Any) -> None:
+    with replaced(torch.Tensor, "record_stream", nothing):
+        right(self)
 
 
-def gives_back_what_is_in_use(right: Any) -> Any:
-    def wrong(self: Any) -> None:
-        with replaced(torch.Tensor, "record_stream", nothing):
-            right(self)
-
-    return wrong
+@contextlib.contextmanager
+def leaves_the_device_alone(right: Any, self: Any) -> Iterator[None]:
+    yield
 
 
-def leaves_the_device_alone(right: Any) -> Any:
-    @contextlib.contextmanager
-    def wrong(self: Any) -> Iterator[None]:
-        yield
-
-    return wrong
-
-
-def closes_at_once() -> AbstractContextManager[Any]:
+@contextlib.contextmanager
+def closes_at_once() -> Iterator[None]:
     """Have nobody wait for lanes at the end; streams are not waited for then, as of a device that has failed."""
-    right = DEVICE.current
 
     @contextlib.contextmanager
     def refused() -> Iterator[None]:
         raise OffloadError("closed")
         yield
 
-    def wrong(self: Any) -> AbstractContextManager[None]:
+    def current(right: Any, self: Any) -> AbstractContextManager[None]:
         return refused() if is_within("AcceleratorDevice.close") else right(self)
 
-    waits, stack = GpuLanes.wait, contextlib.ExitStack()
-
-    def wait(self: Any) -> None:
+    def wait(right: Any, self: Any) -> None:
         if not is_within("GpuLanes.close"):
-            waits(self)
+            right(self)
 
-    stack.enter_context(replaced(DEVICE, "current", wrong))
-    stack.enter_context(replaced(GpuLanes, "wait", wait))
-    return stack
-
-
-def keeps_the_old_time(right: Any) -> Any:
-    def wrong(self: Any) -> None:
-        event, base_s = self.base
-        self.base = event, -math.inf  # so that it is old
-        right(self)
-        self.base = self.base[0], base_s
-
-    return wrong
+    with in_device("current", current)(), replaced(GpuLanes, "wait", given(GpuLanes.wait, wait)):
+        yield
 
 
-def drops_gradients_in_transit() -> AbstractContextManager[Any]:
-    right = GpuGradients.hold
-
-    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
-        right(self, *arguments, **options)
-        self.in_transit.clear()
-
-    return replaced(GpuGradients, "hold", wrong)
+def keeps_the_old_time(right: Any, self: Any) -> None:
+    event, base_s = self.base
+    self.base = event, -math.inf  # so that it is old
+    right(self)
+    self.base = self.base[0], base_s
 
 
-def follows_a_bucket_that_is_on_no_lane() -> AbstractContextManager[Any]:
-    right = Departure.on_lane
-
-    def wrong(self: Any) -> Any:
-        return self if is_within("GpuGradients.hand_back") else right(self)
-
-    return replaced(Departure, "on_lane", wrong)
+def drops_gradients_in_transit(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
+    right(self, *arguments, **options)
+    self.in_transit.clear()
 
 
-def forgets_what_is_scattered(right: Any) -> Any:
-    def wrong(self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
-        scattered = lane is DeviceLane.PIECES and is_within("GpuLanes.send_weights")
-        return right(self, DeviceLane.H2D if scattered else lane, timed=timed)
-
-    return wrong
+def follows_a_bucket_that_is_on_no_lane(right: Any, self: Any) -> Any:
+    return self if is_within("GpuGradients.hand_back") else right(self)
 
 
-def marks_before_the_copy() -> AbstractContextManager[Any]:
-    right = Transfers.start
+def forgets_what_is_scattered(right: Any, self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
+    scattered = lane is DeviceLane.PIECES and is_within("GpuLanes.send_weights")
+    return right(self, DeviceLane.H2D if scattered else lane, timed=timed)
 
-    def wrong(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        right(self, target.flatten()[:0], source.flatten()[:0])
-        mark, _, _ = self.under_way.pop()
-        pinned = torch.empty(source.numel(), dtype=target.dtype, pin_memory=True)
-        pinned.copy_(source, non_blocking=True)
-        source.record_stream(torch.accelerator.current_stream(source.device))
-        self.under_way.append((mark, pinned, target))
 
-    return replaced(Transfers, "start", wrong)
+def marks_before_the_copy(right: Any, self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+    right(self, target.flatten()[:0], source.flatten()[:0])
+    mark, _, _ = self.under_way.pop()
+    pinned = torch.empty(source.numel(), dtype=target.dtype, pin_memory=True)
+    pinned.copy_(source, non_blocking=True)
+    source.record_stream(torch.accelerator.current_stream(source.device))
+    self.under_way.append((mark, pinned, target))
 
 
 @contextlib.contextmanager
@@ -389,14 +339,11 @@ def on_nobody_s_behalf(stream: Any) -> Iterator[None]:
         yield
 
 
-def leaves_without_a_word(stream: Any) -> AbstractContextManager[Any]:
-    @contextlib.contextmanager
-    def working() -> Iterator[None]:
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            yield
-
-    return working()
+@contextlib.contextmanager
+def leaves_without_a_word(stream: Any) -> Iterator[None]:
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        yield
 
 
 def fills_a_buffer_in_use(staging: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
@@ -422,7 +369,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "marked-on-another-lane",
         "the mark after copies to the host is recorded on the stream of copies to the device",
         "host memory is taken for complete while it is written",
-        Shows.BITS,
         in_device("mark", on_another_lane({D2H: H2D})),
         workload="kept-gpu",
     ),
@@ -430,7 +376,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "marked-on-the-thread-s-stream",
         "a bucket that leaves later marks the stream that is current then, not the one that made its gradients",
         "gradients made on a user's stream leave before they are there",
-        Shows.BITS,
         in_device("mark_caller", marks_the_newest_caller),
         workload="two-streams",
     ),
@@ -438,7 +383,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "one-caller",
         "gradients made on two streams are taken for those of one",
         "those of the second stream leave before they are there",
-        Shows.BITS,
         in_device("caller", one_caller_only),
         workload="streams-departing",
     ),
@@ -446,16 +390,15 @@ MISTAKES: tuple[Mistake, ...] = (
         "untimed",
         "marks are made without timing where their time is asked for",
         "CUDA refuses to tell a time, and the session breaks",
-        Shows.ERROR,
         in_device("mark", never_timed),
         workload="ending",
+        shows=Shows.ERROR,
         quick=True,
     ),
     Mistake(
         "reported-at-once",
         "the end of an operation is posted before its mark is reached",
         "host state is updated, written to disk or sent on before it has come",
-        Shows.BITS,
         in_device("report", reports_at_once),
         workload="kept-gpu",
         quick=True,
@@ -464,23 +407,21 @@ MISTAKES: tuple[Mistake, ...] = (
         "always-reached",
         "a mark says that it has been reached",
         "the CPU updates with gradients that are still coming",
-        Shows.BITS,
-        in_marks("reached", lambda right: lambda self: True),
+        in_marks("reached", lambda right, self: True),
         workload="kept-cpu",
     ),
     Mistake(
         "never-waited",
         "waiting for a mark returns at once",
         "norms from old sums, host memory read before its copy has come",
-        Shows.ERROR,
         never_awaited(),
         workload="kept",
+        shows=Shows.ERROR,
     ),
     Mistake(
         "state-read-early",
         "state is handed out before its copy to pinned memory has come",
         "state_dict() with what the buffer held before",
-        Shows.BITS,
         never_awaited("GpuLanes.fetch"),
         workload="state-home",
         quick=True,
@@ -489,7 +430,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "norm-read-early",
         "sums of squares are read before their copy to pinned memory has come",
         "the norm of the step before",
-        Shows.BITS,
         never_awaited("GpuGradients.settle"),
         workload="kept",
     ),
@@ -497,16 +437,15 @@ MISTAKES: tuple[Mistake, ...] = (
         "old-times",
         "times are counted from a newer event with the older event's time",
         "a timeline that is off by as long as the session runs, and plans made from it",
-        Shows.TIMES,
         in_device("rebase", keeps_the_old_time),
         workload="times",
+        shows=Shows.TIMES,
     ),
     # Work on the wrong lane, or by the wrong hand
     Mistake(
         "copied-on-the-caller-s-stream",
         "state is copied to the device on the stream that is current on the engine thread",
         "updates do not wait for it: they follow lane H2D",
-        Shows.BITS,
         in_device("stream", on_the_current_stream(H2D, "AcceleratorDevice.copy")),
         workload="kept-gpu",
     ),
@@ -514,7 +453,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "updated-on-the-current-stream",
         "updates are put on the stream that is current on the engine thread",
         "state is copied out, and weights are read, before they are updated",
-        Shows.BITS,
         in_device("stream", on_the_current_stream(UPDATE, "AcceleratorDevice.update")),
         workload="kept-gpu",
     ),
@@ -522,7 +460,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "sums-on-another-lane",
         "sums of many gradients are put on lane H2D",
         "they are read before they are there, and before gradients are",
-        Shows.BITS,
         in_device("sum_gradients", on_another_lane({GRADIENTS: H2D})),
         workload="kept",
     ),
@@ -530,7 +467,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "block-sums-on-another-lane",
         "the sums of one gradient, or an addition to it, are put on lane H2D",
         "they are read before they are there, and before gradients are",
-        Shows.BITS,
         in_device("gradient_blocks", on_another_lane({GRADIENTS: H2D})),
         workload="departing-gpu",
     ),
@@ -538,7 +474,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "pieces-on-another-lane",
         "small pieces are gathered and scattered on lane H2D",
         "copies and forward do not wait for it",
-        Shows.BITS,
         in_device("copy_pieces", on_another_lane({PIECES: UPDATE})),
         workload="kept-cpu",
     ),
@@ -546,26 +481,25 @@ MISTAKES: tuple[Mistake, ...] = (
         "host-reads-the-device",
         "the host copies device memory by itself",
         "SIGSEGV",
-        Shows.CRASH,
         in_device("copy", copies_by_the_host(lambda lane: lane is not H2D)),
         workload="ending",
+        shows=Shows.CRASH,
         quick=True,
     ),
     Mistake(
         "host-writes-to-the-device",
         "the host copies to device memory by itself",
         "SIGSEGV",
-        Shows.CRASH,
         in_device("copy", copies_by_the_host(lambda lane: lane is H2D)),
         workload="ending",
+        shows=Shows.CRASH,
     ),
     # Memory
     Mistake(
         "dropped-in-transit",
         "gradients are dropped before they have left",
         "their memory is used again by backward: other gradients leave in their place",
-        Shows.BITS,
-        drops_gradients_in_transit,
+        instead(GpuGradients, "hold", given(GpuGradients.hold, drops_gradients_in_transit)),
         workload="departing-cpu",
         quick=True,
     ),
@@ -573,15 +507,13 @@ MISTAKES: tuple[Mistake, ...] = (
         "follows-nothing",
         "gradients are handed back behind a bucket that has not left, which no stream can follow",
         "backward uses their memory again before they have left",
-        Shows.BITS,
-        follows_a_bucket_that_is_on_no_lane,
+        instead(Departure, "on_lane", given(Departure.on_lane, follows_a_bucket_that_is_on_no_lane)),
         workload="departing-cpu",
     ),
     Mistake(
         "allocated-out-of-order",
         "memory for the lanes is taken without waiting for the stream that the allocator orders it by",
         "whoever had it before still writes to it",
-        Shows.BITS,
         in_device("allocate", allocates_out_of_order),
         workload="added",
     ),
@@ -589,7 +521,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "borrowed-out-of-order",
         "memory is borrowed in the order of another stream than that which lanes are made to follow",
         "it is filled when state is there",
-        Shows.BITS,
         in_device("allocate", lends_out_of_order),
         workload="borrowing-departing",
     ),
@@ -597,7 +528,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "given-back-early",
         "memory that was borrowed is given back, and not behind what is on lanes",
         "forward writes to it before state has left it",
-        Shows.BITS,
         in_device("return_borrowed", gives_back_what_is_in_use),
         workload="borrowing-departing",
     ),
@@ -605,7 +535,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "closed-early",
         "a session ends without waiting for its lanes",
         "weights without the last step; copies to memory that is unmapped",
-        Shows.BITS,
         closes_at_once,
         workload="ending",
         quick=True,
@@ -615,7 +544,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "added-before-they-come",
         "gradients of further passes are added before their copy to a pinned buffer has come",
         "those of the buffer's last user are added",
-        Shows.BITS,
         never_awaited("offload.gradients.additions"),
         workload="departing-cpu",
         quick=True,
@@ -624,7 +552,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "updated-before-gradients-come",
         "an update on the CPU does not wait for its gradients and weights",
         "updated with the gradients of the step before",
-        Shows.BITS,
         instead(GpuLanes, "inputs", nothing),
         workload="kept-cpu",
         quick=True,
@@ -633,7 +560,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "weight-slot-in-use",
         "a weight slot is taken for free before its weights have left",
         "weights of another subgroup arrive",
-        Shows.BITS,
         in_device("report", reports_pushes_at_once),
         workload="forward-cpu",
     ),
@@ -641,7 +567,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "scattered-unseen",
         "whoever reads new weights follows their copy, and not the kernel that scatters the small ones",
         "forward reads small weights of the step before",
-        Shows.BITS,
         in_device("mark", forgets_what_is_scattered),
         workload="forward-cpu",
     ),
@@ -650,9 +575,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "wrong-current-device",
         "work for the second device is asked for while the first one is current",
         "CUDA launches kernels on the first device: an illegal address",
-        Shows.PLACE,
         in_device("current", leaves_the_device_alone),
         workload="second",
+        shows=Shows.PLACE,
         quick=True,
     ),
     # DeepSpeed's transfers
@@ -660,7 +585,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "transfers-not-waited-for",
         "gradients in host memory are read while they come",
         "those of the window before",
-        Shows.BITS,
         instead(Transfers, "wait", nothing),
         workload="transfers",
         quick=True,
@@ -669,8 +593,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "transfers-marked-early",
         "the event after a copy is recorded before it",
         "as above, for the newest",
-        Shows.BITS,
-        marks_before_the_copy,
+        instead(Transfers, "start", given(Transfers.start, marks_before_the_copy)),
         workload="transfers",
     ),
     # What users do
@@ -678,7 +601,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "stream-begins-early",
         "a user's stream does not wait for what it reads",
         "backward of old activations",
-        Shows.BITS,
         instead(Host, "working_on", staticmethod(on_nobody_s_behalf)),
         workload="streams",
     ),
@@ -686,7 +608,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "stream-ends-early",
         "what comes after a user's stream does not wait for it",
         "a step with half of its gradients",
-        Shows.BITS,
         instead(Host, "working_on", staticmethod(leaves_without_a_word)),
         workload="streams",
     ),
@@ -694,7 +615,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "used-on-another-stream",
         "a tensor is dropped while another stream uses it, without record_stream",
         "its memory is somebody else's before it has been read",
-        Shows.BITS,
         instead(Host, "used_on", staticmethod(nothing)),
         workload="host",
         quick=True,
@@ -703,7 +623,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "staging-in-use",
         "a pinned buffer is filled anew before its last copy has left",
         "the values of the next batch arrive twice",
-        Shows.BITS,
         instead(Host, "upload", staticmethod(fills_a_buffer_in_use)),
         workload="host",
         quick=True,
@@ -712,7 +631,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "staging-read-early",
         "a pinned buffer is read before the copy to it has come",
         "the values of the last copy",
-        Shows.BITS,
         instead(Host, "download", staticmethod(reads_a_copy_under_way)),
         workload="host",
         quick=True,
@@ -721,9 +639,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "tensor-read-by-the-host",
         "the host reads a tensor's memory where it lies",
         "SIGSEGV",
-        Shows.CRASH,
         instead(Host, "first", staticmethod(reads_device_memory)),
         workload="host",
+        shows=Shows.CRASH,
         quick=True,
     ),
 )

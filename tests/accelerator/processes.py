@@ -122,6 +122,11 @@ def _prepare(item: pytest.Item) -> None:
     """Build the device, or say that it cannot be; another process looks at the test's time, and building is none."""
     item.config.hook.pytest_timeout_cancel_timer(item=item)
     faulthandler.cancel_dump_traceback_later()
+    needed()
+
+
+def needed() -> None:
+    """Build the device for a test, which cannot run where it cannot be built."""
     try:
         build.library()
     except build.CannotBuild as error:

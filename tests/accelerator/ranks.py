@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
+import sys
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import prepared
@@ -21,9 +23,30 @@ def run_ranks(ranks: int, program: str, *arguments: str) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (here.parent, here.parent / "e2e")))
     command = [prepared.python(), *prepared.torchrun(ranks), str(here / program), *arguments]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = prepared.ran(command, env=variables)
     assert ended.stdout.count("passed") == ranks
+
+
+def begin() -> int:
+    """Have a rank know the test accelerator and the others; return its number."""
+    late.load()
+    dist.init_process_group("cpu:gloo,late:late")
+    torch.accelerator.set_device_index(0)
+    return dist.get_rank()
+
+
+def serve(known: Mapping[str, Callable[..., None]], most_us: int = 0) -> None:
+    """Run what the command line names, each in a folder of its own: FOLDER [[NAME,ARGUMENT...],...].
+
+    `most_us` is the most that a task of the device waits before it begins.
+    """
+    for number, (name, *arguments) in enumerate(json.loads(sys.argv[2])):
+        print(name, *arguments, flush=True)
+        late.delays(0, most_us, seed=dist.get_rank())
+        folder = Path(sys.argv[1]) / str(number)
+        folder.mkdir(exist_ok=True)
+        known[name](folder, *arguments)
+    late.end_rank()
 
 
 def collectives(rank: int) -> None:
@@ -84,9 +107,7 @@ def orders(rank: int) -> None:
 
 
 def main() -> None:
-    late.load()
-    dist.init_process_group("cpu:gloo,late:late")
-    rank = dist.get_rank()
+    rank = begin()
     late.delays(0, 300, seed=rank)
     collectives(rank)
     late.end_rank()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import prepared
 import pytest
-from skips import NO_SKIPS
 
-from accelerator import build
+from accelerator import processes
 from accelerator.cuda_mistakes import CUDA_MISTAKES, CudaMistake
 
 FAILED = 1
@@ -25,8 +23,7 @@ def ends(is_late: bool) -> dict[str, int]:
     program = [prepared.python(), "-m", "accelerator.planted", *names]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "LATE_"))}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ended = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    ended = prepared.ran(program, env=variables)
     return dict(json.loads(line) for line in ended.stdout.splitlines())
 
 
@@ -37,12 +34,7 @@ def elsewhere() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def on_the_accelerator() -> dict[str, int]:
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        if NO_SKIPS in os.environ:
-            raise
-        pytest.skip(str(error))
+    processes.needed()
     return ends(True)
 
 

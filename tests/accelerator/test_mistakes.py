@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 
 import pytest
-from skips import NO_SKIPS
 
-from accelerator import build, leave_out, mistakes, runner
+from accelerator import leave_out, mistakes, processes, runner
 from accelerator.mistakes import MISTAKES, Mistake, Shows
 from accelerator.runner import Outcome, Task
 from accelerator.workloads import WORKLOADS
@@ -26,12 +24,7 @@ PREFIXES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _accelerator() -> None:
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        if NO_SKIPS in os.environ:
-            raise
-        pytest.skip(str(error))
+    processes.needed()
 
 
 def shows(mistake: Mistake, found: str) -> bool:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from limited import limited
-from torch.nn import functional
 
 import offload
 from accelerator import late
 from accelerator.ranks import run_ranks
+from accelerator.workloads import DEPTH, Net, batch
 from offload import backends
 from offload.backends import working_on
 from offload.device import accelerator, pieces
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.not_ahead("updates are made ahead where the tests say so"),
 ]
 
-WIDTH, DEPTH, BATCH, STEPS = 64, 6, 4, 3
+STEPS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -56,35 +56,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield found
 
 
-class Layer(torch.nn.Module):
-    """A matrix and two vectors."""
-
-    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
-        super().__init__()
-        for name, size in (("matrix", (WIDTH, WIDTH)), ("bias", (WIDTH,)), ("gain", (WIDTH,))):
-            drawn = torch.randn(size, generator=generator, device="cpu") / 8
-            setattr(self, name, torch.nn.Parameter(drawn.to(dtype)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + functional.linear(x, self.matrix, self.bias).relu() * self.gain
-
-
-class Net(torch.nn.Module):
-    """Layers, which may be put on streams in turns."""
-
-    def __init__(self, dtype: torch.dtype, seed: int = 7) -> None:
-        super().__init__()
-        generator = torch.Generator("cpu").manual_seed(seed)
-        self.layers = torch.nn.ModuleList(Layer(generator, dtype) for _ in range(DEPTH))
-        self.streams: list[torch.Stream] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            with behind(self.streams[number % len(self.streams)] if self.streams else None):
-                x = layer(x)
-        return x.float().square().mean()
-
-
 @contextlib.contextmanager
 def behind(stream: torch.Stream | None) -> Iterator[None]:
     """Work on a stream, behind all that is on the current one, which then goes on behind it."""
@@ -98,9 +69,16 @@ def behind(stream: torch.Stream | None) -> Iterator[None]:
     outside.wait_stream(stream)
 
 
-def batch(number: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(1000 + number)
-    return torch.randn((BATCH, WIDTH), generator=generator, device="cpu").to(device, dtype)
+class OnStreams(Net):
+    """The same, whose layers are on streams in turns."""
+
+    streams: Sequence[torch.Stream]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, stream in zip(self.layers, itertools.cycle(self.streams), strict=False):
+            with behind(stream):
+                x = layer(x)
+        return x.float().sum() / 64
 
 
 # -- What is chosen
@@ -211,25 +189,27 @@ class Training:
 
     def __init__(self, case: Case, device: torch.device, folder: Path, seed: int = 7) -> None:
         self.case, self.device = case, device
-        self.model = Net(case.dtype, seed).to(device)
         is_far = device.type != "cpu"
+        kind = OnStreams if is_far and case.way == "two streams" else Net
+        self.model = kind(case.dtype, seed).to(device)
         config: dict[str, Any] = {"state_format": case.form, "threads": 1}
         if is_far:
             overlap = "backward" if case.overlap in ("backward", "both") else "off"
             config |= {"placement": case.placement, "keep_grads": case.keeps, "overlap": overlap}
             config |= {"subgroup_numel": 4096, "paths": [folder], **HOMES[case.home]}
-        kind = limited(getattr(offload, case.rule), bucket_bytes=6000, bucket_count=3)
-        self.optimizer = kind(self.model.parameters(), offload=offload.OffloadConfig(**config), **RULES[case.rule])
+        optimizer = limited(getattr(offload, case.rule), bucket_bytes=6000, bucket_count=3)
+        self.optimizer = optimizer(
+            self.model.parameters(), offload=offload.OffloadConfig(**config), **RULES[case.rule]
+        )
         if is_far and case.overlap in ("forward", "both"):
             self.optimizer.overlap_forward(self.model)
         scaler = offload.GradScaler if case.dtype is torch.float16 else torch.amp.GradScaler
         self.scaler = scaler(device.type, init_scale=2.0**10, growth_interval=2) if case.way == "scaled" else None
         self.streams = [torch.Stream(device) for _ in range(2)] if is_far else [None, None]
-        if is_far and case.way == "two streams":
-            self.model.streams = self.streams
+        self.model.streams = self.streams
 
     def backward(self, number: int) -> None:
-        loss = self.model(batch(number, self.device, self.case.dtype))
+        loss = self.model(batch(number).to(self.device, self.case.dtype))
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, number: int) -> None:
@@ -343,7 +323,7 @@ def test_nothing_but_reports_waits_for_lanes(keeps: bool, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(backends.BACKENDS, "late", replace(row, stream=stream))
     monkeypatch.setattr(accelerator.AcceleratorDevice, "update", told)
-    model = Net(torch.bfloat16).to(device)
+    model = Net().to(device)
     config = {"gpu_memory": "4MiB", "placement": "gpu", "keep_grads": keeps, "subgroup_numel": 4096, "threads": 1}
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
         optimizer.overlap_forward(model)
@@ -353,7 +333,7 @@ def test_nothing_but_reports_waits_for_lanes(keeps: bool, monkeypatch: pytest.Mo
             optimizer.step()
             optimizer.zero_grad()
 
-        given = batch(0, device, torch.bfloat16)
+        given = batch(0).to(device)
         for _ in range(3):  # no step goes on into the first forward pass
             count = 0
             iterate()

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -654,6 +653,5 @@ def test_the_page_shows_a_training(tmp_path: Path) -> None:
     load += "backends.BACKENDS['late'] = backends.Backend(pin=late.pin, unpin=late.unpin)\n"
     program = load + block.replace("/mnt/nvme", str(tmp_path)) + "\nprint('passed')\n"
     command = [prepared.python(), "-c", program]
-    ended = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    ended = prepared.ran(command, cwd=ROOT / "tests")
     assert ended.stdout.endswith("passed\n")

@@ -5,14 +5,13 @@ training_ranks.py FOLDER [[KIND,KEEPS,PLACEMENT,OVERLAP],...]
 
 from __future__ import annotations
 
-import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from mirror import Mirror
+from mirror import Mirror, same_bits
 from settling import settle
 from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from accelerator import late
+from accelerator import late, ranks
 from offload.optim import dealt, shards
 
 DEVICE = "late:0"
@@ -29,19 +28,6 @@ DEVICE = "late:0"
 def given(step: int) -> list[list[torch.Tensor]]:
     """Return this rank's gradients, on the device."""
     return [[tensor.to(DEVICE) for tensor in block] for block in exact_gradients(step, dist.get_rank())]
-
-
-def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
-    mine = local(found).cpu()
-    return torch.equal(mine.view(torch.uint8), own(found, whole).to(mine.dtype).view(torch.uint8))
-
-
-def begin() -> None:
-    late.load()
-    late.tell_offload()
-    dist.init_process_group("cpu:gloo,late:late")
-    shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
-    torch.accelerator.set_device_index(0)
 
 
 def sharded(model: Model) -> torch.nn.Module:
@@ -74,12 +60,12 @@ def muon(folder: Path, keep_grads: bool, placement: float, overlap: str = "off")
             beside.step()
             optimizer.zero_grad()
             for parameter, whole in zip(model.parameters(), twin.parameters(), strict=True):
-                assert same(parameter.detach(), whole.detach()), step
+                assert same_bits(local(parameter.detach()), own(parameter, whole.detach())), step
     beside.close()
 
 
 def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
-    mirror = Mirror([{"params": [*Model().parameters()], **SETTINGS}], decoupled=True)
+    mirror = Mirror(Model().parameters(), **SETTINGS)
     beside = Model()
     model: torch.nn.Module = Model().to(DEVICE)
     trained = model
@@ -105,13 +91,13 @@ def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: 
         if "buckets" in kind:
             optimizer.overlap_backward(trained)
         for step in range(4 if overlap == "off" else 12):
-            gradients = [torch.zeros(()) for _ in mirror.weights[0]]
+            gradients = [torch.zeros(()) for _ in mirror.weights]
             for number in (step, step + 10) if kind == "fsdp2" else (step,):
                 loss = trained(given(number))
                 loss.backward()
                 wanted = exact_gradients(number, dist.get_rank())
                 with torch.no_grad():  # forward has used the weights of the last step, whole
-                    for parameter, weight in zip(beside.parameters(), mirror.weights[0], strict=True):
+                    for parameter, weight in zip(beside.parameters(), mirror.weights, strict=True):
                         parameter.copy_(weight)
                     assert loss.item() == beside(wanted).item(), (step, number)
                 both = zip(gradients, mean_gradients(number, dist.get_world_size()), strict=True)
@@ -122,7 +108,7 @@ def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: 
             factor = clipped(optimizer, mirror, gradients) if step % (2 if overlap == "off" else 4) == 1 else 1.0
             optimizer.step()
             optimizer.zero_grad()
-            mirror.step([gradients], factor)
+            mirror.step(gradients, factor)
             hidden += optimizer.engine.is_pending
             if config.overlaps_backward:
                 if overlap == "both":
@@ -133,12 +119,8 @@ def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: 
         if config.overlaps_forward:
             assert hidden > 0
             optimizer.finish()
-        for index, parameter in enumerate(model.parameters()):
-            assert local(parameter).device.type == "late"
-            assert same(parameter.detach(), mirror.weights[0][index]), index
-            wholes = (mirror.masters[0][index], *mirror.moments[0][index])
-            for found, whole in zip(optimizer.state_for(parameter).values(), wholes, strict=True):
-                assert same(found, whole), index
+        assert all(local(parameter).device.type == "late" for parameter in model.parameters())
+        mirror.assert_same(optimizer, model.parameters())
         if not keep_grads:
             plain = torch.nn.Parameter(torch.ones(3, device=DEVICE))
             with pytest.raises(offload.ConfigError, match="keep_grads"):
@@ -146,14 +128,8 @@ def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: 
 
 
 if __name__ == "__main__":
-    begin()
-    for number, (kind, *choices) in enumerate(json.loads(sys.argv[2])):
-        print(kind, *choices, flush=True)
-        late.delays(0, 100, seed=dist.get_rank())
-        own_folder = Path(sys.argv[1]) / str(number)
-        own_folder.mkdir(exist_ok=True)
-        if kind == "muon":
-            muon(own_folder, *choices)
-        else:
-            adamw(kind, own_folder, *choices)
-    late.end_rank()
+    ranks.begin()
+    late.tell_offload()
+    shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
+    kinds = ("fsdp2", "ddp", "ddp buckets", "ddp whole", "ddp whole buckets")
+    ranks.serve({"muon": muon, **{kind: partial(adamw, kind) for kind in kinds}}, 100)

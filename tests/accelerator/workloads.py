@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,23 +136,21 @@ class Layer(torch.nn.Module):
         return x + torch.addcmul(self.lift, torch.addcmul(self.shift, y, self.gain), self.twist) * self.tilt
 
 
+VECTORS = ("bias", "gain", "shift", "twist", "lift", "tilt")
+
+
 class Net(torch.nn.Module):
     """Layers of a matrix and small vectors, whose gradients depend on weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, seed: int = 7) -> None:
         super().__init__()
-        generator = torch.Generator("cpu").manual_seed(7)
-
-        def drawn(*size: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(size, generator=generator, device="cpu") / 8).bfloat16())
-
-        self.layers = torch.nn.ModuleList()
-        for _ in range(DEPTH):
-            layer = Layer()
-            layer.matrix = drawn(WIDTH, WIDTH)
-            for name in ("bias", "gain", "shift", "twist", "lift", "tilt"):
-                setattr(layer, name, drawn(WIDTH))
-            self.layers.append(layer)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(DEPTH))
+        for layer in self.layers:
+            for name in ("matrix", *VECTORS):
+                size = (WIDTH, WIDTH) if name == "matrix" else (WIDTH,)
+                drawn = torch.randn(size, generator=generator, device="cpu") / 8
+                setattr(layer, name, torch.nn.Parameter(drawn.to(dtype)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -162,6 +161,11 @@ class Net(torch.nn.Module):
 def batch(number: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(1000 + number)
     return torch.randn((BATCH, WIDTH), generator=generator, device="cpu").bfloat16()
+
+
+def working(stream: Any) -> AbstractContextManager[Any]:
+    """Work on a stream of the user's, if there is one: see `Host.working_on`."""
+    return contextlib.nullcontext() if stream is None else Host.working_on(stream)
 
 
 @dataclass
@@ -210,15 +214,25 @@ class Run:
     def keep_all(self, model: torch.nn.Module, optimizer: offload.AdamW, when: str = "end") -> None:
         for name, parameter in model.named_parameters():
             self.keep(f"{when} {name}", parameter)
+        self.keep_state(model, optimizer, when)
+
+    def keep_state(self, model: torch.nn.Module, optimizer: offload.AdamW, when: str) -> None:
+        for name, parameter in model.named_parameters():
             for tensor, value in optimizer.state_for(parameter).items():
                 self.keep(f"{when} {name} {tensor}", value)
 
-    def working(self, stream: Any) -> Any:
-        """Work on a stream of the user's, if there is one."""
-        return contextlib.nullcontext() if stream is None else Host.working_on(stream)
+    @cached_property
+    def users(self) -> list[Any]:
+        """Two streams of the user's; on the CPU there are none."""
+        return [None if self.pace is None else self.pace.user() for _ in USERS]
 
-    def user(self) -> Any:
-        return None if self.pace is None else self.pace.user()
+    @contextlib.contextmanager
+    def beside(self, stream: Any) -> Iterator[None]:
+        """Work on a stream of the user's behind all work outside so far, where nothing waits for it then."""
+        if stream is not None:
+            stream.wait_stream(self.outside)
+        with contextlib.nullcontext() if stream is None else stream:
+            yield
 
     @property
     def outside(self) -> Any:
@@ -269,6 +283,9 @@ class Workload:
 
 # What they do
 
+StepOf = Callable[[Run, Net, offload.AdamW, int], None]
+"""What is done in one step of a training."""
+
 
 def _passes(run: Run, model: Net, step: int, count: int = 2) -> None:
     for number in range(count):
@@ -283,63 +300,65 @@ def _step(run: Run, optimizer: offload.AdamW, *, clip: bool = True) -> None:
     optimizer.zero_grad()
 
 
-def plain(run: Run) -> None:
+def in_steps(count: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[StepOf], Callable[[Run], None]]:
+    """Make a training of what is done in each of so many steps."""
+
+    def of(step_of: StepOf) -> Callable[[Run], None]:
+        def train(run: Run) -> None:
+            model = run.model().to(dtype)
+            with run.optimizer(model.parameters()) as optimizer:
+                for step in range(count):
+                    step_of(run, model, optimizer, step)
+                run.keep_all(model, optimizer)
+            if run.blocks:
+                run.check_claimed()
+
+        return train
+
+    return of
+
+
+@in_steps(3)
+def plain(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Two passes a step; it is clipped but once, as whoever clips waits for gradients."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            _passes(run, model, step)
-            _step(run, optimizer, clip=step != 1)
-        run.keep_all(model, optimizer)
+    _passes(run, model, step)
+    _step(run, optimizer, clip=step != 1)
 
 
-def partial(run: Run) -> None:
+@in_steps(3)
+def partial(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Two passes a step, of which the second reaches the first layer alone: what is summed of the others stays."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            _passes(run, model, step, 1)
-            (model.layers[0](batch(10 * step + 5).to(run.device)).float().sum() / 64).backward()
-            _step(run, optimizer, clip=step != 1)
-        run.keep_all(model, optimizer)
+    _passes(run, model, step, 1)
+    (model.layers[0](batch(10 * step + 5).to(run.device)).float().sum() / 64).backward()
+    _step(run, optimizer, clip=step != 1)
 
 
-def written(run: Run) -> None:
+@in_steps(5)
+def written(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Updates have read gradients that the caller's stream still scales when the step is asked for."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(5):
-            _passes(run, model, step, 1)
-            if run.pace is not None:
-                settle(optimizer.engine)
-            for parameter in model.parameters() if step > 1 else ():
-                parameter.grad.mul_(0.5)
-            _step(run, optimizer, clip=False)
-        run.keep_all(model, optimizer)
+    _passes(run, model, step, 1)
+    if run.pace is not None:
+        settle(optimizer.engine)
+    for parameter in model.parameters() if step > 1 else ():
+        parameter.grad.mul_(0.5)
+    _step(run, optimizer, clip=False)
 
 
-def growing(run: Run) -> None:
+@in_steps(2)
+def growing(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """As much state at home on the device as there is room for, and then a larger batch."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(2):
-            _passes(run, model, step, 1)
-            _step(run, optimizer, clip=False)
-            run.claim([48 << 10])
-        run.keep_all(model, optimizer)
-    run.check_claimed()
+    _passes(run, model, step, 1)
+    _step(run, optimizer, clip=False)
+    run.claim([48 << 10])
 
 
-def dropped(run: Run) -> None:
+@in_steps(3)
+def dropped(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Gradients of two passes are dropped each time before those of others are made."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            _passes(run, model, 10 + step)
-            optimizer.zero_grad()
-            _passes(run, model, step, 1)
-            _step(run, optimizer, clip=step == 1)
-        run.keep_all(model, optimizer)
+    _passes(run, model, 10 + step)
+    optimizer.zero_grad()
+    _passes(run, model, step, 1)
+    _step(run, optimizer, clip=step == 1)
 
 
 def times(run: Run) -> None:
@@ -360,173 +379,137 @@ def times(run: Run) -> None:
             steps += 1
 
 
-def streams(run: Run) -> None:
+@in_steps(3)
+def streams(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Each pass on another stream, steps there or outside; streams go on with other things at once."""
-    model = run.model()
-    mine = [run.user(), run.user()]
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            for number, stream in enumerate(mine):
-                with run.working(stream):
-                    model(batch(10 * step + number).to(run.device)).backward()
-            with run.working(mine[0]) if step == 1 else contextlib.nullcontext():
-                _step(run, optimizer, clip=step == 2)
-            if not optimizer.config.keep_grads:  # else it is for the user to give up what was in .grad
-                for stream in mine:
-                    run.scribble(model, stream)
-        run.keep_all(model, optimizer)
-    run.check_claimed()
+    for number, stream in enumerate(run.users):
+        with working(stream):
+            model(batch(10 * step + number).to(run.device)).backward()
+    with working(run.users[0] if step == 1 else None):
+        _step(run, optimizer, clip=step == 2)
+    if not optimizer.config.keep_grads:  # else it is for the user to give up what was in .grad
+        for stream in run.users:
+            run.scribble(model, stream)
 
 
-def two_streams(run: Run) -> None:
+@in_steps(3)
+def two_streams(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Two halves of a model that have nothing to do with each other, each on its own stream, then the other's."""
-    model = run.model()
-    mine = [run.user(), run.user()]
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            parts, x = [], batch(step).to(run.device)
-            for half in range(2):
-                with run.working(mine[(half + step) % 2]):
-                    y = x + model.layers[half].lift  # so that this one's gradient, which is small, comes last
-                    for layer in model.layers[half::2]:
-                        y = layer(y)
-                    parts.append(y.float().sum())
-            (torch.stack(parts).sum() / 64).backward()
-            _step(run, optimizer, clip=step == 2)
-        run.keep_all(model, optimizer)
+    parts, x = [], batch(step).to(run.device)
+    for half in range(2):
+        with working(run.users[(half + step) % 2]):
+            y = x + model.layers[half].lift  # so that this one's gradient, which is small, comes last
+            for layer in model.layers[half::2]:
+                y = layer(y)
+            parts.append(y.float().sum())
+    (torch.stack(parts).sum() / 64).backward()
+    _step(run, optimizer, clip=step == 2)
 
 
-def forward(run: Run) -> None:
+@in_steps(4)
+def forward(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Steps that go on into the next forward pass."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        if run.pace is not None:
-            optimizer.overlap_forward(model)
-        for step in range(4):
-            _passes(run, model, step, 1)
-            _step(run, optimizer, clip=step % 2 == 0)
+    if run.pace is not None and not step:
+        optimizer.overlap_forward(model)
+    _passes(run, model, step, 1)
+    _step(run, optimizer, clip=step % 2 == 0)
+    if step == 3:
         optimizer.finish()
-        run.keep_all(model, optimizer)
 
 
-def forward_streams(run: Run) -> None:
+@in_steps(4)
+def forward_streams(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Steps outside go on into the next forward pass, on another stream of the user's; weights are hidden."""
-    model, mine = run.model(), [run.user(), run.user()]
-    with run.optimizer(model.parameters()) as optimizer:
-        if run.pace is not None:
-            optimizer.overlap_forward(model, check=True)
-        for step in range(4):
-            with run.working(mine[step % 2]):
-                loss = model(batch(step).to(run.device))
-                run.scribble(model, run.outside if run.pace is not None else None)
-                loss.backward()
-                del loss  # or nodes of autograd stay for the next pass, with their streams
-            _step(run, optimizer, clip=False)
-            run.scribble(model, mine[(step + 1) % 2])
+    if run.pace is not None and not step:
+        optimizer.overlap_forward(model, check=True)
+    with working(run.users[step % 2]):
+        loss = model(batch(step).to(run.device))
+        run.scribble(model, run.outside if run.pace is not None else None)
+        loss.backward()
+        del loss  # or nodes of autograd stay for the next pass, with their streams
+    _step(run, optimizer, clip=False)
+    run.scribble(model, run.users[(step + 1) % 2])
+    if step == 3:
         optimizer.finish()
-        run.keep_all(model, optimizer)
-    run.check_claimed()
 
 
 def collected(run: Run) -> None:
     """Gradients are made on a stream of the user's and arrive outside, as with DDP, which keeps autograd's nodes."""
-    model, stream = run.model(), run.user()
+    model = run.model()
     nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
     with run.optimizer(model.parameters()) as optimizer:
         for step in range(3):
-            with run.working(stream):
+            with working(run.users[0]):
                 model(batch(step).to(run.device)).backward()
             _step(run, optimizer, clip=step == 2)
         run.keep_all(model, optimizer)
     del nodes
 
 
-def given(run: Run) -> None:
+@in_steps(3)
+def given(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Gradients that a user makes on a stream of his own, and puts beside those of a backward pass."""
-    model, stream = run.model(), run.user()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            _passes(run, model, step, 1)
-            with run.working(stream):
-                for parameter in model.parameters():
-                    more = torch.full_like(parameter, 0.01 * (step + 1))
-                    parameter.grad = more if parameter.grad is None else parameter.grad + more
-                del more
-            _step(run, optimizer, clip=False)
-            run.scribble(model, stream)
-        run.keep_all(model, optimizer)
-    run.check_claimed()
+    _passes(run, model, step, 1)
+    with working(run.users[0]):
+        for parameter in model.parameters():
+            more = torch.full_like(parameter, 0.01 * (step + 1))
+            parameter.grad = more if parameter.grad is None else parameter.grad + more
+        del more
+    _step(run, optimizer, clip=False)
+    run.scribble(model, run.users[0])
 
 
-def state(run: Run) -> None:
+def _halve(run: Run, optimizer: offload.AdamW, step: int) -> None:
+    """Take state out, and put half of the moments back."""
+    found = optimizer.state_dict()
+    for number, entry in found["state"].items():
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                run.keep(f"{step} {number} {name}", value)
+                if name != "master":
+                    value.mul_(0.5)
+    optimizer.load_state_dict(found)
+
+
+@in_steps(3)
+def state(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """State is taken out and put back."""
-    model = run.model()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            _passes(run, model, step, 1)
-            _step(run, optimizer, clip=False)
-            found = optimizer.state_dict()
-            for number, entry in found["state"].items():
-                for name, value in entry.items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        run.keep(f"{step} {number} {name}", value)
-                        if name != "master":
-                            value.mul_(0.5)
-            optimizer.load_state_dict(found)
-        run.keep_all(model, optimizer)
+    _passes(run, model, step, 1)
+    _step(run, optimizer, clip=False)
+    _halve(run, optimizer, step)
 
 
-def elsewhere(run: Run) -> None:
+@in_steps(3)
+def elsewhere(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Steps on a stream of the user's; outside, which waits for nothing, state is read and replaced."""
-    model, stream = run.model(), run.user()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            if stream is not None:
-                stream.wait_stream(run.outside)
-            with contextlib.nullcontext() if stream is None else stream:
-                _passes(run, model, step, 1)
-                _step(run, optimizer, clip=False)
-            found = optimizer.state_dict()
-            for number, entry in found["state"].items():
-                for name in ("exp_avg", "exp_avg_sq"):
-                    run.keep(f"{step} {number} {name}", entry[name])
-                    entry[name].mul_(0.5)
-            optimizer.load_state_dict(found)
-        run.keep_all(model, optimizer)
+    with run.beside(run.users[0]):
+        _passes(run, model, step, 1)
+        _step(run, optimizer, clip=False)
+    _halve(run, optimizer, step)
 
 
-def elsewhere_single(run: Run) -> None:
-    """Weights that are masters, updated on a stream of the user's, and read outside."""
-    model, stream = run.model().float(), run.user()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            if stream is not None:
-                stream.wait_stream(run.outside)
-            with contextlib.nullcontext() if stream is None else stream:
-                model(batch(step).to(run.device).float()).backward()
-                _step(run, optimizer, clip=False)
-            for number, parameter in enumerate(model.parameters()):
-                for name, value in optimizer.state_for(parameter).items():
-                    run.keep(f"{step} {number} {name}", value)
+@in_steps(3, torch.float32)
+def elsewhere_single(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
+    """Weights that are masters, updated on a stream of the user's; their state is read outside."""
+    with run.beside(run.users[0]):
+        model(batch(step).to(run.device).float()).backward()
+        _step(run, optimizer, clip=False)
+    run.keep_state(model, optimizer, f"{step}")
 
 
-def single(run: Run) -> None:
+@in_steps(3, torch.float32)
+def single(run: Run, model: Net, optimizer: offload.AdamW, step: int) -> None:
     """Weights that are masters; state that is read at once behind a step."""
-    model = run.model().float()
-    with run.optimizer(model.parameters()) as optimizer:
-        for step in range(3):
-            model(batch(step).to(run.device).float()).backward()
-            _step(run, optimizer, clip=False)
-            run.keep_all(model, optimizer, f"{step}")
+    model(batch(step).to(run.device).float()).backward()
+    _step(run, optimizer, clip=False)
+    run.keep_all(model, optimizer, f"{step}")
 
 
 def saved(run: Run) -> None:
     """Steps on a stream of the user's; outside, which waits for nothing, a checkpoint at once behind the last."""
-    model, stream = run.model(), run.user()
+    model = run.model()
     with run.optimizer(model.parameters()) as optimizer:
-        if stream is not None:
-            stream.wait_stream(run.outside)
-        with contextlib.nullcontext() if stream is None else stream:
+        with run.beside(run.users[0]):
             for step in range(2):
                 _passes(run, model, step, 1)
                 _step(run, optimizer, clip=False)
@@ -539,16 +522,15 @@ def saved(run: Run) -> None:
 
 def added(run: Run) -> None:
     """Parameters that come later, on a stream of the user's, for which there are to be larger buffers."""
-    model, stream = run.model(), run.user()
-    first = [getattr(model.layers[0], name) for name in ("bias", "gain", "shift", "twist", "lift", "tilt")]
-    with run.optimizer(first) as optimizer, run.working(stream):
+    model = run.model()
+    first = [getattr(model.layers[0], name) for name in VECTORS]
+    with run.optimizer(first) as optimizer, working(run.users[0]):
         for step in range(4):
             if step == 2:
-                lanes = optimizer.engine._parts.lanes
-                before = [tensor.numel() for tensor in getattr(lanes.device, "_memory", {}).values()]
+                before = _buffers(optimizer)
                 ids = {id(parameter) for parameter in first}
                 optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in ids]})
-                with contextlib.nullcontext() if stream is None else run.outside:
+                with contextlib.nullcontext() if run.pace is None else run.outside:
                     run.claim(before)
             _passes(run, model, step, 1)
             _step(run, optimizer, clip=step == 3)
@@ -559,16 +541,20 @@ def added(run: Run) -> None:
     run.check_claimed()
 
 
+def _buffers(optimizer: offload.AdamW) -> list[int]:
+    """Return the sizes of what a session has taken of the device."""
+    return [tensor.numel() for tensor in getattr(optimizer.engine._parts.lanes.device, "_memory", {}).values()]
+
+
 def ending(run: Run) -> None:
     """The end comes at once behind the last step, which was taken on a stream of the user's."""
-    model, stream = run.model(), run.user()
+    model = run.model()
     optimizer = run.optimizer(model.parameters())
-    with run.working(stream):
+    with working(run.users[0]):
         for step in range(2):
             _passes(run, model, step, 1)
             _step(run, optimizer, clip=False)
-        lanes = optimizer.engine._parts.lanes
-        before = [tensor.numel() for tensor in getattr(lanes.device, "_memory", {}).values()]
+        before = _buffers(optimizer)
         optimizer.close()
         if run.pace is not None:
             with run.outside:
@@ -580,18 +566,16 @@ def ending(run: Run) -> None:
 
 def transfers(run: Run) -> None:
     """DeepSpeed's way of gradients to host memory."""
-    moved, source, streams = Transfers(), batch(0).to(run.device), [run.user(), run.user()]
+    moved, source = Transfers(), batch(0).to(run.device)
     targets = [torch.zeros(source.numel(), dtype=source.dtype, device="cpu") for _ in range(3)]
     for number in range(3):
-        for target, stream in zip(targets, (None, *streams), strict=True):
+        for target, stream in zip(targets, (None, *run.users), strict=True):
             made = source * (number + 1)
             source = source + 1
             if run.pace is None:
                 target.copy_(made.view(-1))
                 continue
-            with contextlib.nullcontext() if stream is None else stream:
-                if stream is not None:
-                    stream.wait_stream(run.outside)
+            with run.beside(stream):
                 moved.start(target, made.view(-1))
             del made
             torch.zeros_like(source)
@@ -604,7 +588,7 @@ def transfers(run: Run) -> None:
 
 def host(run: Run) -> None:
     """What users do by themselves."""
-    x, stream = torch.zeros(4096, device=run.device), run.user()
+    x, stream = torch.zeros(4096, device=run.device), run.users[0]
     staging = torch.zeros(4096, device="cpu", pin_memory=run.pace is not None)
     for number in range(4):
         values = [torch.full((4096,), float(2 * number + more), device="cpu") for more in range(2)]
@@ -644,7 +628,7 @@ def tables(run: Run) -> None:
     if run.pace is None:
         run.keep("words", torch.from_numpy(words))
         return
-    lane, backend = run.user(), backends.BACKENDS["late"]
+    (lane, copies), backend = run.users, backends.BACKENDS["late"]
     found = torch.zeros(1000, dtype=torch.int64, device=run.device)
     torch.accelerator.synchronize()
 
@@ -654,7 +638,7 @@ def tables(run: Run) -> None:
                 raise KeyboardInterrupt
             super().record(stream)
 
-    copies, kinds = run.user(), [Interrupted]
+    kinds = [Interrupted]
 
     def event(device: torch.device, timed: bool) -> Any:
         return kinds.pop()(device) if kinds else backend.event(device, timed)
@@ -670,86 +654,62 @@ def tables(run: Run) -> None:
     run.keep("words", found)
 
 
-BORROWING = {"gpu_memory": "borrow"}
-ON_PATHS = {"placement": "cpu", "keep_grads": False, "gradient_memory": 0, "host_memory": 0, "on_paths": True}
 PLAIN = {"gpu_memory": 0, "subgroup_numel": 2048, "staging_memory": "120KiB"}
+CPU, GPU, BOTH = ({**PLAIN, "placement": where} for where in ("cpu", "gpu", 0.5))
+HOME = {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}
+SMALL_HOME = {**HOME, "gpu_memory": "150KiB"}
+LEAVES, BORROWS = {"keep_grads": False}, {"gpu_memory": "borrow"}
+BACKWARD = {"overlap": "backward", "host_memory": 0, "on_paths": True}
+ON_PATHS = {**LEAVES, "gradient_memory": 0, "host_memory": 0, "on_paths": True}
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("departing", plain, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload("departing-cpu", plain, {**PLAIN, "placement": "cpu", "keep_grads": False}),
-        Workload("departing-gpu", plain, {**PLAIN, "placement": "gpu", "keep_grads": False}),
-        Workload("kept", plain, {**PLAIN, "placement": 0.5}),
-        Workload("kept-gpu", plain, {**PLAIN, "placement": "gpu"}),
-        Workload("kept-cpu", plain, {**PLAIN, "placement": "cpu"}),
-        Workload("home", plain, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": 0.5}),
-        Workload("borrowing", plain, {**PLAIN, **BORROWING, "placement": "gpu"}),
-        Workload("borrowing-departing", partial, {**PLAIN, **BORROWING, "placement": 0.5, "keep_grads": False}),
-        Workload("borrowing-streams", streams, {**PLAIN, **BORROWING, "placement": 0.5}),
+        Workload("departing", plain, BOTH | LEAVES),
+        Workload("departing-cpu", plain, CPU | LEAVES),
+        Workload("departing-gpu", plain, GPU | LEAVES),
+        Workload("kept", plain, BOTH),
+        Workload("kept-gpu", plain, GPU),
+        Workload("kept-cpu", plain, CPU),
+        Workload("home", plain, {**SMALL_HOME, "placement": 0.5}),
+        Workload("borrowing", plain, GPU | BORROWS),
+        Workload("borrowing-departing", partial, BOTH | BORROWS | LEAVES),
+        Workload("borrowing-streams", streams, BOTH | BORROWS),
         Workload("auto", growing, {"subgroup_numel": 2048}, device_bytes=472 << 10),
-        Workload(
-            "backward",
-            plain,
-            {
-                **PLAIN,
-                "placement": "cpu",
-                "keep_grads": False,
-                "overlap": "backward",
-                "host_memory": 0,
-                "on_paths": True,
-            },
-        ),
-        Workload(
-            "backward-kept",
-            written,
-            {**PLAIN, "placement": "cpu", "overlap": "backward", "host_memory": 0, "on_paths": True},
-        ),
-        Workload("on-paths", plain, {**PLAIN, **ON_PATHS}),
-        Workload("on-paths-streams", streams, {**PLAIN, **ON_PATHS}),
-        Workload("streams", streams, {**PLAIN, "placement": 0.5}),
-        Workload("streams-departing", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload("held", plain, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),
-        Workload("held-gpu", plain, {**PLAIN, "placement": "gpu", "keep_grads": False}, transit_bytes=1 << 30),
-        Workload("held-cpu", plain, {**PLAIN, "placement": "cpu", "keep_grads": False}, transit_bytes=1 << 30),
-        Workload("held-streams", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),
-        Workload("two-streams", two_streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload("forward", forward, {**PLAIN, "placement": 0.5}),
-        Workload("forward-departing", forward, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload("forward-cpu", forward, {**PLAIN, "placement": "cpu", "keep_grads": False}),
-        Workload("state", state, {**PLAIN, "placement": 0.5}),
-        Workload("state-home", state, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": "gpu"}),
-        Workload("dropped", dropped, {**PLAIN, "placement": "gpu", "keep_grads": False}),
-        Workload("dropped-half", dropped, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload("second", plain, {**PLAIN, "placement": 0.5}, "late:1"),
-        Workload("times", times, {**PLAIN, "placement": "gpu"}),
-        Workload("added", added, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
-        Workload("added-cpu", added, {**PLAIN, "placement": "cpu"}),
-        Workload("single", single, {**PLAIN, "placement": 0.5}),
-        Workload("elsewhere", elsewhere, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
-        Workload("elsewhere-cpu", elsewhere, {**PLAIN, "placement": "cpu"}),
-        Workload(
-            "elsewhere-single",
-            elsewhere_single,
-            {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"},
-        ),
-        Workload(
-            "saved", saved, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu", "on_paths": True}
-        ),
-        Workload("forward-streams", forward_streams, {**PLAIN, "placement": 0.5}),
-        Workload("forward-streams-departing", forward_streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload(
-            "forward-home", forward_streams, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}
-        ),
-        Workload(
-            "given",
-            given,
-            {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu", "keep_grads": False},
-            transit_bytes=4000,
-        ),
-        Workload("collected", collected, {**PLAIN, "placement": "cpu", "keep_grads": False}),
-        Workload("collected-gpu", collected, {**PLAIN, "placement": "gpu", "keep_grads": False}),
-        Workload("ending", ending, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
+        Workload("backward", plain, CPU | LEAVES | BACKWARD),
+        Workload("backward-kept", written, CPU | BACKWARD),
+        Workload("on-paths", plain, CPU | ON_PATHS),
+        Workload("on-paths-streams", streams, CPU | ON_PATHS),
+        Workload("streams", streams, BOTH),
+        Workload("streams-departing", streams, BOTH | LEAVES),
+        Workload("held", plain, BOTH | LEAVES, transit_bytes=1 << 30),
+        Workload("held-gpu", plain, GPU | LEAVES, transit_bytes=1 << 30),
+        Workload("held-cpu", plain, CPU | LEAVES, transit_bytes=1 << 30),
+        Workload("held-streams", streams, BOTH | LEAVES, transit_bytes=1 << 30),
+        Workload("two-streams", two_streams, BOTH | LEAVES),
+        Workload("forward", forward, BOTH),
+        Workload("forward-departing", forward, BOTH | LEAVES),
+        Workload("forward-cpu", forward, CPU),
+        Workload("state", state, BOTH),
+        Workload("state-home", state, SMALL_HOME),
+        Workload("dropped", dropped, GPU | LEAVES),
+        Workload("dropped-half", dropped, BOTH | LEAVES),
+        Workload("second", plain, BOTH, "late:1"),
+        Workload("times", times, GPU),
+        Workload("added", added, HOME),
+        Workload("added-cpu", added, CPU),
+        Workload("single", single, BOTH),
+        Workload("elsewhere", elsewhere, HOME),
+        Workload("elsewhere-cpu", elsewhere, CPU),
+        Workload("elsewhere-single", elsewhere_single, HOME),
+        Workload("saved", saved, {**HOME, "on_paths": True}),
+        Workload("forward-streams", forward_streams, BOTH),
+        Workload("forward-streams-departing", forward_streams, BOTH | LEAVES),
+        Workload("forward-home", forward_streams, HOME),
+        Workload("given", given, HOME | LEAVES, transit_bytes=4000),
+        Workload("collected", collected, CPU | LEAVES),
+        Workload("collected-gpu", collected, GPU | LEAVES),
+        Workload("ending", ending, HOME),
         Workload("transfers", transfers, {}),
         Workload("tables", tables, {}),
         Workload("host", host, {}),
@@ -778,14 +738,6 @@ def _current(pace: Pace | None) -> Any:
     return torch.accelerator.current_device_index(), torch.accelerator.current_stream(pace.device)
 
 
-@contextlib.contextmanager
-def _small_limits() -> Iterator[None]:
-    with contextlib.ExitStack() as limits:
-        for module, name, value in SMALL:
-            limits.enter_context(replaced(module, name, value))
-        yield
-
-
 def reference(workload: Workload) -> dict[str, torch.Tensor]:
     """Return what a training ends with on the CPU."""
     if workload.name not in _references:
@@ -810,11 +762,13 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     pace = Pace(seed, workload.device)
     torch.accelerator.empty_cache()
     late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
-    with _small_limits(), plant() if plant is not None else contextlib.nullcontext():
-        try:
-            found = _trained(workload, pace)
-        finally:
-            pace.end()
+    with contextlib.ExitStack() as stack:
+        for limit in SMALL:
+            stack.enter_context(replaced(*limit))
+        if plant is not None:
+            stack.enter_context(plant())
+        stack.callback(pace.end)
+        found = _trained(workload, pace)
     for key, tensor in wanted.items():
         other = found[key]
         if other.shape != tensor.shape or other.dtype != tensor.dtype:

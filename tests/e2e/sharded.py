@@ -62,7 +62,7 @@ def mean_gradients(step: int, ranks: int) -> list[torch.Tensor]:
 
 def clipped(optimizer: Any, mirror: Any, gradients: list[torch.Tensor]) -> float:
     """Clip to a norm of 2, as the reference does; return the factor."""
-    norm = mirror.norm([gradients])
+    norm = mirror.norm(gradients)
     assert float(optimizer.clip_grad_norm_(2.0)) == norm
     return min(1.0, 2.0 / (norm + 1e-6))
 

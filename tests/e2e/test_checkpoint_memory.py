@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 
 PROGRAM = Path(__file__).with_name("checkpoint_memory.py")
@@ -37,8 +37,7 @@ def test_checkpoints_keep_to_the_plan(kind: str, tmp_path: Path) -> None:
     ]
     # What is freed goes back at once; else the allocator keeps what it likes of the program's own gradients.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command, env=environment)
     for which, session in json.loads(done.stdout.splitlines()[-1]).items():
         phases = session["phases"]
         # Gradients of a weight each are gone with their step here; the plan counts them all.

@@ -20,7 +20,7 @@ def test_ddp_equals_the_reference(folder: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20)).bfloat16()
     config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=1024, threads=1)
     settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-    mirror = Mirror([{"params": list(model.parameters()), **settings}], decoupled=True)
+    mirror = Mirror(model.parameters(), **settings)
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = offload.AdamW(parallel.parameters(), **settings, offload=config)
     assert list(Path(folder, f"rank-{rank}").iterdir())
@@ -33,13 +33,13 @@ def test_ddp_equals_the_reference(folder: Path) -> None:
                     loss.backward()
             else:
                 loss.backward()
-        gradients = [[p.grad.clone() for p in model.parameters()]]
+        gradients = [p.grad.clone() for p in model.parameters()]
         norm = float(optimizer.clip_grad_norm_(0.05))
         assert norm == mirror.norm(gradients)
         optimizer.step()
         optimizer.zero_grad()
         mirror.step(gradients, min(1.0, 0.05 / (norm + 1e-6)))
-    for parameter, weight in zip(model.parameters(), mirror.weights[0], strict=True):
+    for parameter, weight in zip(model.parameters(), mirror.weights, strict=True):
         assert same_bits(parameter.detach(), weight)
         other = [torch.empty_like(weight) for _ in range(2)]
         dist.all_gather(other, parameter.detach())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
-from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own, spawn
+from sharded import SETTINGS, Model, clipped, exact_gradients, mean_gradients, spawn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,20 +37,12 @@ def train(optimizer: offload.AdamW, model: torch.nn.Module, mirror: Mirror, step
         clip = clipped(optimizer, mirror, gradients) if step % 2 else 1.0
         optimizer.step()
         optimizer.zero_grad()
-        mirror.step([gradients], clip)
-
-
-def assert_equals(optimizer: offload.AdamW, model: torch.nn.Module, mirror: Mirror) -> None:
-    for index, parameter in enumerate(model.parameters()):
-        assert same_bits(parameter.detach(), mirror.weights[0][index])
-        wholes = (mirror.masters[0][index], *mirror.moments[0][index])
-        for found, whole in zip(optimizer.state_for(parameter).values(), wholes, strict=True):
-            assert same_bits(local(found), own(found, whole))
+        mirror.step(gradients, clip)
 
 
 def new(dtype: torch.dtype) -> tuple[Model, Mirror]:
     model = Model(dtype)
-    return model, Mirror([{"params": list(model.parameters()), **SETTINGS}], decoupled=True)
+    return model, Mirror(model.parameters(), **SETTINGS)
 
 
 def save(folder: Path, dtype: torch.dtype) -> None:
@@ -65,11 +57,11 @@ def save(folder: Path, dtype: torch.dtype) -> None:
     train(optimizer, parallel, mirror, range(3), ranks)
     for parameter in model.parameters():
         assert isinstance(optimizer.state_for(parameter)["exp_avg"], DTensor)
-    assert_equals(optimizer, model, mirror)
+    mirror.assert_same(optimizer, model.parameters())
     optimizer.save_checkpoint(folder / "ck", extra=dist.get_rank())
     train(optimizer, parallel, mirror, range(3, 5), ranks)
     optimizer.wait_checkpoint()
-    assert_equals(optimizer, model, mirror)
+    mirror.assert_same(optimizer, model.parameters())
     saved = optimizer.state_dict()
     changed = list(model.parameters())[-1]
     before = changed.detach().clone()
@@ -79,7 +71,7 @@ def save(folder: Path, dtype: torch.dtype) -> None:
         optimizer.state[changed]["master"] = before
     optimizer.load_state_dict(saved)
     assert same_bits(changed.detach(), before)
-    assert_equals(optimizer, model, mirror)
+    mirror.assert_same(optimizer, model.parameters())
     optimizer.close()
 
 
@@ -92,11 +84,11 @@ def resume(folder: Path, dtype: torch.dtype, shard: bool, ranks: int) -> None:
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder, shard=shard))
     optimizer.load_checkpoint(folder / "ck")
     for step in range(3):
-        clip = min(1.0, 2.0 / (mirror.norm([mean_gradients(step, ranks)]) + 1e-6)) if step % 2 else 1.0
-        mirror.step([mean_gradients(step, ranks)], clip)
-    assert_equals(optimizer, model, mirror)
+        clip = min(1.0, 2.0 / (mirror.norm(mean_gradients(step, ranks)) + 1e-6)) if step % 2 else 1.0
+        mirror.step(mean_gradients(step, ranks), clip)
+    mirror.assert_same(optimizer, model.parameters())
     train(optimizer, parallel, mirror, range(3, 5), ranks)
-    assert_equals(optimizer, model, mirror)
+    mirror.assert_same(optimizer, model.parameters())
     optimizer.close()
 
 
@@ -114,7 +106,7 @@ def test_without_other_ranks_it_changes_nothing(tmp_path: Path) -> None:
     model, mirror = new(torch.bfloat16)
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(tmp_path)) as optimizer:
         train(optimizer, model, mirror, range(2), 1)
-        mirror.assert_same(optimizer, optimizer.param_groups)
+        mirror.assert_same(optimizer, model.parameters())
 
 
 def test_an_engine_and_other_values_are_refused(tmp_path: Path) -> None:

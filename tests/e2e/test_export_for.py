@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,8 +150,7 @@ def test_ranks_that_shard_become_one(tmp_path: Path) -> None:
     program = Path(__file__).with_name("export_rank.py")
     command = [prepared.python(), *prepared.torchrun(2), str(program), str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prepared.ran(command, timeout=240, env=env)
     assert quietly(tmp_path / "ck", "--for", "torch", tmp_path / "out.pt") == 0
     found, expected = load(tmp_path / "out.pt"), load(tmp_path / "state.pt")
     assert [group["params"] for group in found["param_groups"]] == [[0, 1, 2, 3]]
@@ -386,19 +385,8 @@ def test_two_exports_to_one_folder_do_not_mix(tmp_path: Path) -> None:
         pass
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """Half a megabyte."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("no such mounts here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def test_a_full_disk(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(mounted: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = mounted("tmpfs", "size=512k")
     with offload.AdamW([torch.nn.Parameter(torch.zeros(100_000))], offload=CONFIG) as optimizer:
         step(optimizer, 0)
         saved(optimizer, tmp_path / "ck")
@@ -446,6 +434,5 @@ def test_the_command_needs_no_framework(checkpoint: Path, tmp_path: Path) -> Non
     arguments = ["export", str(checkpoint), "--for", "torch", str(tmp_path / "out")]
     program = "import sys\nfor name in ('transformers', 'accelerate', 'lightning'): sys.modules[name] = None\n"
     program += f"from offload import cli\nsys.exit(cli.main({arguments!r}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran([sys.executable, "-c", program])
     assert "AdamW after step 1, groups of 2 parameters" in done.stdout

@@ -47,22 +47,19 @@ def sharded_model(dtype: torch.dtype = torch.bfloat16, **settings: object) -> Mo
 
 def assert_equals_whole(optimizer: offload.AdamW, model: torch.nn.Module, mirror: Mirror) -> None:
     """Check weights and state of this rank's pieces against the whole, bit for bit."""
-    for index, parameter in enumerate(model.parameters()):
-        assert same_bits(local(parameter.detach()), own(parameter, mirror.weights[0][index]))
-        state = optimizer.state_for(parameter)
-        wholes = (mirror.masters[0][index], *mirror.moments[0][index])
-        for (name, found), whole in zip(state.items(), wholes, strict=True):
+    for parameter in model.parameters():
+        for name, found in optimizer.state_for(parameter).items():
             assert isinstance(found, DTensor), name
             assert (found.device_mesh, found.placements) == (parameter.device_mesh, parameter.placements)
             assert found.dtype == torch.float32
             assert found.shape == parameter.shape
-            assert same_bits(local(found), own(parameter, whole)), name
+    mirror.assert_same(optimizer, model.parameters())
 
 
 def exact(folder: Path, dtype: torch.dtype, **settings: object) -> None:
     """Train with gradients of which every order of addition is exact, beside the whole model in memory."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    mirror = Mirror([{"params": list(Model(dtype).parameters()), **SETTINGS}], decoupled=True)
+    mirror = Mirror(Model(dtype).parameters(), **SETTINGS)
     model = sharded_model(dtype)
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder, **settings))
     for step in range(5):
@@ -79,7 +76,7 @@ def exact(folder: Path, dtype: torch.dtype, **settings: object) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
-        mirror.step([gradients], clip)
+        mirror.step(gradients, clip)
     assert_equals_whole(optimizer, model, mirror)
     optimizer.close()
 
@@ -108,9 +105,9 @@ def train(optimizer: offload.AdamW, model: torch.nn.Module, steps: range) -> Non
 
 
 def trained_mirror(dtype: torch.dtype, steps: int) -> Mirror:
-    mirror = Mirror([{"params": list(Model(dtype).parameters()), **SETTINGS}], decoupled=True)
+    mirror = Mirror(Model(dtype).parameters(), **SETTINGS)
     for step in range(steps):
-        mirror.step([mean_gradients(step, SAVED_RANKS)])
+        mirror.step(mean_gradients(step, SAVED_RANKS))
     return mirror
 
 
@@ -151,7 +148,7 @@ def test_four_ranks_save_and_others_resume(tmp_path: Path, dtype: torch.dtype, c
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(tmp_path)) as optimizer:
         assert optimizer.load_checkpoint(tmp_path / "ck") == {"rank": 0}
         train(optimizer, model, range(3, 5))
-        trained_mirror(dtype, 5).assert_same(optimizer, optimizer.param_groups)
+        trained_mirror(dtype, 5).assert_same(optimizer, model.parameters())
 
 
 class Net(torch.nn.Module):
@@ -233,13 +230,13 @@ def real(folder: Path, kind: str) -> None:
     rank = dist.get_rank()
     model, dtype = made(kind)
     parameters = list(model.parameters())
-    mirror = Mirror([{"params": [local(p.detach()) for p in parameters], **SETTINGS}], decoupled=True)
+    mirror = Mirror([local(p.detach()) for p in parameters], **SETTINGS)
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
     for step in range(4):
         torch.manual_seed(step if kind == "tp" else 100 * step + rank // (2 if kind == "fsdp tp" else 1))
         for _ in range(2):
             model(torch.randn(8, 30).to(dtype)).float().square().mean().backward()
-        gradients = [[whole_gradient(parameter) for parameter in parameters]]
+        gradients = [whole_gradient(parameter) for parameter in parameters]
         expected = torch_norm(parameters)
         norm = float(optimizer.clip_grad_norm_(0.05))
         rounded = torch.tensor(norm).to(expected.dtype)
@@ -252,7 +249,7 @@ def real(folder: Path, kind: str) -> None:
         optimizer.zero_grad()
         mirror.step(gradients, min(1.0, 0.05 / (norm + 1e-6)))
     for parameter, weight, master, moments in zip(
-        parameters, mirror.weights[0], mirror.masters[0], mirror.moments[0], strict=True
+        parameters, mirror.weights, mirror.masters, mirror.moments, strict=True
     ):
         assert same_bits(local(parameter.detach()), weight)
         state = optimizer.state_for(parameter)
@@ -581,7 +578,7 @@ def test_a_killed_rank_is_heard_of_and_nothing_is_half_committed(tmp_path: Path,
     model = Model()
     with offload.AdamW(model.named_parameters(), **SETTINGS) as optimizer:
         optimizer.load_checkpoint(tmp_path / "ck")
-        trained_mirror(torch.bfloat16, 3).assert_same(optimizer, optimizer.param_groups)
+        trained_mirror(torch.bfloat16, 3).assert_same(optimizer, model.parameters())
 
 
 def formats(folder: Path, state_format: str) -> None:
@@ -729,10 +726,10 @@ def test_weights_that_move_and_gradients_that_are_not_finite(folder: Path) -> No
         parameter._local_tensor = local(parameter).clone()
     model.load_state_dict(expected.state_dict())
     assert [local(parameter).data_ptr() for parameter in model.parameters()] != addresses
-    mirror = Mirror([{"params": [p.full_tensor() for p in expected.parameters()], **SETTINGS}], decoupled=True)
+    mirror = Mirror([p.full_tensor() for p in expected.parameters()], **SETTINGS)
     for step in range(2):
         train(optimizer, model, range(step, step + 1))
-        mirror.step([mean_gradients(step, SAVED_RANKS)])
+        mirror.step(mean_gradients(step, SAVED_RANKS))
     assert_equals_whole(optimizer, model, mirror)
     model(exact_gradients(0, 0)).backward()
     if dist.get_rank() == 1:  # which all ranks hear of

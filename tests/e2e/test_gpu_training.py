@@ -143,11 +143,11 @@ def check(
 ) -> None:
     """Compare with the reference."""
     start = [torch.nn.Parameter(tensor) for tensor in drawn(0, sizes)]
-    mirror = Mirror([{**SETTINGS, "params": start}], decoupled=True)
+    mirror = Mirror(start, **SETTINGS)
     for step in range(steps):
         given = drawn(1000 + step, sizes)
-        mirror.step([given], min(1.0, 1.0 / (mirror.norm([given]) + 1e-6)))
-    mirror.assert_same(optimizer, [{"params": parameters}])
+        mirror.step(given, min(1.0, 1.0 / (mirror.norm(given) + 1e-6)))
+    mirror.assert_same(optimizer, parameters)
 
 
 def config(folder: Path, **changes: Any) -> dict[str, Any]:

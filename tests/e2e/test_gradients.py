@@ -31,7 +31,7 @@ def backward(parameter: torch.Tensor, seed: int) -> None:
 
 
 def norm_of(gradient: torch.Tensor) -> float:
-    return Mirror([], decoupled=True).norm([[gradient]])
+    return Mirror([]).norm([gradient])
 
 
 # What is written past version counters
@@ -68,8 +68,7 @@ def test_a_norm_is_that_of_the_gradient_that_the_update_reads(
     streaming: Any, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
 ) -> None:
     parameter = make(dtype)
-    group = {"params": [parameter], "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-    mirror = Mirror([group], decoupled=True)
+    mirror = Mirror([parameter], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
     with offload.AdamW([parameter], lr=1e-2, offload=streaming(subgroup_numel=8192)) as optimizer:
         for step in range(3):
             backward(parameter, step)
@@ -82,8 +81,8 @@ def test_a_norm_is_that_of_the_gradient_that_the_update_reads(
             gradient = parameter.grad.clone()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step == 0)
-            mirror.step([[gradient]], min(1.0, 1.0 / (expected + 1e-6)))
-        assert same_bits(parameter.detach(), mirror.weights[0][0])
+            mirror.step([gradient], min(1.0, 1.0 / (expected + 1e-6)))
+        assert same_bits(parameter.detach(), mirror.weights[0])
 
 
 def test_wide_gradients_are_checked_as_they_are_kept(streaming: Any) -> None:

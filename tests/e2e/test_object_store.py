@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mirror import Mirror, same_bits
+from mirror import Mirror
 from s3_server import BUCKET, FaultProxy, S3Server
 
 import offload
@@ -29,7 +29,7 @@ def train(paths: list[Any], steps: int = 3, **settings: Any) -> None:
         for shape, dtype in zip(shapes, [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16], strict=True)
     ]
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    mirror = Mirror([{"params": parameters, **options}], decoupled=True)
+    mirror = Mirror(parameters, **options)
     config = offload.OffloadConfig(
         host_memory=0, paths=paths, subgroup_numel=1024, staging_memory=3 * 12 * 1024, **settings
     )
@@ -39,13 +39,8 @@ def train(paths: list[Any], steps: int = 3, **settings: Any) -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-            mirror.step([gradients])
-        for index, parameter in enumerate(parameters):
-            state = optimizer.state_for(parameter)
-            assert same_bits(parameter.detach(), mirror.weights[0][index])
-            assert same_bits(state["master"], mirror.masters[0][index])
-            assert same_bits(state["exp_avg"], mirror.moments[0][index][0])
-            assert same_bits(state["exp_avg_sq"], mirror.moments[0][index][1])
+            mirror.step(gradients)
+        mirror.assert_same(optimizer, parameters)
 
 
 @pytest.fixture

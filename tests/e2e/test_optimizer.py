@@ -64,14 +64,15 @@ def test_a_weight_changed_behind_our_back_is_noticed(streaming: Any, caplog: pyt
         assert same_bits(after["exp_avg"], state["exp_avg"])
         assert same_bits(again["master"], parameter.detach().float())
         assert caplog.text.count("written to outside") == 1
-        mirror = Mirror(optimizer.param_groups, decoupled=True)
-        mirror.moments = [[(state["exp_avg"].clone(), state["exp_avg_sq"].clone())]]
-        mirror.steps = [[2]]
+        (group,) = optimizer.param_groups
+        mirror = Mirror(group["params"], **group)
+        mirror.moments = [[state["exp_avg"].clone(), state["exp_avg_sq"].clone()]]
+        mirror.steps = [2]
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        mirror.step([[torch.ones_like(parameter)]])
-        assert same_bits(parameter.detach(), mirror.weights[0][0])
-        assert same_bits(optimizer.state_for(parameter)["master"], mirror.masters[0][0])
+        mirror.step([torch.ones_like(parameter)])
+        assert same_bits(parameter.detach(), mirror.weights[0])
+        assert same_bits(optimizer.state_for(parameter)["master"], mirror.masters[0])
 
 
 def test_frozen_shared_empty_and_strided_parameters(streaming: Any) -> None:
@@ -79,20 +80,17 @@ def test_frozen_shared_empty_and_strided_parameters(streaming: Any) -> None:
     empty = torch.nn.Parameter(torch.zeros(0))
     strided = torch.nn.Parameter(torch.randn(30, 50).t())
     scalar = torch.nn.Parameter(torch.tensor(2.0))
-    mirror = Mirror(
-        [{"params": [strided, scalar], "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}],
-        decoupled=True,
-    )
+    mirror = Mirror([strided, scalar], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
     with offload.AdamW([frozen, empty, strided, scalar], lr=1e-2, offload=streaming()) as optimizer:
         for _ in range(2):
             (strided.sum() * scalar + empty.sum() + (strided * strided).sum()).backward()
-            gradients = [[strided.grad.clone(), scalar.grad.clone()]]
+            gradients = [strided.grad.clone(), scalar.grad.clone()]
             optimizer.step()
             optimizer.zero_grad()
             mirror.step(gradients)
-        assert same_bits(strided.detach(), mirror.weights[0][0])
-        assert same_bits(scalar.detach(), mirror.weights[0][1])
-        assert same_bits(optimizer.state_for(strided)["exp_avg"], mirror.moments[0][0][0])
+        assert same_bits(strided.detach(), mirror.weights[0])
+        assert same_bits(scalar.detach(), mirror.weights[1])
+        assert same_bits(optimizer.state_for(strided)["exp_avg"], mirror.moments[0][0])
         frozen.requires_grad_(True)  # unfrozen later: it joins
         frozen.grad = torch.ones(50)
         optimizer.step()

@@ -21,7 +21,18 @@ import torch.distributed as dist
 from mirror import same_bits
 from settling import LONG_S, settle
 from sharded import local, on_ranks, spawn
-from test_overlap_backward import LOOSE, SECONDS, TIGHT, Barrier, auto_changes, changes, feed
+from test_overlap_backward import (
+    LOOSE,
+    SECONDS,
+    Barrier,
+    auto_changes,
+    changes,
+    clipped,
+    dropped_behind_its_back,
+    feed,
+    plain,
+    state_read,
+)
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -105,16 +116,6 @@ class Ranks:
         return found
 
 
-def plain(training: Ranks) -> None:
-    training.backward()
-    training.optimizer.clip_grad_norm_(LOOSE)
-
-
-def clipped(training: Ranks) -> None:
-    training.backward()
-    training.optimizer.clip_grad_norm_(TIGHT)
-
-
 def accumulated(training: Ranks) -> None:
     training.backward()
     training.settle()
@@ -151,12 +152,6 @@ def dropped(training: Ranks) -> None:
     training.backward()
 
 
-def dropped_behind_its_back(training: Ranks) -> None:
-    training.backward()
-    training.model.zero_grad()
-    training.backward()
-
-
 def not_finite(training: Ranks) -> None:
     training.backward()
     training.settle()
@@ -182,11 +177,6 @@ def replaced_by_one_rank(training: Ranks) -> None:
     if dist.get_rank() == training.seed % 2:
         training.settle()
         parameter.grad = parameter.grad.clone()
-
-
-def state_read(training: Ranks) -> None:
-    training.backward()
-    training.optimizer.state_dict()
 
 
 ODD = [

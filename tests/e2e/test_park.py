@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from programs import in_a_thread
@@ -252,8 +252,7 @@ optimizer.close()
 
 @pytest.mark.slow
 def test_parks_beside_backward_passes_of_another_thread_end_no_process(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", STORM, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    prepared.ran([sys.executable, "-c", STORM, str(tmp_path)])
 
 
 def test_a_gradient_that_arrives_while_memory_is_given_back_stays(

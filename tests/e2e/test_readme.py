@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,8 +24,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
 def test_python_blocks_run(block: str, tmp_path: Path) -> None:
     python = sys.executable if block == BLOCKS[0] else prepared.python()
     block = block.replace("/mnt/nvme", str(tmp_path))  # where a reader has a disk
-    done = subprocess.run([python, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran([python, "-c", block], cwd=tmp_path)
     if "state_for(" in block:
         assert "torch.Size([64, 64])" in done.stdout
 
@@ -38,8 +36,7 @@ def test_the_probe_runs_as_it_is_shown(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         line = line.replace(path, str(tmp_path / str(number)))
     command = [str(Path(sys.executable).parent / "offload"), *line.split()[1:], "--seconds", "0.05"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command, cwd=tmp_path)
     (file,) = re.findall(r"^written to (.*)$", done.stdout, re.MULTILINE)
     assert Path(file).parent.name == "offload"
     Path(file).unlink()

@@ -60,22 +60,18 @@ def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps:
 
 
 def expected(steps: int, dtype: torch.dtype, passes: int = 1) -> Mirror:
-    mirror = Mirror([{**_defaults(), "params": weights("cpu", dtype=dtype)}], decoupled=True)
+    mirror = Mirror(weights("cpu", dtype=dtype), **_defaults())
     for step in range(steps):
         total = gradients(step * passes, dtype)
         for again in range(1, passes):
             total = [a + b for a, b in zip(total, gradients(step * passes + again, dtype), strict=True)]
-        norm = mirror.norm([total])
-        mirror.step([total], min(1.0, 1.0 / (norm + 1e-6)))
+        norm = mirror.norm(total)
+        mirror.step(total, min(1.0, 1.0 / (norm + 1e-6)))
     return mirror
 
 
 def _defaults() -> dict[str, Any]:
     return {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-
-
-def check(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], mirror: Mirror) -> None:
-    mirror.assert_same(optimizer, [{"params": parameters}])
 
 
 @pytest.mark.parametrize("device", [LATE_FULL[0], CUDA[0]], indirect=True)
@@ -89,7 +85,7 @@ def test_recorded_gradients_give_the_bits_of_the_reference(
     settings = config(tmp_path, placement=placement, keep_grads=keep_grads)
     with offload.AdamW(parameters, offload=settings) as optimizer:
         train(optimizer, parameters, range(5), passes=2)
-        check(optimizer, parameters, expected(5, dtype, passes=2))
+        expected(5, dtype, passes=2).assert_same(optimizer, parameters)
 
 
 @pytest.mark.parametrize("gpu_memory", [0, 4_000_000, "auto"])
@@ -97,7 +93,7 @@ def test_homes_do_not_change_the_bits(device: torch.device, tmp_path: Path, gpu_
     parameters = weights(device)
     with offload.AdamW(parameters, offload=config(tmp_path, gpu_memory=gpu_memory)) as optimizer:
         train(optimizer, parameters, range(4))
-        check(optimizer, parameters, expected(4, torch.bfloat16))
+        expected(4, torch.bfloat16).assert_same(optimizer, parameters)
 
 
 def test_a_checkpoint_goes_to_the_cpu_and_back(device: torch.device, tmp_path: Path) -> None:
@@ -108,14 +104,14 @@ def test_a_checkpoint_goes_to_the_cpu_and_back(device: torch.device, tmp_path: P
         optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
         train(optimizer, parameters, range(2, 4))
         optimizer.wait_checkpoint()
-        check(optimizer, parameters, expected(4, torch.bfloat16))
+        expected(4, torch.bfloat16).assert_same(optimizer, parameters)
     for place in ("cpu", device):
         again = weights(place, seed=9)
         settings = None if place == "cpu" else config(tmp_path / "store", placement="gpu")
         with offload.AdamW(again, offload=settings) as optimizer:
             optimizer.load_checkpoint(tmp_path / "checkpoint")
             train(optimizer, again, range(2, 4))
-            check(optimizer, again, expected(4, torch.bfloat16))
+            expected(4, torch.bfloat16).assert_same(optimizer, again)
 
 
 def _losses(device: torch.device, folder: Path, placement: str | float, *, keep_grads: bool) -> list[float]:

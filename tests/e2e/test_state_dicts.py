@@ -381,6 +381,32 @@ def test_a_forked_childs_copy_is_its_own(streaming: Any, tmp_path: Path) -> None
     assert all(bool((moment == 7).all()) for moment in moments)
 
 
+def test_they_leave_what_is_promised(
+    mounted: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training and checkpoints have room on a disk that is small, and where temporary files go, too."""
+    small = mounted("ext4", nbytes=6 << 20, made=("-m", "0", "-b", "4096", "-O", "^has_journal"))
+    monkeypatch.setattr(tempfile, "tempdir", str(small))
+    (path := small / "path").mkdir()
+    parameter = torch.nn.Parameter(torch.zeros(50_000, dtype=torch.bfloat16))
+    config = {"host_memory": 0, "paths": [path], "subgroup_numel": 4096, "checkpoints_kept": 1}
+    with limited(offload.AdamW, large_copy_bytes=0)([parameter], offload=config) as optimizer:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        saved = [optimizer.state_dict()["state"][0] for _ in range(12)]
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        # The others are in memory.
+        assert 0 < sum(str(small) in line and "(deleted)" in line for line in lines) < 12
+        for step in range(4):
+            optimizer.step()
+            optimizer.save_checkpoint(tmp_path / f"ck{step}")
+            optimizer.wait_checkpoint()
+        assert all(torch.equal(entry["exp_avg"], saved[0]["exp_avg"]) for entry in saved)
+        assert (saved[0]["exp_avg"] > 0).all()
+    del saved
+    gc.collect()
+
+
 @pytest.mark.slow
 def test_saving_and_loading_take_little_memory(tmp_path: Path) -> None:
     """At most 256 MiB above training for 100 million parameters; here in proportion."""
@@ -390,8 +416,7 @@ def test_saving_and_loading_take_little_memory(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path), "bfloat16", str(numel)]
     # What is freed goes back at once; else the allocator keeps what it likes of the program's own gradients.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("state") > offload.AdamW.limits.large_copy_bytes
     limit = found.pop("training") + 256 * MIB * numel // 10**8

@@ -125,8 +125,7 @@ def test_hidden_steps_are_not_waited_for_to_show_their_figures(tmp_path: Path) -
     size = ["--params", "200k", "--seq", "32", "--batch", "2", "--steps", "6", "--subgroup-numel", "32k"]
     options = ["--overlap", "both", "--host-memory", "0", "--clip", "1000", "--output", str(tmp_path / "run")]
     command = [prepared.python(), "-c", hidden, "train", *size, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command, timeout=240)
     assert "waited for 0" in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["optimizer/step"] for line in lines] == [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

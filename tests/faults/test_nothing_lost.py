@@ -820,8 +820,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 
 
 def run_histories(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, HISTORIES, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    prepared.ran([sys.executable, HISTORIES, *arguments])
 
 
 @pytest.mark.slow

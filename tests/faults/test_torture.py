@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +15,7 @@ def run(kills: int, seed: int, steps: int, file: Path, *more: str, ranks: int = 
     numbers = ["--kills", str(kills), "--seed", str(seed), "--steps", str(steps), "--ranks", str(ranks)]
     python = prepared.python() if more else sys.executable
     command = [python, str(script), *numbers, *more, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prepared.ran(command)
     found: dict[str, int] = json.loads(file.read_text())["results"]
     return found
 

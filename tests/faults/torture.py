@@ -35,6 +35,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ from _common import environment
 
 SIZES = (40_000, 7, 3000, 25_000)
 MISMATCH = 3
-BEHIND = mmap.mmap(-1, 1)
-"""Not 0 while the life that goes on has a step behind it, not waited for, or one ahead that may be made."""
+BEHIND = mmap.mmap(-1, 2)
+"""Not 0 while a rank of the life that goes on has a step behind it, not waited for, or one ahead that may be made."""
 
 
 def make(
@@ -84,7 +85,7 @@ def make(
     return layers, optimizer
 
 
-def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: float = 0.0) -> None:
+def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: float = 0.0, rank: int = 0) -> None:
     """Train one step, and rest between backward and step."""
     generator = torch.Generator().manual_seed(step)
     for number, layer in enumerate(layers):
@@ -93,19 +94,13 @@ def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: floa
             (layer.weight * gradient.to(layer.weight.dtype)).sum().backward()
             del gradient  # what somebody holds is read before `step` returns
     if pause_s:
-        BEHIND[0] = any(layer.weight.grad is not None for layer in layers)
+        BEHIND[rank] = any(layer.weight.grad is not None for layer in layers)
         time.sleep(pause_s)
-    BEHIND[0] = 0
+    BEHIND[rank] = 0
     optimizer.clip_grad_norm_(1.0 if step % 5 == 0 else 1e6)
     optimizer.step()
-    BEHIND[0] = optimizer.engine.is_pending
+    BEHIND[rank] = optimizer.engine.is_pending
     optimizer.zero_grad()
-
-
-def park(rng: random.Random, optimizer: Any) -> None:
-    """Perhaps give memory back."""
-    if rng.random() < 0.4:
-        optimizer.park(rng.choice((False, False, True)), wait=rng.random() < 0.5)
 
 
 def fingerprint(layers: torch.nn.ModuleList, optimizer: Any) -> int:
@@ -154,46 +149,6 @@ def newest(root: Path) -> tuple[int, Path] | None:
     return whole
 
 
-def live(root: Path, seed: int, expected: list[int], until: int, hidden: str, parks: bool) -> None:
-    """One life; ends by itself only after `until` steps."""
-    torch.set_num_threads(1)
-    rng = random.Random(seed)
-    paths = [root / "p0", root / "p1"]
-    layers, optimizer = make(rng, paths, hidden=hidden)
-    step = 0
-    latest = newest(root)
-    if latest is not None:
-        extra = optimizer.load_checkpoint(latest[1])
-        step = extra["step"]
-        (root / "resumed").write_text(str(step))
-        saves = optimizer.engine._parts.saves
-        if any(kept.save_number is not None for kept in saves.kept):
-            (root / "adopted").touch()
-    if fingerprint(layers, optimizer) != expected[step]:
-        print(f"life {seed}: resumed at step {step} with other bits", file=sys.stderr)
-        os._exit(MISMATCH)
-    (root / "trains").touch()
-    alternate = rng.random() < 0.5
-    while step < until:
-        update(layers, optimizer, step, rng.choice((0.0, 0.02, 0.1)) if hidden not in ("", "forward") else 0.0)
-        step += 1
-        if hidden in ("forward", "both", "leaving"):
-            time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
-        if rng.random() < 0.6:
-            folder = folders(root)[step % 2 if alternate else 0]
-            BEHIND[0] = 0
-            optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
-            if rng.random() < 0.3:
-                optimizer.wait_checkpoint()
-        if parks:
-            park(rng, optimizer)
-    if fingerprint(layers, optimizer) != expected[step]:
-        print(f"life {seed}: came to step {step} with other bits", file=sys.stderr)
-        os._exit(MISMATCH)
-    optimizer.close()
-    os._exit(0)
-
-
 PEER_LOST = 5
 BEGINS = "begins"
 """What a rank says when gloo has connected it, which takes minutes where the other one has been killed before."""
@@ -205,51 +160,64 @@ COLLECTIVE_S = 20.0
 """How long gloo waits for a peer: where that has just been killed in its start-up, nobody else tells."""
 
 
-def live_together(
-    root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str, parks: bool
+def live(
+    root: Path, seed: int, rank: int, ranks: int, expected: list[int], until: int, hidden: str, parks: bool
 ) -> None:
-    """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
+    """One rank's part of a life; ends by itself only after `until` steps, or when another rank has gone."""
     torch.set_num_threads(1)
-    logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
-    rng = random.Random(seed)
-    together = torch.distributed
-    waits.QUIET_S, commit.RANKS_TIMEOUT_S = QUIET_S, RANKS_TIMEOUT_S
+    rng, together, step = random.Random(seed), torch.distributed, 0
+
+    def compare() -> None:
+        if fingerprint(layers, optimizer) != expected[step]:
+            print(f"life {seed}: rank {rank} is at step {step} with other bits", file=sys.stderr)
+            os._exit(MISMATCH)
+
+    if ranks > 1:
+        logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
+        waits.QUIET_S, commit.RANKS_TIMEOUT_S = QUIET_S, RANKS_TIMEOUT_S
     try:
-        together.init_process_group(
-            "gloo",
-            init_method=f"file://{root}/rendezvous-{seed}",
-            rank=rank,
-            world_size=2,
-            timeout=datetime.timedelta(seconds=COLLECTIVE_S),
-        )
-        logging.warning(BEGINS)
+        if ranks > 1:
+            together.init_process_group(
+                "gloo",
+                init_method=f"file://{root}/rendezvous-{seed}",
+                rank=rank,
+                world_size=ranks,
+                timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+            )
+            logging.warning(BEGINS)
         layers, optimizer = make(rng, [root / "p0", root / "p1"], rank, hidden=hidden)
         with optimizer:
-            step = 0
             latest = newest(root)
             if latest is not None:
                 step = optimizer.load_checkpoint(latest[1])["step"]
                 (root / "resumed").write_text(str(step))
-            if fingerprint(layers, optimizer) != expected[step]:
-                print(f"life {seed}: rank {rank} resumed at step {step} with other bits", file=sys.stderr)
-                os._exit(MISMATCH)
-            together.barrier()
+                if any(kept.save_number is not None for kept in optimizer.engine._parts.saves.kept):
+                    (root / "adopted").touch()
+            compare()
+            if ranks > 1:
+                together.barrier()
             (root / "trains").touch()
             alternate = rng.random() < 0.5
             while step < until:
-                update(layers, optimizer, step)
+                pause_s = rng.choice((0.0, 0.02, 0.1)) if hidden not in ("", "forward") else 0.0
+                update(layers, optimizer, step, pause_s, rank)
                 step += 1
-                together.all_reduce(torch.ones(1))
+                if hidden in ("forward", "both", "leaving"):
+                    time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
+                if ranks > 1:
+                    together.all_reduce(torch.ones(1))
                 if rng.random() < 0.6:
                     folder = folders(root)[step % 2 if alternate else 0]
+                    BEHIND[rank] = 0
                     optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
                     if rng.random() < 0.3:
                         optimizer.wait_checkpoint()
-                if parks:
-                    park(rng, optimizer)
-            if fingerprint(layers, optimizer) != expected[step]:
-                os._exit(MISMATCH)
+                if parks and rng.random() < 0.4:
+                    optimizer.park(rng.choice((False, False, True)), wait=rng.random() < 0.5)
+            compare()
     except (RuntimeError, offload.CheckpointError) as error:  # gloo's, or that of a commit that waited in vain
+        if ranks == 1:
+            raise
         logging.warning("ends: %r", error)
         os._exit(PEER_LOST)
     os._exit(0)
@@ -268,8 +236,28 @@ def has_ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def torture_ranks(kills: int, seed: int, steps: int, hidden: str, parks: bool, quiet: bool) -> dict[str, Any]:
-    """Kill one rank of each of `kills` lives of two; return figures.
+def begin(ranks: int, live: Callable[[int], None], what: str) -> list[int]:
+    """Begin a life of so many ranks, each of which ends by itself; return their processes."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()  # everything is loaded already, and no thread of ours runs
+        if child == 0:
+            try:
+                live(rank)
+            except BaseException as error:
+                print(f"{what}, rank {rank}: {error!r}", file=sys.stderr, flush=True)
+                os._exit(4)
+        children.append(child)
+    return children
+
+
+def codes_of(children: list[int]) -> list[int]:
+    """Return how processes have ended, when they have."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def torture(kills: int, seed: int, steps: int, hidden: str, parks: bool, ranks: int) -> dict[str, Any]:
+    """Kill one rank of each of `kills` lives; return figures.
 
     Raises:
         AssertionError: A life resumed with wrong bits, failed in another way, or was silent for too long.
@@ -280,56 +268,59 @@ def torture_ranks(kills: int, seed: int, steps: int, hidden: str, parks: bool, q
     for name in ("p0", "p1"):
         (root / name).mkdir()
     print(f"{steps} steps that nobody kills, for their bits", flush=True)
-    expected = [reference(steps, rank) for rank in range(2)]
+    expected = [reference(steps, rank) for rank in range(ranks)]
     figures: Counter[str] = Counter()
     longest_s = slowest_s = 0.0
     started_s = time.monotonic()
     try:
         for life in range(kills + 1):
             last = life == kills
-            for name in ("resumed", "trains"):
+            for name in ("resumed", "adopted", "trains"):
                 (root / name).unlink(missing_ok=True)
             latest = newest(root)
             step = latest[0] if latest else 0
             until = min(step + 20, steps) if last else steps
-            children = []
-            for rank in range(2):
-                child = os.fork()
-                if child == 0:
-                    try:
-                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden, parks)
-                    except BaseException as error:
-                        print(f"life {life}, rank {rank}: {error!r}", file=sys.stderr)
-                        os._exit(4)
-                children.append(child)
-            victim, killed_s = rng.randrange(2), time.time()
+            BEHIND[:] = bytes(len(BEHIND))
+
+            def one(rank: int, number: int = seed * 100_003 + life, until: int = until) -> None:
+                live(root, number, rank, ranks, expected[rank], until, hidden, parks)
+
+            children = begin(ranks, one, f"life {life}")
+            victim, killed_s = rng.randrange(ranks), time.time()
             if not last:
                 if rng.random() < 0.8:  # else at any time from the start on
                     while not (root / "trains").exists() and not any(map(has_ended, children)):
                         time.sleep(0.01)
-                time.sleep(rng.choice((0.2, 1.0, 2.0)) * rng.random())
+                time.sleep(rng.choice((0.2, 1.0, 2.0, 3.0)) * rng.random())
                 killed_s = time.time()
                 os.kill(children[victim], signal.SIGKILL)
-            statuses = [os.waitpid(child, 0)[1] for child in children]
+            codes = codes_of(children)
             if last:
-                assert statuses == [0, 0], f"the last life ended with {statuses}"
+                assert not any(codes), f"the last life ended with {codes}"
             else:
-                codes = [os.waitstatus_to_exitcode(status) for status in statuses]
                 assert codes[victim] in (-signal.SIGKILL, 0), f"life {life} (seed {seed}) ended with {codes}"
-                assert codes[1 - victim] in (0, PEER_LOST), f"life {life} (seed {seed}) ended with {codes}"
-                silence_s = silence(root / f"log-{1 - victim}", killed_s, time.time())
-                longest_s, slowest_s = max(longest_s, silence_s), max(slowest_s, time.time() - killed_s)
-                assert silence_s < COLLECTIVE_S + QUIET_S, f"life {life}: silent for {silence_s:.1f} s"
-                figures["kills"] += codes[victim] != 0
-                figures[f"kills of rank {victim}"] += codes[victim] != 0
+                for rank in {*range(ranks)} - {victim}:
+                    assert codes[rank] in (0, PEER_LOST), f"life {life} (seed {seed}) ended with {codes}"
+                    silence_s = silence(root / f"log-{rank}", killed_s, time.time())
+                    longest_s, slowest_s = max(longest_s, silence_s), max(slowest_s, time.time() - killed_s)
+                    assert silence_s < COLLECTIVE_S + QUIET_S, f"life {life}: silent for {silence_s:.1f} s"
             after = newest(root)
             assert after is not None or latest is None, "a committed checkpoint is gone"
             assert after is None or after[0] >= step, "the last checkpoint is older than it was"
+            was_killed = codes[victim] != 0  # the others had come to the last step
+            figures["kills"] += was_killed
+            figures[f"kills of rank {victim}"] += was_killed
+            figures["with a step not waited for"] += was_killed and BEHIND[victim]
             figures["resumed"] += (root / "resumed").exists()
+            figures["went on in the same store"] += (root / "adopted").exists()
             figures["with progress"] += after is not None and after[0] > step
-            if not quiet and life % 10 == 9:
+            if life % 10 == 9:
                 print(f"{life + 1} lives, at step {after[0] if after else 0}", flush=True)
+        places = [root / "p0", root / "p1", *(folder for folder in folders(root) if folder.is_dir())]
+        left = [store for path in places for store in find_stores(str(path))]
         figures["final step"] = after[0] if after else 0
+        figures["stores left"] = len(left)
+        figures["bytes left"] = sum(store.nbytes for store in left)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return {
@@ -340,73 +331,27 @@ def torture_ranks(kills: int, seed: int, steps: int, hidden: str, parks: bool, q
     }
 
 
-def torture(kills: int, seed: int, steps: int, hidden: str, parks: bool, quiet: bool) -> dict[str, Any]:
-    """Kill `kills` lives; return figures.
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what all campaigns are told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
 
-    Raises:
-        AssertionError: A life resumed with wrong bits, or failed in another way.
-    """
-    torch.set_num_threads(1)
-    rng = random.Random(seed)
-    root = Path(tempfile.mkdtemp(prefix="torture-"))
-    for name in ("p0", "p1"):
-        (root / name).mkdir()
-    print(f"{steps} steps that nobody kills, for their bits", flush=True)
-    expected = reference(steps)
-    figures: Counter[str] = Counter()
-    started_s = time.monotonic()
-    try:
-        for life in range(kills + 1):
-            last = life == kills
-            for name in ("resumed", "adopted", "trains"):
-                (root / name).unlink(missing_ok=True)
-            latest = newest(root)
-            step = latest[0] if latest else 0
-            until = min(step + 20, steps) if last else steps
-            BEHIND[0] = 0
-            child = os.fork()  # everything is loaded already, and no thread of ours runs
-            if child == 0:
-                try:
-                    live(root, seed * 100_003 + life, expected, until, hidden, parks)
-                except BaseException as error:
-                    print(f"life {life}: {error!r}", file=sys.stderr)
-                    os._exit(4)
-            if not last:
-                if rng.random() < 0.8:  # else at any time from the start on
-                    while not (root / "trains").exists() and not has_ended(child):
-                        time.sleep(0.01)
-                time.sleep(rng.choice((0.2, 1.0, 2.0, 3.0)) * rng.random())
-                os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            if last:
-                assert status == 0, f"the last life ended with {status}"
-            else:
-                assert os.WIFSIGNALED(status) or status == 0, f"life {life} (seed {seed}) ended with {status}"
-            after = newest(root)
-            assert after is not None or latest is None, "a committed checkpoint is gone"
-            assert after is None or after[0] >= step, "the last checkpoint is older than it was"
-            figures["kills"] += os.WIFSIGNALED(status)  # the others had come to the last step
-            figures["with a step not waited for"] += os.WIFSIGNALED(status) and BEHIND[0]
-            figures["resumed"] += (root / "resumed").exists()
-            figures["went on in the same store"] += (root / "adopted").exists()
-            figures["with progress"] += after is not None and after[0] > step
-            if not quiet and life % 10 == 9:
-                print(f"{life + 1} lives, at step {after[0] if after else 0}", flush=True)
-        places = [root / "p0", root / "p1", *(folder for folder in folders(root) if folder.is_dir())]
-        left = [store for path in places for store in find_stores(str(path))]
-        figures["final step"] = after[0] if after else 0
-        figures["stores left"] = len(left)
-        figures["bytes left"] = sum(store.nbytes for store in left)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    return {**figures, "seconds": round(time.monotonic() - started_s, 1)}
+
+def report(campaign: Callable[[], dict[str, Any]], file: Path | None) -> None:
+    """Print what comes of a campaign, and write it to a file."""
+    described = environment()
+    text = json.dumps({"environment": described, "results": campaign()}, indent=2)
+    print(text)
+    if file is not None:
+        file.write_text(text + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12000, help="a life that comes this far ends by itself")
     parser.add_argument(
         "--overlap",
@@ -417,15 +362,8 @@ def main() -> None:
         help="hide steps; leaving: behind, with gradients on the paths",
     )
     parser.add_argument("--parks", action="store_true", help="give memory back between steps")
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    run = torture if arguments.ranks == 1 else torture_ranks
-    described = environment()
-    figures = run(arguments.kills, arguments.seed, arguments.steps, arguments.overlap, arguments.parks, quiet=False)
-    text = json.dumps({"environment": described, "results": figures}, indent=2)
-    print(text)
-    if arguments.json:
-        Path(arguments.json).write_text(text + "\n")
+    told = parser.parse_args()
+    report(lambda: torture(told.kills, told.seed, told.steps, told.overlap, told.parks, told.ranks), told.json)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Small trainings under DeepSpeed, with our backend and without it, for checks that run inside worker processes.
 
-Stock DeepSpeed is given an optimizer that computes what `offload.kernels.reference` defines, so everything else being
-equal (reductions, norms, clipping, loss scale, schedules) the two agree bit for bit.
+Stock DeepSpeed is given an optimizer that computes what `loop.py` says, so everything else being equal (reductions,
+norms, clipping, loss scale, schedules) the two agree bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,72 +24,36 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import offload.integrations.deepspeed as offload_deepspeed
-from offload.kernels import reference
-from offload.protocols import SegmentFlag
-from offload.rules import LION
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("", "e2e")]
+from loop import RULES, updated
 
 # DeepSpeed would compile its shared-memory collectives at first use.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 get_accelerator().is_fp16_supported = lambda: True
 deepspeed.utils.logger.setLevel("ERROR")
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+class Reference(torch.optim.Optimizer):
+    """The updates that `loop.updated` defines, as an optimizer for stock DeepSpeed."""
 
-class ReferenceAdam(torch.optim.Optimizer):
-    """The update that `offload.kernels.reference` defines, as an optimizer for stock DeepSpeed."""
-
-    def __init__(self, params: Any, decoupled: bool = True, **settings: Any) -> None:
+    def __init__(self, params: Any, rule: str = "adamw", **settings: Any) -> None:
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
-        self.decoupled = decoupled
+        self.rule = rule
         super().__init__(params, {**defaults, **settings})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = self.state[master]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
-                state["step"] = int(state["step"]) + 1
-                scalars = reference.scalars(
-                    state["step"],
-                    lr=float(group["lr"]),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=self.decoupled,
-                )
-                flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if self.decoupled else 0)
-                reference.update(
-                    reference.SegmentTensors(
-                        master.data, (state["exp_avg"], state["exp_avg_sq"]), master.grad, None, flags, scalars
-                    )
-                )
-
-
-class ReferenceLion(torch.optim.Optimizer):
-    """The same of Lion."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, {**LION.defaults, **settings})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
             for master in (p for p in group["params"] if p.grad is not None):
-                state = self.state[master]
+                state, names = self.state[master], RULES[self.rule][1]
                 if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(master))
+                    state.update(step=0, **{name: torch.zeros_like(master) for name in names})
                 state["step"] = int(state["step"]) + 1
-                row = LION.row(state["step"], LION.values(group), 1.0)
-                flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
-                segment = reference.SegmentTensors(
-                    master.data, [state["exp_avg"]], master.grad, None, flags, row, LION
-                )
-                reference.update(segment)
+                kept = master.data, *(state[name] for name in names)
+                after = updated(self.rule, group, state["step"], master.grad, *kept).values()
+                for tensor, new in zip(kept, after, strict=True):
+                    tensor.copy_(new)
 
 
 class Net(torch.nn.Module):
@@ -120,6 +86,9 @@ class Net(torch.nn.Module):
             x = x + self.branch(x)
         return torch.nn.functional.cross_entropy(self.head(x).float().view(-1, 37), tokens.roll(1, -1).view(-1))
 
+    def batch(self, draws: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, 37, (2, 9), generator=draws)
+
 
 class Given(torch.nn.Module):
     """Weights whose gradients are drawn from the step's number alone: exact on every device."""
@@ -150,10 +119,13 @@ class Deep(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(5)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.float().square().mean()
+
+    def batch(self, draws: torch.Generator) -> torch.Tensor:
+        return torch.randn((4, self.WIDTH), generator=draws).to(self.layers[0].weight.dtype)
 
 
 @dataclass
@@ -244,7 +216,7 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
     elif ours:
         config.setdefault("optimizer", {"type": "AdamW", "params": dict(ADAM)})
     else:
-        client = ReferenceAdam(parameters, **ADAM) if optimizer is None else optimizer(parameters)
+        client = Reference(parameters, **ADAM) if optimizer is None else optimizer(parameters)
         config["zero_force_ds_cpu_optimizer"] = False
         config["zero_allow_untested_optimizer"] = True
     if ours:
@@ -259,12 +231,11 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
 
 
 def micro_batch(engine: Any, step: int, micro: int) -> torch.Tensor:
-    """Return tokens that depend on step, micro-step and rank only."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
-    tokens = torch.randint(0, 37, (2, 9), generator=generator)
+    """Return what the model is given, which depends on step, micro-step and rank only."""
+    drawn = engine.module.batch(torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank))
     if engine.device.type == "cpu":
-        return tokens
-    return tokens.pin_memory().to(engine.device, non_blocking=True)  # else the host would wait for the accelerator
+        return drawn
+    return drawn.pin_memory().to(engine.device, non_blocking=True)  # else the host would wait for the accelerator
 
 
 def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> list[tuple[Any, ...]]:
@@ -283,7 +254,10 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
     return [(loss.item(), *others) for loss, *others in seen]  # not before: nothing is to wait for an accelerator
 
 
-def state_of(engine: Any, moments: Sequence[str] = ("exp_avg", "exp_avg_sq")) -> dict[str, torch.Tensor]:
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_of(engine: Any, moments: Sequence[str] = MOMENTS) -> dict[str, torch.Tensor]:
     """Return weights, masters and moments by name, on the CPU; the same on every rank."""
     found: dict[str, torch.Tensor] = {}
     # Stock ZeRO-1 and 2 do not find the moments of a second parameter group.
@@ -309,13 +283,39 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert not different, f"different: {different}"
 
 
-def assert_equals_stock(case: Case, **arguments: Any) -> list[tuple[Any, ...]]:
-    """Train with and without us; everything that can be seen must be the same."""
-    with training(case, ours=False, **arguments) as engine:
-        expected = train(engine, case), state_of(engine)
-    with training(case, ours=True, **arguments) as engine:
-        found = train(engine, case), state_of(engine)
-    for step, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
-        assert mine == theirs, f"step {step}: {mine} is not stock's {theirs}"
-    assert_same(found[1], expected[1])
-    return found[0]
+Seen = tuple[list[Any], dict[str, torch.Tensor]]
+"""What can be seen of each step, and the last state."""
+
+
+def trained(
+    engine: Any, case: Case, first: int = 0, steps: int | None = None, moments: Sequence[str] = MOMENTS
+) -> Seen:
+    """Train; see `train` and `state_of`."""
+    return train(engine, case, first, steps), state_of(engine, moments)
+
+
+def assert_same_runs(expected: Seen, *others: Seen) -> None:
+    """Check that trainings have gone the same way, to the last bit."""
+    for steps, state in others:
+        for step, (mine, theirs) in enumerate(zip(steps, expected[0], strict=True)):
+            assert mine == theirs, f"step {step}: {mine} is not {theirs}"
+        assert_same(state, expected[1])
+
+
+def assert_equals_stock(
+    case: Case, act: Callable[[Any], Any] | None = None, model: Callable[[], Any] | None = None
+) -> list[Any]:
+    """Do the same with and without us; everything that can be seen must be the same.
+
+    Args:
+        case: What to train.
+        act: Does it, and returns what is to be compared beside the state; None to train.
+        model: Makes what to train instead of the case's.
+    """
+    seen: list[Seen] = []
+    for ours in (False, True):
+        with training(case, ours=ours, model=model and model()) as engine:
+            steps = train(engine, case) if act is None else act(engine)
+            seen.append((steps or [], state_of(engine)))
+    assert_same_runs(*seen)
+    return seen[1][0]

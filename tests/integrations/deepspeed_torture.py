@@ -11,8 +11,6 @@ the same one, a campaign that was interrupted goes on.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import logging
 import os
@@ -29,23 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_checks import wide
-from deepspeed_runs import Case, deepspeed, state_of, train, training
+from deepspeed_checks import digest, wide
+from deepspeed_runs import Case, deepspeed, train, training
 
 import offload
 from offload.integrations.deepspeed import behind
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
-from torture import BEGINS, COLLECTIVE_S, MISMATCH, PEER_LOST, environment, has_ended, silence
+from torture import BEGINS, COLLECTIVE_S, MISMATCH, PEER_LOST, begin, codes_of, has_ended, options, report, silence
 
 WAYS = [(layout, stage) for layout in ("stock", "in_place") for stage in (1, 2, 3)]
 MOST_SILENT_S = 30.0
 LAST_S = 5.0
 """Stands for `behind.LAST_S`: what the end of a rank waits for one that is dead."""
-
-
-def digest(engine: Any) -> dict[str, str]:
-    return {name: hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for name, t in state_of(engine).items()}
 
 
 def live(root: Path, rank: int, layout: str, stage: int, seed: int, steps: int) -> None:
@@ -115,16 +109,10 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
     rng, before = random.Random(seed), newest(root)
     for name in ("begins", "trains", "rendezvous"):
         (root / name).unlink(missing_ok=True)
-    children = []
-    for rank in range(2):
-        child = os.fork()  # everything is loaded already, and no thread of ours runs
-        if child == 0:
-            try:
-                live(root, rank, layout, stage, seed, 1_000_000 if kills else 3)
-            except BaseException as error:
-                print(f"{layout}, ZeRO-{stage}, life {seed}, rank {rank}: {error!r}", file=sys.stderr, flush=True)
-                os._exit(4)
-        children.append(child)
+    steps = 1_000_000 if kills else 3
+    children = begin(
+        2, lambda rank: live(root, rank, layout, stage, seed, steps), f"{layout}, ZeRO-{stage}, life {seed}"
+    )
     victim, killed_s = rng.randrange(2), time.time()
     if kills:
         comes, writes = root / rng.choice(("begins", *9 * ["trains"])), rng.random() < 0.8
@@ -138,7 +126,7 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
             time.sleep(0.2 * rng.random())
         killed_s = time.time()
         os.kill(children[victim], signal.SIGKILL)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = codes_of(children)
     logs = [(root / f"log-{rank}").read_text(errors="replace")[-2000:] for rank in range(2)]
     assert codes == ([0, 0] if not kills else [-signal.SIGKILL, PEER_LOST][:: 1 - 2 * victim]), f"{codes}: {logs}"
     silent_s = silence(root / f"log-{1 - victim}", killed_s, time.time()) if kills else 0.0
@@ -166,14 +154,14 @@ def torture(folder: Path, kills: int, seed: int = 0, ways: list[tuple[str, int]]
     ours = ("offload.integrations.deepspeed.stage3", "offload.integrations.deepspeed.stage12")
     for name in ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.original_muon", *ours):
         import_module(name)  # else each life would
-    report = folder / "report.json"
-    lives = json.loads(report.read_text()) if report.exists() else []
+    done = folder / "report.json"
+    lives = json.loads(done.read_text()) if done.exists() else []
     for number in range(len(lives), kills + len(ways)):
         layout, stage = ways[number % len(ways)]
         root = folder / f"{layout}-{stage}"
         root.mkdir(parents=True, exist_ok=True)
         lives.append(life(root, layout, stage, seed * 100_003 + number, kills=number < kills))
-        report.write_text(json.dumps(lives))
+        done.write_text(json.dumps(lives))
         print(f"life {number}, {layout}, ZeRO-{stage}: at step {newest(root)}", flush=True)
     figures: Counter[str] = Counter()
     for found in lives:
@@ -182,19 +170,11 @@ def torture(folder: Path, kills: int, seed: int = 0, ways: list[tuple[str, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__)
     parser.add_argument("--folder", type=Path, help="where files go, and stay (default: a temporary one)")
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    described = environment()
+    told = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="torture-") as own:
-        figures = torture(arguments.folder or Path(own), arguments.kills, arguments.seed)
-    text = json.dumps({"environment": described, "results": figures}, indent=2)
-    print(text)
-    if arguments.json:
-        Path(arguments.json).write_text(text + "\n")
+        report(lambda: torture(told.folder or Path(own), told.kills, told.seed), told.json)
 
 
 if __name__ == "__main__":

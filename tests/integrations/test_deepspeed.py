@@ -148,8 +148,7 @@ def test_a_killed_rank_loses_no_tag_and_mixes_none(kills: int, tmp_path: Path) -
     script, report = SCRIPT.with_name("deepspeed_torture.py"), tmp_path / "report.json"
     command = [sys.executable, "-W", "ignore", str(script), "--kills", str(kills)]
     command += ["--folder", str(tmp_path / "lives"), "--json", str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    prepared.ran(command)
     figures = json.loads(report.read_text())["results"]
     assert figures["kills"] == kills
     assert figures["loaded and compared"] > 0
@@ -217,8 +216,7 @@ def test_checkpoints_in_fresh_processes_and_at_another_world_size(before: int, a
         assert python == "python"
         command = [prepared.python(), *command]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
+        prepared.ran(command, env=environment)
     assert start(after, tmp_path, ("alone_universal_load",)) == {"alone_universal_load": "ok"}
 
 
@@ -249,6 +247,23 @@ def config(**sections: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "multi_tier_offload": {}, **sections}
 
 
+def ours(**keys: Any) -> dict[str, Any]:
+    return config(multi_tier_offload=keys)
+
+
+def saving(**keys: Any) -> dict[str, Any]:
+    return ours(checkpoint=keys)
+
+
+def zero(stage: int = 3, ours: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    return config(zero_optimization={"stage": stage, **keys}, multi_tier_offload=ours or {})
+
+
+def optimizer(**keys: Any) -> dict[str, Any]:
+    return zero(offload_optimizer={"device": "cpu", **keys})
+
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
 ON_NVME = {"offload_param": {"device": "nvme", "nvme_path": "/x"}}
 
 
@@ -256,81 +271,38 @@ ON_NVME = {"offload_param": {"device": "nvme", "nvme_path": "/x"}}
     ("given", "names", "says"),
     [
         (config(multi_tier_offload="on"), "multi_tier_offload", "give an object"),
-        (config(multi_tier_offload={"hots_memory": 1}), "multi_tier_offload.hots_memory", "host_memory"),
-        (config(multi_tier_offload={"hots_memory": 1}), "multi_tier_offload.hots_memory", "overlap, checkpoint"),
-        (config(multi_tier_offload={"chekpoint": {}}), "multi_tier_offload.chekpoint", 'did you mean "checkpoint"?'),
-        (config(multi_tier_offload={"host_memory": "many"}), "multi_tier_offload.host_memory", "8GiB"),
-        (config(multi_tier_offload={"host_memory": "64G"}), "multi_tier_offload.host_memory", '"64GiB" (powers of'),
-        (config(multi_tier_offload={"paths": [3]}), "multi_tier_offload.paths[0]", "give a directory"),
-        (config(multi_tier_offload={"overlap": "ahead"}), "multi_tier_offload.overlap", '"backward"'),
-        (config(multi_tier_offload={"gradient_dtype": "float32"}), "gradient_dtype", "grad_accum_dtype"),
-        (config(zero_optimization={"stage": 0}), "zero_optimization.stage", "1, 2 or 3"),
+        (ours(hots_memory=1), "multi_tier_offload.hots_memory", "host_memory"),
+        (ours(hots_memory=1), "multi_tier_offload.hots_memory", "overlap, checkpoint"),
+        (ours(chekpoint={}), "multi_tier_offload.chekpoint", 'did you mean "checkpoint"?'),
+        (ours(host_memory="many"), "multi_tier_offload.host_memory", "8GiB"),
+        (ours(host_memory="64G"), "multi_tier_offload.host_memory", '"64GiB" (powers of'),
+        (ours(paths=[3]), "multi_tier_offload.paths[0]", "give a directory"),
+        (ours(overlap="ahead"), "multi_tier_offload.overlap", '"backward"'),
+        (ours(gradient_dtype="float32"), "gradient_dtype", "grad_accum_dtype"),
+        (zero(0), "zero_optimization.stage", "1, 2 or 3"),
+        (optimizer(device="disk"), "offload_optimizer.device", '"cpu"'),
+        (optimizer(device="nvme", nvme_path="/x"), "nvme_path", "multi_tier_offload.paths"),
+        (optimizer(ratio=0.5), "ratio", "host_memory"),
+        (optimizer(pipeline_read=True), "pipeline_read", "overlap"),
+        (optimizer(super_offload=True), "super_offload", "leave it out"),
+        (zero(2, **CPU, zenflow={"topk": 1}), "zenflow", "leave it out"),
+        (zero(**CPU, mics_shard_size=2), "mics_shard_size", "MiCS"),
+        (zero(offload_param={"device": "disk"}), "offload_param.device", '"nvme"'),
+        (zero(2, **ON_NVME), "offload_param.device", "stage 3"),
+        (zero(offload_param={"device": "nvme"}), "nvme_path", "give the folder"),
         (
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "disk"}}),
-            "offload_optimizer.device",
-            '"cpu"',
-        ),
-        (
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}),
-            "nvme_path",
-            "multi_tier_offload.paths",
-        ),
-        (
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
-            "ratio",
-            "host_memory",
-        ),
-        (
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "pipeline_read": True}}),
-            "pipeline_read",
-            "overlap",
-        ),
-        (
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}),
-            "super_offload",
-            "leave it out",
-        ),
-        (
-            config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk": 1}}),
-            "zenflow",
-            "leave it out",
-        ),
-        (
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "mics_shard_size": 2}),
-            "mics_shard_size",
-            "MiCS",
-        ),
-        (
-            config(zero_optimization={"stage": 3, "offload_param": {"device": "disk"}}),
-            "offload_param.device",
-            '"nvme"',
-        ),
-        (config(zero_optimization={"stage": 2, **ON_NVME}), "offload_param.device", "stage 3"),
-        (config(zero_optimization={"stage": 3, "offload_param": {"device": "nvme"}}), "nvme_path", "give the folder"),
-        (
-            config(zero_optimization={"stage": 3, "offload_param": {**ON_NVME["offload_param"], "buffer_count": 5}}),
+            zero(offload_param={**ON_NVME["offload_param"], "buffer_count": 5}),
             "offload_param.buffer_count",
             "leave it out",
         ),
-        (
-            config(zero_optimization={"stage": 3, **ON_NVME}, multi_tier_offload={"overlap": "both"}),
-            "multi_tier_offload.overlap",
-            "weights in a file",
-        ),
+        (zero(**ON_NVME, ours={"overlap": "both"}), "multi_tier_offload.overlap", "weights in a file"),
         (config(torch_autocast={"enabled": True}), "torch_autocast.enabled", "bf16"),
-        (
-            config(
-                zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}},
-                multi_tier_offload={"overlap": "backward"},
-            ),
-            "multi_tier_offload.overlap",
-            "overlap_comm",
-        ),
-        (config(multi_tier_offload={"checkpoint": {"layout": "copy"}}), "checkpoint.layout", "stock, in_place"),
-        (config(multi_tier_offload={"checkpoint": {"wait": "no"}}), "checkpoint.wait", "true or false"),
-        (config(multi_tier_offload={"checkpoint": {"async": True}}), "multi_tier_offload.checkpoint.async", "wait"),
-        (config(multi_tier_offload={"checkpoint": {"wiat": False}}), "checkpoint.wiat", 'did you mean "wait"?'),
-        (config(multi_tier_offload={"checkpoint": False}), "multi_tier_offload.checkpoint", '"wait"'),
+        (zero(1, {"overlap": "backward"}, **CPU), "multi_tier_offload.overlap", "overlap_comm"),
+        (saving(layout="copy"), "checkpoint.layout", "stock, in_place"),
+        (saving(wait="no"), "checkpoint.wait", "true or false"),
+        (saving(**{"async": True}), "multi_tier_offload.checkpoint.async", "wait"),
+        (saving(wiat=False), "checkpoint.wiat", 'did you mean "wait"?'),
+        (ours(checkpoint=False), "multi_tier_offload.checkpoint", '"wait"'),
     ],
 )
 def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:

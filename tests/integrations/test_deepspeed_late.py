@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from accelerator import build
-from skips import cannot_run
+from accelerator import processes
 from test_deepspeed import OTHERS, SKIPPED, start
 
 NAME = "alone_on_an_accelerator"
@@ -20,10 +19,7 @@ SOME = ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        cannot_run(f"no test accelerator: {error}")
+    processes.needed()
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 import torch.distributed as dist
@@ -384,8 +384,7 @@ def launch(command: str, program: str, folder: Path) -> None:
     (launcher,) = [name for name in launchers if command.startswith(name)]
     words = [sys.executable, *launchers[launcher], *command.removeprefix(launcher).split()]
     where = {**os.environ, "ACCELERATE_TORCH_DEVICE": "late:0", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(words, cwd=folder, env=where, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = prepared.ran(words, cwd=folder, env=where)
     assert "passed" in ended.stdout
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_update_kernel
 import torch
+from compact8_cases import cut_up
 from devices import CUDA, LATE_FULL
 from kernel_cases import DTYPES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of
 from test_gpu import gpu_kernel
@@ -121,18 +122,6 @@ def test_subnormals_are_rounded_like_other_numbers(kernel):
     step = 2.0**-133
     assert torch.all((moment - values).abs() < step)
     assert abs(float((moment.double() - values.double()).mean())) < 0.02 * step
-
-
-def cut_up(case: Case, starts: list[int]) -> np.ndarray:
-    """Return a table with a row for each run of a case's elements that begins at one of `starts`."""
-    whole, ends = case.row(), [*starts[1:], case.tensors.master.numel()]
-    table = np.repeat(whole, len(starts))
-    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        table["numel"][row] = end - start
-        table["first_index"][row] = (case.tensors.first_index + start) % (1 << 64)
-        for name, placed in case.placed.items():
-            table[name][row] += np.uint64(start * placed.dtype.itemsize)
-    return table
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 
 from offload.formats import COMPACT8
@@ -100,8 +101,7 @@ def kernels(
             pytest.skip(f"there is no {folder.name} in this environment: `make .venv/.oldest-triton`")
         environment["PYTHONPATH"] = str(folder)
     command = [sys.executable, str(SCRIPT), str(capability), json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command, env=environment)
     version, *lines = done.stdout.splitlines()
     assert folder is None or OLDEST_VERSION.match(version), version
     return [json.loads(line) for line in lines]

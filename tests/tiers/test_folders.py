@@ -24,7 +24,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"s3://{BUCKET}/place-{uuid.uuid4()}"
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, FILE_PIECE_BYTES + 3])
+@pytest.mark.parametrize("nbytes", [0, 1, 8 * FILE_PIECE_BYTES + 3])
 def test_an_open_file_is_copied(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """In parts, and though its name has gone meanwhile."""
     for name in ("multipart_bytes", "part_bytes"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 
@@ -160,8 +160,7 @@ def test_one_module_knows_types_of_accelerators() -> None:
 @pytest.mark.slow
 def test_without_any_module_of_cuda(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command)
     assert done.stdout.splitlines()[-1] == "torch.cuda.is_current_stream_capturing was used"
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 from offload import cli
@@ -87,6 +87,5 @@ def test_help_needs_neither_torch_nor_native_code() -> None:
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'offload._native' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran([sys.executable, "-c", script])
     assert "rates file" in done.stdout

@@ -44,10 +44,12 @@ PUBLIC = (
     "offload.combinations",
     "offload.optim.hiding",
     "offload.optim.exchange",
+    "offload.optim.folders",
     "offload.optim.frozen",
     "offload.optim.overlap",
     "offload.optim.pace",
     "offload.optim.preemption",
+    "offload.optim.ranks",
     "offload.rules",
     "offload.weights.partitions",
 )
