@@ -215,10 +215,8 @@ MEGATRON_WHOLE = Row(ATTACHED, "`offload.integrations.megatron`",
     "has too: ours takes the place of what they make. Or disable() it")
 MEGATRON_FSDP = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-FSDP",
     "leave --use-megatron-fsdp out: it makes no shards of a distributed optimizer. torch's FSDP2 takes offload.AdamW")
-MEGATRON_FP8 = Row(ATTACHED, "`offload.integrations.megatron`", "weights of Megatron-Core in fp8",
-    "leave --fp8-param-gather out: weights are 16 bits wide then, and --fp8-format still computes in fp8")
-MEGATRON_FP32 = Row(ATTACHED, "`offload.integrations.megatron`", "fp32 weights of Megatron-Core",
-    "use --bf16 or --fp16 for all weights that train: Megatron makes no shards of others that an optimizer can have")
+MEGATRON_WEIGHTS = Row(ATTACHED, "`offload.integrations.megatron`", "weights of Megatron-Core in fp8 or fp32",
+    "use --bf16 or --fp16 for all that train, without --fp8-param-gather: --fp8-format still computes in fp8")
 MEGATRON_ROUNDED = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-Core's types of state, but for fp32",
     'leave it fp32: state_format, "compact16" or "compact8", says how state is stored')
 MEGATRON_CHAIN = Row(ATTACHED, "`offload.integrations.megatron`",

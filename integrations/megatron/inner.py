@@ -67,8 +67,10 @@ class MegatronAdamW(torch.optim.Optimizer):
         ignored: What Megatron says of its own CPU offload.
 
     Attributes:
-        engine: Has the state, `metrics()` and `plan`; None before Megatron's optimizer is complete.
+        engine: Has the state, `metrics()` and `plan`, from when Megatron's optimizer is complete.
     """
+
+    engine: Engine
 
     def __init__(
         self,
@@ -83,7 +85,6 @@ class MegatronAdamW(torch.optim.Optimizer):
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "bias_correction": bias_correction})
-        self.engine: Engine | None = None
         self._copies: list[dict[str, torch.Tensor]] | None = None
         self._set: dict[int | str, dict[str, torch.Tensor]] = {}
         self._set_step: int | None = None
@@ -92,14 +93,6 @@ class MegatronAdamW(torch.optim.Optimizer):
     def shards(self) -> list[torch.Tensor]:
         """All shards, in the engine's order."""
         return [shard for group in self.param_groups for shard in group["params"]]
-
-    @property
-    def _opened(self) -> Engine:
-        if self.engine is None:
-            raise ConfigError(
-                "optimizer", "MegatronAdamW", "use it below Megatron's DistributedOptimizer, which opens it"
-            )
-        return self.engine
 
     def open(self, parameters: Iterable[Parameter], config: OffloadConfig, gradient_dtype: torch.dtype) -> None:
         """Open the engine.
@@ -118,7 +111,12 @@ class MegatronAdamW(torch.optim.Optimizer):
         # Megatron may want the state before there is a backward pass to say what it leaves free on a GPU.
         config = dataclasses.replace(config.opened_early(), gradient_dtype="float32" if widens else "parameter")
         self.engine = Engine([*parameters], config, device=device)
+        self._bind_weights()
         self.state.update({shard: ShardState(self, number) for number, shard in enumerate(self.shards)})
+
+    def _bind_weights(self) -> None:
+        for number, shard in enumerate(self.shards):
+            self.engine.bind_weight(number, shard.data_ptr())
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -127,14 +125,12 @@ class MegatronAdamW(torch.optim.Optimizer):
         Raises:
             StepAbortedError: The step could not be finished; the session is broken then.
         """
-        engine = self._opened
-        self.settle()
-        self._copies = None
+        engine = self.settled()
+        self._bind_weights()
         active = []
         for number, shard in enumerate(self.shards):
             gradient = getattr(shard, "decoupled_grad", None)
             if gradient is not None:
-                engine.bind_weight(number, shard.data_ptr())
                 engine.gradients.bind(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
                 active.append(number)
         groups = [ADAMW.values({**ADAMW.defaults, **group}) for group in self.param_groups]
@@ -160,7 +156,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         """
         self.settle()
         if self._copies is None:
-            self._copies = self._opened.state.read(range(len(self.shards)))
+            self._copies = self.engine.state.read(range(len(self.shards)))
         return self._copies
 
     def set_state(self, number: int, name: str, value: torch.Tensor) -> None:
@@ -180,10 +176,15 @@ class MegatronAdamW(torch.optim.Optimizer):
         if self._set or self._set_step is not None:
             step = self._set_step
             steps: dict[int | str, int] = {} if step is None else dict.fromkeys(range(len(self.shards)), step)
-            for number, shard in enumerate(self.shards):
-                self._opened.bind_weight(number, shard.data_ptr())
-            self._opened.state.write(self._set, steps)
+            self._bind_weights()
+            self.engine.state.write(self._set, steps)
             self._set, self._set_step, self._copies = {}, None, None
+
+    def settled(self) -> Engine:
+        """Return the engine, whose state may change now: what was set is written, and copies are let go."""
+        self.settle()
+        self._copies = None
+        return self.engine
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups and the number of updates; Megatron asks `state` for tensors."""
@@ -194,7 +195,7 @@ class MegatronAdamW(torch.optim.Optimizer):
     @property
     def _step(self) -> int:
         self.settle()
-        return max(map(self._opened.step_count, range(len(self.shards))), default=0)
+        return max(map(self.engine.step_count, range(len(self.shards))), default=0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups, and the number of updates that they have; tensors are set by `state`."""
@@ -213,11 +214,10 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     def update_fp32_param_by_new_param(self) -> None:
         """Take all masters from the weights with the next step: the model was loaded without its optimizer."""
-        self.settle()
-        self._copies = None
-        for number, shard in enumerate(self.shards):
-            self._opened.bind_weight(number, shard.data_ptr())
-            self._opened.reload_master(number)
+        engine = self.settled()
+        self._bind_weights()
+        for number in range(len(self.shards)):
+            engine.reload_master(number)
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
         """Megatron has set all state."""
@@ -228,5 +228,4 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
-        if self.engine is not None:
-            self.engine.close()
+        self.engine.close()

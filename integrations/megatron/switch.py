@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import CodeType
 from typing import Any
 
 import torch
 
-from offload import ConfigError, DtypeCode, OffloadConfig, Parameter
-from offload.combinations import (
-    MEGATRON_BUFFER,
-    MEGATRON_CHAIN,
-    MEGATRON_FP8,
-    MEGATRON_FP32,
-    MEGATRON_FSDP,
-    MEGATRON_GATHERS,
-    MEGATRON_ROUNDED,
-    MEGATRON_WHOLE,
-)
+from offload import ConfigError, DtypeCode, OffloadConfig, Parameter, combinations
 from offload.integrations import shared
+from offload.integrations.megatron import in_place
 from offload.integrations.megatron.inner import MegatronAdamW
-
-log = logging.getLogger("offload")
 
 TESTED = ("0.16.1",)
 
 _PACKAGE = "megatron.core.optimizer"
 _DISTRIBUTED = f"{_PACKAGE}.distrib_optimizer"
+_CHECKPOINTING = "megatron.core.dist_checkpointing"
 _HYBRID = "HybridDeviceOptimizer"
 _MAKER = "_get_megatron_optimizer_based_on_param_groups"
 
@@ -56,6 +43,11 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
         "_set_main_param_and_optimizer_states": ("self model_param tensors", f"{_HYBRID} state"),
         "state_dict": ("self", "sub_optimizers"),
         "load_state_dict": ("self state_dict", "dummy_step"),
+        "sharded_state_dict": ("self model_sharded_state_dict is_loading sharding_type metadata", "ShardedObject"),
+    },
+    _CHECKPOINTING: {
+        "save": ("sharded_state_dict checkpoint_dir", "finalize_fns"),
+        "load": ("sharded_state_dict checkpoint_dir", ""),
     },
 }
 """Functions that are replaced or that make use of what is: parameters that they must begin with, and names that they
@@ -65,58 +57,7 @@ _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function uses, and the functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def _owners() -> dict[str, Any]:
-    package, distributed = import_module(_PACKAGE), import_module(_DISTRIBUTED)
-    return {
-        _PACKAGE: package,
-        f"{_PACKAGE}.ChainedOptimizer": package.ChainedOptimizer,
-        f"{_DISTRIBUTED}.{_HYBRID}": getattr(distributed, _HYBRID),
-        f"{_DISTRIBUTED}.DistributedOptimizer": distributed.DistributedOptimizer,
-    }
-
-
-def check_megatron() -> None:
-    """Check that the Megatron-Core that is installed has what is relied on.
-
-    Raises:
-        ConfigError: It cannot be imported, or something has moved; names it.
-    """
-    try:
-        version = str(getattr(import_module("megatron.core"), "__version__", "without a version"))
-        owners = _owners()
-    except ImportError as error:
-        advice = "pip install --no-deps megatron-core, and packaging"
-        raise ConfigError("megatron", f"cannot be imported: {error}", advice) from error
-    except AttributeError as error:
-        raise ConfigError("megatron", version, f"use one of {', '.join(TESTED)}: {error}") from error
-    moved = []
-    for place, functions in RELIED_ON.items():
-        for name, (parameters, used) in functions.items():
-            function = inspect.unwrap(getattr(owners[place], name, check_megatron))
-            if function is check_megatron:
-                moved.append(f"{place}.{name} is gone")
-                continue
-            found = list(inspect.signature(function).parameters)
-            if found[: len(parameters.split())] != parameters.split():
-                moved.append(f"{place}.{name}({', '.join(found)}) took ({', '.join(parameters.split())})")
-            unused = sorted({*used.split()}.difference(_names_in(function.__code__)))
-            if unused:
-                moved.append(f"{place}.{name} does not use {', '.join(unused)}")
-    if moved:
-        raise ConfigError("megatron", version, f"use one of {', '.join(TESTED)}: {'; '.join(moved)}")
-    if version not in TESTED:
-        log.info("megatron-core %s has all that is relied on, but only %s is tested", version, ", ".join(TESTED))
-
-
-def enable(config: Mapping[str, Any] | str) -> None:
+def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     """Have Megatron-Core keep the state of distributed optimizers that are made from now on where the config says.
 
     In each process that trains, before `get_megatron_optimizer`. A second call takes the place of the first.
@@ -124,6 +65,8 @@ def enable(config: Mapping[str, Any] | str) -> None:
 
     Args:
         config: Fields of `OffloadConfig`, or the path of a JSON file of them.
+        layout: Of checkpoints: "stock" is Megatron's, in the format that it is asked for. With "in_place" state stays
+            where it lies, and a folder `offload` in Megatron's checkpoint, which all ranks have to see, names it.
 
     Raises:
         ConfigError: A setting cannot be used, also not under Megatron, or the Megatron-Core that is installed cannot;
@@ -132,10 +75,12 @@ def enable(config: Mapping[str, Any] | str) -> None:
     global _undo
     settings = OffloadConfig.from_dict(shared.fields(config), "config")
     if not settings.keeps_grads:
-        MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
-    MEGATRON_GATHERS.check("overlap", settings.overlap)
+        combinations.MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
+    if layout not in ("stock", "in_place"):
+        raise ConfigError("layout", layout, 'use "stock" or "in_place"')
+    combinations.MEGATRON_GATHERS.check("overlap", settings.overlap)
     disable()
-    check_megatron()
+    shared.check_relied_on("megatron.core", "pip install --no-deps megatron-core", TESTED, RELIED_ON)
     package, distributed = import_module(_PACKAGE), import_module(_DISTRIBUTED)
     with contextlib.ExitStack() as undo:
         for module in (package, distributed):
@@ -144,8 +89,13 @@ def enable(config: Mapping[str, Any] | str) -> None:
         chained = package.ChainedOptimizer
         opening = functools.partialmethod(_init_chained, vars(chained)["__init__"], settings)
         shared.replace(undo, chained, "__init__", opening)
-        loading = functools.partialmethod(_load_state_dict, vars(distributed.DistributedOptimizer)["load_state_dict"])
-        shared.replace(undo, distributed.DistributedOptimizer, "load_state_dict", loading)
+        kind = distributed.DistributedOptimizer
+        replaced = {"load_state_dict": (_load_state_dict,), "sharded_state_dict": (_sharded_state_dict, layout)}
+        for name, (stand_in, *given) in replaced.items():
+            shared.replace(undo, kind, name, functools.partialmethod(stand_in, vars(kind)[name], *given))
+        for module in (import_module(_CHECKPOINTING), import_module(f"{_CHECKPOINTING}.serialization")):
+            for name in ("save", "load"):
+                shared.replace(undo, module, name, functools.partial(getattr(in_place, name), getattr(module, name)))
         _undo = undo.pop_all()
 
 
@@ -163,18 +113,18 @@ def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
 def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any) -> Any:
     """Stand in for `_get_megatron_optimizer_based_on_param_groups`: refuse what cannot be, by name."""
     if model_chunks[0].ddp_config.use_megatron_fsdp:
-        MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
+        combinations.MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
     for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if not getattr(config, name):
-            MEGATRON_WHOLE.refuse(name, False)
+            combinations.MEGATRON_WHOLE.refuse(name, False)
     if model_chunks[0].ddp_config.fp8_param_gather:
-        MEGATRON_FP8.refuse("fp8_param_gather", True)
+        combinations.MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) is not torch.float32:
-            MEGATRON_ROUNDED.refuse(name, getattr(config, name))
+            combinations.MEGATRON_ROUNDED.refuse(name, getattr(config, name))
     for name, parameter in _named(model_chunks).items():
         if parameter.requires_grad and parameter.dtype is torch.float32:
-            MEGATRON_FP32.refuse(name, parameter.dtype)
+            combinations.MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
     return original(config, model_chunks, *arguments, **options)
 
 
@@ -193,7 +143,7 @@ def _init_chained(chained: Any, original: Callable[..., None], config: OffloadCo
     original(chained, optimizers)
     own = [each for each in optimizers if isinstance(each.optimizer, MegatronAdamW)]
     if len(own) > 1:
-        MEGATRON_CHAIN.refuse("optimizers", len(own), count=len(own))
+        combinations.MEGATRON_CHAIN.refuse("optimizers", len(own), count=len(own))
     for each in own:
         _open(each, config)
 
@@ -223,8 +173,26 @@ def _open(distributed: Any, config: OffloadConfig) -> None:
     inner.open(described, config, distributed.buffers[0].grad_dtype)
 
 
-def _load_state_dict(distributed: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
+def _sharded_state_dict(
+    distributed: Any, original: Callable[..., Any], layout: str, model: Any, is_loading: bool = False, **options: Any
+) -> Any:
+    """Stand in for `DistributedOptimizer.sharded_state_dict`: a checkpoint's metadata say how it is to be loaded."""
+    is_in_place = (options.get("metadata") or {}).get("distrib_optim_sharding_type") == in_place.SHARDING
+    if (is_in_place or (layout == "in_place" and not is_loading)) and isinstance(
+        distributed.optimizer, MegatronAdamW
+    ):
+        return in_place.sharded_state_dict(distributed, is_loading)
+    return original(distributed, model, is_loading, **options)
+
+
+def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:
     """Stand in for `DistributedOptimizer.load_state_dict`: what it has set is written before it returns."""
-    original(distributed, *arguments, **options)
+    state = state_dict.get("param_state")
+    id = state.get(shared.POINTER) if isinstance(state, dict) else None
+    if id is not None:
+        state_dict = {name: value for name, value in state_dict.items() if name != "param_state"}
+    original(distributed, state_dict)
     if isinstance(distributed.optimizer, MegatronAdamW):
         distributed.optimizer.settle()
+        if id is not None:
+            in_place.load_state(distributed, id)

@@ -45,6 +45,7 @@ class Case:
         keep: A file to keep the state in, without its last part, the rank.
         kept: Files of another case, of any number of ranks, that have this one's state, likewise.
         sharding: Megatron's name of the format.
+        layout: Ours.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Case:
     keep: str = ""
     kept: str = ""
     sharding: str = "dp_reshardable"
+    layout: str = "stock"
 
 
 def play_cuda() -> None:
@@ -142,7 +144,7 @@ class Training:
         self.door = door = import_module("offload.integrations.megatron")
         ours = {}
         if kind == "offload":
-            door.enable({**SETTINGS, "paths": [str(folder)]})
+            door.enable({**SETTINGS, "paths": [str(folder)]}, layout=case.layout)
             ours = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
         optimizer_config = optimizers.OptimizerConfig(
             optimizer="adam",
@@ -177,6 +179,7 @@ class Training:
             wd_incr_style="constant",
         )
         self.said: list[Any] = []
+        self.meta = {**META, "distrib_optim_sharding_type": case.sharding}
 
     def _take_our_rule(self) -> None:
         """Have stock Megatron's inner optimizer, over its own fp32 masters, step as our rule does in memory."""
@@ -228,9 +231,8 @@ class Training:
 
     def sharded(self, loading: bool) -> dict[str, Any]:
         """Return Megatron's own state dict for `dist_checkpointing`."""
-        meta = {**META, "distrib_optim_sharding_type": self.case.sharding}
         model = self.model.module.sharded_state_dict()
-        state = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=meta)
+        state = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=self.meta)
         return {"model": model, "optimizer": state}
 
     def save(self, folder: str) -> None:
@@ -241,7 +243,8 @@ class Training:
             state = self.distributed.optimizer.engine.state
             read, state.read = state.read, lambda *arguments: reads.append(arguments) or read(*arguments)
         queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
-        request = checkpoints.save(self.sharded(False), folder, async_sharded_save=self.case.behind)
+        options = {"async_sharded_save": self.case.behind, "content_metadata": self.meta}
+        request = checkpoints.save(self.sharded(False), folder, **options)
         if self.case.behind:
             queue.schedule_async_request(request)
             del request
@@ -264,7 +267,9 @@ class Training:
                 set_all(weight, {**tensors, "step": get_all(weight)["step"]})
 
             self.distributed._set_main_param_and_optimizer_states = set_but_step
-        state = import_module("megatron.core.dist_checkpointing").load(self.sharded(True), folder)
+        checkpoints = import_module("megatron.core.dist_checkpointing")
+        self.meta = checkpoints.load_content_metadata(folder)  # as Megatron-LM does
+        state = checkpoints.load(self.sharded(True), folder)
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.step(increment=self.case.at)
