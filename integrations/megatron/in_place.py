@@ -54,7 +54,9 @@ def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
     return {**objects, "param_state_sharding_type": SHARDING}
 
 
-def save(original: Callable[..., Any], state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any) -> Any:
+def save(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any
+) -> Any:
     """Stand in for `dist_checkpointing.save`: begin our folder first, where a state dict has its id. Collective.
 
     Ours goes on behind training with `async_sharded_save`, and is awaited before Megatron ends its own.
@@ -62,18 +64,18 @@ def save(original: Callable[..., Any], state_dict: Any, checkpoint_dir: Any, *re
     Raises:
         CheckpointError: Ours could not be saved; raised on all ranks.
     """
-    values = import_module(f"{_CHECKPOINTING}.dict_utils").nested_values(state_dict)
+    values = import_module(f"{_CHECKPOINTING}.dict_utils").nested_values(sharded_state_dict)
     pointers = (value.data for value in values if isinstance(getattr(value, "data", None), dict))
     id = next((pointer[POINTER] for pointer in pointers if POINTER in pointer), None)
     if id is None:
-        return original(state_dict, checkpoint_dir, *rest, **options)
+        return original(sharded_state_dict, checkpoint_dir, *rest, **options)
     distributed = _asked.pop(id)
     _on_all_ranks(functools.partial(_begin, distributed, id, os.path.abspath(checkpoint_dir)))
     wait = functools.partial(_on_all_ranks, distributed.optimizer.engine.checkpoints.wait)
     options["content_metadata"] = {**(options.get("content_metadata") or {}), "distrib_optim_sharding_type": SHARDING}
     if not options.get("async_sharded_save"):
         wait()
-    request = original(state_dict, checkpoint_dir, *rest, **options)
+    request = original(sharded_state_dict, checkpoint_dir, *rest, **options)
     if request is not None:
         request.finalize_fns.insert(0, wait)
     return request
@@ -92,10 +94,12 @@ def _begin(distributed: Any, id: str, place: str) -> None:
     checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
 
 
-def load(original: Callable[..., Any], state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any) -> Any:
+def load(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any
+) -> Any:
     """Stand in for `dist_checkpointing.load`: `load_state` is told by it where the folder is."""
     _loading[:] = [os.path.abspath(checkpoint_dir)]
-    return original(state_dict, checkpoint_dir, *rest, **options)
+    return original(sharded_state_dict, checkpoint_dir, *rest, **options)
 
 
 def load_state(distributed: Any, id: str) -> None:

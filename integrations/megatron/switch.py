@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError, DtypeCode, OffloadConfig, Parameter, combinations
+from offload import ConfigError, DtypeCode, OffloadConfig, Parameter
+from offload.combinations import (
+    MEGATRON_BUFFER,
+    MEGATRON_CHAIN,
+    MEGATRON_FSDP,
+    MEGATRON_GATHERS,
+    MEGATRON_ROUNDED,
+    MEGATRON_WEIGHTS,
+    MEGATRON_WHOLE,
+)
 from offload.integrations import shared
 from offload.integrations.megatron import in_place
 from offload.integrations.megatron.inner import MegatronAdamW
@@ -75,10 +84,10 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     global _undo
     settings = OffloadConfig.from_dict(shared.fields(config), "config")
     if not settings.keeps_grads:
-        combinations.MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
+        MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
     if layout not in ("stock", "in_place"):
         raise ConfigError("layout", layout, 'use "stock" or "in_place"')
-    combinations.MEGATRON_GATHERS.check("overlap", settings.overlap)
+    MEGATRON_GATHERS.check("overlap", settings.overlap)
     disable()
     shared.check_relied_on("megatron.core", "pip install --no-deps megatron-core", TESTED, RELIED_ON)
     package, distributed = import_module(_PACKAGE), import_module(_DISTRIBUTED)
@@ -113,18 +122,18 @@ def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
 def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any) -> Any:
     """Stand in for `_get_megatron_optimizer_based_on_param_groups`: refuse what cannot be, by name."""
     if model_chunks[0].ddp_config.use_megatron_fsdp:
-        combinations.MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
+        MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
     for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if not getattr(config, name):
-            combinations.MEGATRON_WHOLE.refuse(name, False)
+            MEGATRON_WHOLE.refuse(name, False)
     if model_chunks[0].ddp_config.fp8_param_gather:
-        combinations.MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
+        MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) is not torch.float32:
-            combinations.MEGATRON_ROUNDED.refuse(name, getattr(config, name))
+            MEGATRON_ROUNDED.refuse(name, getattr(config, name))
     for name, parameter in _named(model_chunks).items():
         if parameter.requires_grad and parameter.dtype is torch.float32:
-            combinations.MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
+            MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
     return original(config, model_chunks, *arguments, **options)
 
 
@@ -143,7 +152,7 @@ def _init_chained(chained: Any, original: Callable[..., None], config: OffloadCo
     original(chained, optimizers)
     own = [each for each in optimizers if isinstance(each.optimizer, MegatronAdamW)]
     if len(own) > 1:
-        combinations.MEGATRON_CHAIN.refuse("optimizers", len(own), count=len(own))
+        MEGATRON_CHAIN.refuse("optimizers", len(own), count=len(own))
     for each in own:
         _open(each, config)
 
@@ -174,7 +183,12 @@ def _open(distributed: Any, config: OffloadConfig) -> None:
 
 
 def _sharded_state_dict(
-    distributed: Any, original: Callable[..., Any], layout: str, model: Any, is_loading: bool = False, **options: Any
+    distributed: Any,
+    original: Callable[..., Any],
+    layout: str,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    **options: Any,
 ) -> Any:
     """Stand in for `DistributedOptimizer.sharded_state_dict`: a checkpoint's metadata say how it is to be loaded."""
     is_in_place = (options.get("metadata") or {}).get("distrib_optim_sharding_type") == in_place.SHARDING
@@ -182,7 +196,7 @@ def _sharded_state_dict(
         distributed.optimizer, MegatronAdamW
     ):
         return in_place.sharded_state_dict(distributed, is_loading)
-    return original(distributed, model, is_loading, **options)
+    return original(distributed, model_sharded_state_dict, is_loading, **options)
 
 
 def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:

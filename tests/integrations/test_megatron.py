@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +23,7 @@ import prepared
 import pytest
 import torch
 
-from offload import ConfigError
+from offload import CheckpointError, ConfigError, DtypeCode, OffloadConfig, Parameter
 from offload.combinations import (
     MEGATRON_BUFFER,
     MEGATRON_CHAIN,
@@ -33,7 +35,7 @@ from offload.combinations import (
     Row,
 )
 from offload.integrations import megatron as integration
-from offload.integrations.megatron import switch
+from offload.integrations.megatron import in_place, switch
 
 PROGRAM = Path(__file__).with_name("megatron_runs.py")
 needs_megatron = pytest.mark.skipif(
@@ -214,10 +216,84 @@ def test_experts_optimizers_are_refused() -> None:
     assert MEGATRON_CHAIN.advice.format(count=2) in str(refused.value)
 
 
+def over_a_shard(folder: Path) -> SimpleNamespace:
+    """Return what a checkpoint in place needs of Megatron's optimizer, over ours of a third of a weight."""
+    shard = torch.arange(4096, dtype=torch.bfloat16)
+    inner = integration.MegatronAdamW([shard], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    folder.mkdir(exist_ok=True)
+    parameter = Parameter("weight", 4096, DtypeCode.BFLOAT16, 0, 4096, 3 * 4096, (3, 4096))
+    inner.open([parameter], OffloadConfig(paths=[str(folder)], host_memory=0, threads=1), torch.float32)
+    return SimpleNamespace(
+        optimizer=inner, shard=shard, data_parallel_group_idx=2, distributed_optimizer_instance_id=0
+    )
+
+
+def save_in_place(distributed: SimpleNamespace, place: Path) -> str:
+    distributed.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
+    distributed.optimizer.step()
+    id = uuid.uuid4().hex
+    in_place._begin(distributed, id, str(place))
+    distributed.optimizer.engine.checkpoints.wait()
+    return id
+
+
+def test_a_checkpoint_in_place_lasts_as_long_as_its_folder(tmp_path: Path) -> None:
+    """No later one takes its room while Megatron keeps it: that is a copy."""
+    first, second, third = (tmp_path / f"iter_000000{number}" for number in (1, 2, 3))
+    distributed = over_a_shard(tmp_path / "paths")
+    optimizer = distributed.optimizer
+    id = save_in_place(distributed, first)
+    saved = optimizer.state[distributed.shard]["master_param"].clone()
+    save_in_place(distributed, second)
+    assert [*optimizer.engine.checkpoints.kept] == [str(first / "offload")]
+    fresh = over_a_shard(tmp_path / "other")
+    in_place.load(lambda *_, **__: None, {}, str(second))
+    with pytest.raises(CheckpointError, match="files are of several checkpoints"):
+        in_place.load_state(fresh, id)
+    in_place.load(lambda *_, **__: None, {}, str(first))
+    in_place.load_state(fresh, id)
+    assert torch.equal(fresh.optimizer.state[fresh.shard]["master_param"], saved)
+    assert torch.equal(fresh.shard, saved.bfloat16())
+    assert [each.state[each.shards[0]]["exp_avg"].any() for each in (fresh.optimizer, optimizer)] == [True, True]
+    assert fresh.optimizer.state_dict()["state"][0]["step"] == 1
+    fresh.optimizer.close()
+    shutil.rmtree(first)
+    save_in_place(distributed, third)
+    assert [*optimizer.engine.checkpoints.kept] == [str(third / "offload")]
+    optimizer.close()
+
+
+def test_state_is_read_and_set_by_megatrons_names(tmp_path: Path) -> None:
+    distributed = over_a_shard(tmp_path / "paths")
+    optimizer, shard = distributed.optimizer, distributed.shard
+    assert [*optimizer.state[shard]] == ["master_param", "exp_avg", "exp_avg_sq"]
+    for name, value in {"master_param": 2.0, "exp_avg": 0.5, "exp_avg_sq": 0.25}.items():
+        optimizer.state[shard][name] = torch.full((4096,), value)
+    optimizer.state[shard].update(step=torch.tensor(7.0), padding=False)
+    assert optimizer.state[shard]["exp_avg_sq"].unique().item() == 0.25
+    assert shard.unique().item() == 2.0
+    assert optimizer.sub_optimizers[0].state_dict()["state"][0]["step"] == 7
+    shard.fill_(3.0)
+    optimizer.update_fp32_param_by_new_param()
+    assert optimizer.state[shard]["master_param"].unique().item() == 3.0
+    gradient = shard.decoupled_grad = torch.ones(4096)  # type: ignore[attr-defined]
+    optimizer.zero_grad(set_to_none=False)
+    assert not gradient.any()
+    optimizer.zero_grad()
+    assert shard.decoupled_grad is None  # type: ignore[attr-defined]
+    optimizer.step()  # no shard has a gradient
+    assert optimizer.state_dict()["state"][0]["step"] == 7
+    with pytest.raises(ConfigError, match="a shard has all of its state"):
+        del optimizer.state[shard]["exp_avg"]
+    optimizer.close()
+
+
 def test_a_megatron_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ConfigError, match="pip install --no-deps megatron-core"):
         integration.enable({})
+    with pytest.raises(ConfigError, match='use "stock" or "in_place"'):
+        integration.enable({}, layout="elsewhere")
 
 
 @pytest.fixture
