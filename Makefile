@@ -18,7 +18,7 @@ OLDEST_TRITON := triton==3.6.0
 WORKERS := $(shell expr $$(nproc) + 1)
 PYTEST := sh tests/on_quick_disk.sh $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: try train check test test-full sanitize wheels docs bench bench-all lint clean
+.PHONY: try train check quick test test-full sanitize wheels docs bench bench-all lint style types clean
 
 # A minute of training with state on a disk, the same in memory, compared bit for bit; without DeepSpeed.
 try: $(if $(wildcard $(VENV)/.core),$(VENV)/.core,$(VENV)/.try)
@@ -28,13 +28,17 @@ train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
 
 # One thread each for torch's own operations: those of several workers wait for each other by spinning.
-check test test-full: export OMP_NUM_THREADS := 1
+quick test test-full: export OMP_NUM_THREADS := 1
 
 # Hundreds of processes import the package and its tests: each would compile them again.
-check test test-full: export PYTHONDONTWRITEBYTECODE :=
+quick test test-full: export PYTHONDONTWRITEBYTECODE :=
 
-# What a change breaks first, in five minutes of processor time: without DeepSpeed, processes, slow tests.
-check: $(VENV)/.core lint
+# What a change breaks first, in three minutes of processor time: without DeepSpeed, processes, slow tests. Types are
+# checked beside the tests, by one process.
+check: style
+	$(MAKE) --no-print-directory -j2 types quick
+
+quick: $(VENV)/.core
 	$(PYTEST) -q -m "not slow and not full and not gpu and not late" tests/unit tests/sim tests/kernels $(ARGS)
 
 # The test accelerator is compiled before tests that have limits; where it cannot be, theirs say so.
@@ -71,9 +75,13 @@ bench: $(VENV)/.ready
 bench-all: $(VENV)/.ready
 	$(BIN)/python bench/_all.py $(ARGS)
 
-lint: $(VENV)/.core
+lint: style types
+
+style: $(VENV)/.core
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(VENV)/.core
 	$(BIN)/mypy
 
 # Where $(PYTHON) is itself of a virtual environment, a new one sees the packages of that one's base, not its own: those

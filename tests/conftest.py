@@ -198,6 +198,12 @@ def no_rates_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield
 
 
+@pytest.fixture
+def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`offload probe` updates as little as it can, not a gigabyte: what is measured is no test's affair."""
+    monkeypatch.setattr("offload.measure.full.UPDATE_NUMEL", 0)
+
+
 @pytest.fixture(scope="session")
 def s3_process() -> Iterator[S3Server]:
     """One S3 server for all tests that leave it in order."""

@@ -3,8 +3,9 @@
 Importing torch takes 3 seconds of a core, Lightning or Transformers' Trainer 10, and most programs that tests start
 compute for less than one. So the first test that asks for it starts a server for the whole run, which imports these
 packages, has one thread, and forks for each program. What stands in for the interpreter sends it arguments,
-environment, folder and files 0, 1 and 2, and ends as the program ends; killing it kills the program. Programs have
-that stand-in as their `sys.executable`, so launchers start ranks with it, too. The server has not imported `offload`.
+environment, folder and the files that it was given, and ends as the program ends; killing it kills the program.
+Programs have that stand-in as their `sys.executable`, so launchers start ranks with it, too, and so does
+`multiprocessing` what it spawns. The server has not imported `offload`.
 
 What differs from a fresh interpreter: the hash seed is the same in all programs, the stand-in's process id is not the
 program's, what the server has imported is there even where a program forgets to import it, and is not taken apart at
@@ -37,6 +38,10 @@ READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "PYTHON")
 ANY = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_WAIT_POLICY")
 """Those whose values may differ from the server's: path and warnings are changed, and of one thread none waits."""
 FORCED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+TRACKER = "from multiprocessing.resource_tracker import"
+"""How the code begins that tracks `multiprocessing`'s resources."""
+MOST_FILES = 250
+"""That can be sent at once."""
 
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:
@@ -98,13 +103,31 @@ def python() -> str:
 
 
 def split(arguments: list[str]) -> tuple[set[str], list[str]] | None:
-    """Return options, and the program with its arguments; None if it is for an interpreter alone."""
+    """Return options, and the program with its arguments; None if it is for an interpreter alone.
+
+    That is what tracks `multiprocessing`'s resources, too: it imports nothing large, and outlives whoever starts it.
+    """
     options, rest = set(), [*arguments]
-    while rest and (rest[0] == "-u" or rest[:2] == ["-W", "ignore"]):
+    while rest and (rest[0] in ("-u", "-B") or rest[:2] == ["-W", "ignore"]):  # -B: as the server was started
         options.add(rest[0])
-        del rest[: 1 if rest[0] == "-u" else 2]
+        del rest[: 2 if rest[0] == "-W" else 1]
     known = bool(rest) and (not rest[0].startswith("-") or (rest[0] in ("-m", "-c") and len(rest) > 1))
-    return (options, rest) if known and "--multiprocessing-fork" not in rest else None
+    return (options, rest) if known and not rest[-1].startswith(TRACKER) else None
+
+
+def inherited() -> list[int]:
+    """Return the files that this process was started with, by number; 0, 1 and 2 are among them.
+
+    `multiprocessing` hands over more than these, under their numbers.
+    """
+    found = []
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+        try:
+            if os.get_inheritable(number):  # what Python opens itself is not
+                found.append(number)
+        except OSError:  # of the listing
+            pass
+    return found
 
 
 def stand_in(folder: str, interpreter: str, early: dict[str, str]) -> NoReturn:
@@ -112,12 +135,13 @@ def stand_in(folder: str, interpreter: str, early: dict[str, str]) -> NoReturn:
     arguments = sys.argv[1:]
     if split(arguments) is None or read_early(os.environ) != early:
         os.execv(interpreter, [interpreter, *arguments])
+    files = inherited()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(f"{folder}/socket")
         variables = [name + b"=" + value for name, value in os.environb.items()]
-        parts = [os.getcwdb(), str(len(arguments)).encode(), *map(os.fsencode, arguments), *variables]
-        request = b"\0".join(parts)
-        socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        numbers, count = " ".join(map(str, files)).encode(), str(len(arguments)).encode()
+        request = b"\0".join([numbers, os.getcwdb(), count, *map(os.fsencode, arguments), *variables])
+        socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
         server.sendall(request)
         answer = server.recv(4)
     if len(answer) < 4:
@@ -133,6 +157,7 @@ def stand_in(folder: str, interpreter: str, early: dict[str, str]) -> NoReturn:
 def serve(listener: socket.socket, owner: int) -> bytes:
     """Fork for each request until the owner has ended; return in the fork, with what has been asked for."""
     import contextlib
+    import fcntl
     import select
 
     waiting = select.poll()
@@ -151,14 +176,18 @@ def serve(listener: socket.socket, owner: int) -> bytes:
                 pass
     listener.close()
     os.close(owners)
-    size, files, *_ = socket.recv_fds(connection, 8, 3)
+    size, files, *_ = socket.recv_fds(connection, 8, MOST_FILES)
     with connection.makefile("rb") as stream:
         request = stream.read(int.from_bytes(size, "big"))
     program = os.fork()
     if program:
         watch(connection, program, files)
     connection.close()
-    for number, file in enumerate(files):
+    numbers = [int(number) for number in request.partition(b"\0")[0].split()]
+    for place, file in enumerate(files):  # out of the way of these numbers
+        files[place] = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, numbers[-1] + 1)
+        os.close(file)
+    for file, number in zip(files, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
     return request
@@ -202,11 +231,12 @@ def leave_alone(names: Collection[str]) -> None:
 
 def run(request: bytes, stand_in: str) -> None:
     """Do what an interpreter does between its start and its end."""
+    import multiprocessing
     import runpy
     import types
     import warnings
 
-    cwd, count, *rest = map(os.fsdecode, request.split(b"\0"))
+    _, cwd, count, *rest = map(os.fsdecode, request.split(b"\0"))
     os.chdir(cwd)
     found = split(rest[: int(count)])
     assert found is not None
@@ -214,6 +244,7 @@ def run(request: bytes, stand_in: str) -> None:
     os.environ.clear()
     os.environ.update(each.split("=", 1) for each in rest[int(count) :])
     sys.executable = stand_in
+    multiprocessing.set_executable(stand_in)
     sys.excepthook = say_what_ended
     filters = os.environ.get("PYTHONWARNINGS", "").split(",") + ["ignore"] * ("-W" in options)
     warnings._processoptions(filter(None, filters))  # type: ignore[attr-defined]

@@ -60,6 +60,39 @@ def test_a_program_sees_and_says_what_it_does_elsewhere(kind: str, end: str, pyt
     assert ends[0].stderr.splitlines()[1:] == ends[1].stderr.splitlines()[1:]
 
 
+SPAWNS = """
+import multiprocessing, os, sys
+
+def work(pipe, queue):
+    queue.put(["torch" in sys.modules, __name__, os.environ["SAID"]])
+    pipe.send(pipe.recv() + 1)
+    sys.exit(5)
+
+if __name__ == "__main__":
+    for way in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(way)
+        ours, theirs = context.Pipe()
+        queue = context.Queue()
+        process = context.Process(target=work, args=(theirs, queue))
+        process.start()
+        theirs.close()
+        ours.send(1)
+        print(queue.get(), ours.recv())
+        process.join()
+        print(process.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_program_spawns_is_prepared_and_has_its_files(python: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SPAWNS)
+    command = [python, "program.py"]
+    environment = {**os.environ, **prepared.FORCED, "SAID": "this"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == 2 * ["[True, '__mp_main__', 'this'] 2", "5"]
+
+
 @pytest.mark.slow
 def test_a_program_dies_with_what_stands_in_for_it(python: str, tmp_path: Path) -> None:
     code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"

@@ -324,7 +324,7 @@ class SavesBehind:
                 with contextlib.suppress(OSError):  # which the tag has
                     if self._rank == 0:
                         self._publish(pending)
-                    tags.mirror(self._shard, pending.folder, pending.tag)
+                    tags.mirror(self._shard, pending.folder, pending.tag, is_whole=self._rank > 0)
             else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from offload.checkpoint.marker import Mark, mark_of, unmark
@@ -21,18 +23,29 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     if engine.use_node_local_storage():  # nobody sees the whole of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
+    is_one = False
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        nonlocal is_one
         optimizer.wait_checkpoint()
         folder, tag = os.path.abspath(save_dir), str(tag or f"global_step{engine.global_steps}")
         is_one = folders.begin(os.path.join(folder, tag))
         if not is_one:
             unmark(os.path.join(folder, tag))
         optimizer.is_saved_behind = False
+        writer = engine.checkpoint_engine
+        if "commit" not in vars(writer):
+            writer.commit = partial(commit, writer.commit)
         found = save(save_dir, tag, *arguments, **keywords)
         if is_one and not optimizer.is_saved_behind:
-            folders.mark(os.path.join(folder, tag))
             mirror(optimizer.shard, folder, tag)
+        return found
+
+    def commit(original: Callable[[Any], Any], info: Any) -> Any:
+        found = original(info)
+        folder = os.path.join(os.path.abspath(info.save_dir), info.tag)
+        if is_one and not optimizer.is_saved_behind:  # before rank 0 names it as latest, which waits for no other
+            folders.mark(folder)
         return found
 
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -49,7 +62,7 @@ def _latest(folder: Any) -> str:
         return file.read().strip()
 
 
-def mirror(shard: Any, folder: str, tag: str, *, is_new: bool = True) -> None:
+def mirror(shard: Any, folder: str, tag: str, *, is_new: bool = True, is_whole: bool = False) -> None:
     """Have the mirror copy a tag, if it is whole; no collective.
 
     Args:
@@ -57,11 +70,12 @@ def mirror(shard: Any, folder: str, tag: str, *, is_new: bool = True) -> None:
         folder: Of all tags.
         tag: Its name.
         is_new: See `folders.mirror`.
+        is_whole: Whether it is, or becomes so on rank 0 in this moment; else its mark says that.
     """
     whole = os.path.join(folder, tag)
-    if mark_of(whole) is Mark.WHOLE:
-        beside = [name for name in BESIDE if os.path.exists(os.path.join(folder, name))]
-        folders.mirror(shard, whole, above=folder, beside=beside, is_new=is_new)
+    if is_whole or mark_of(whole) is Mark.WHOLE:
+        shared = [name for name in BESIDE if os.path.exists(os.path.join(folder, name))]
+        folders.mirror(shard, whole, above=folder, shared=shared, is_new=is_new)
 
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:

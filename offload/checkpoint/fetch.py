@@ -16,6 +16,7 @@ from offload.checkpoint.marker import BEGUN, WHOLE, Mark, mark_begun, mark_in, m
 from offload.checkpoint.mirror import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
+from offload.checkpoint.whole import BESIDE
 from offload.errors import CheckpointError
 
 FETCHED = ".fetched"
@@ -51,30 +52,38 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
     mark, marker = mark_in(source)
     if mark is not Mark.WHOLE:
         raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
-    beside = [file for file in marker.files if not file.startswith(f"{name}/")]
-    if (os.path.isdir(target) and os.listdir(target)) or any(".." in file.split("/") for file in (name, *beside)):
-        raise CheckpointError(f"{target} is there already: name another folder, or delete it")
-    for file in beside:
-        if os.path.lexists(os.path.join(above, file)):
-            raise CheckpointError(f"{os.path.join(above, file)} is there already: name another folder")
-    files = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
-    places = [file.removesuffix(COMMIT_NAME) for file, _ in files if os.path.basename(file) == COMMIT_NAME]
-    total = sum(nbytes for _, nbytes in files)
+    found = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
+    files = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file, _ in found}
+    there = [os.path.join(above, file) for file in files.values() if os.path.lexists(os.path.join(above, file))]
+    if there or (os.path.isdir(target) and os.listdir(target)):
+        raise CheckpointError(f"{[*there, target][0]} is there already: name another folder, or delete it")
+    if any(".." in file.split("/") for file in (name, *files)):
+        raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
+    places = [file.removesuffix(COMMIT_NAME) for file in files if os.path.basename(file) == COMMIT_NAME]
+    total = sum(nbytes for _, nbytes in found)
     done = 0
     mark_begun(target)
     for place in places:
         ours = f"{name}/{place}".rstrip("/")
         _fetch_checkpoint(f"{mirror}/{ours}", os.path.join(above, ours))
-        done += sum(nbytes for file, nbytes in files if file.startswith(place))
+        done += sum(nbytes for file, nbytes in found if file.startswith(place) and not _is_beside(file))
         show(done, total)
-    for file, nbytes in files:
-        if not file.startswith(tuple(places)):
-            _fetch_file(f"{mirror}/{name}/{file}", os.path.join(target, file), nbytes)
+    for file, nbytes in sorted(
+        found, key=lambda each: _is_beside(each[0])
+    ):  # those beside it last, as they were written
+        if _is_beside(file) or not file.startswith(tuple(places)):
+            path = os.path.join(above, files[file])
+            _fetch_file(f"{source.path}/{file}", path, nbytes)
+            if (state := marker.files.get(files[file])) is not None:
+                os.utime(path, ns=(state[1], state[1]))  # by which a mirror knows that it has it
             done += nbytes
             show(done, total)
-    for file in beside:
-        _fetch_file(f"{mirror}/{file}", os.path.join(above, file), marker.files[file][0])
     mark_whole(target)
+
+
+def _is_beside(file: str) -> bool:
+    """Return whether a file of a folder in a mirror lies beside that in the run's folder."""
+    return file.startswith(f"{BESIDE}/")
 
 
 def _fetch_file(source: str, target: str, nbytes: int) -> None:

@@ -128,6 +128,8 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
     with contextlib.suppress(OSError):
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # an empty one, made by a save that had not begun with it
             if mark_of(folder) is Mark.BEGUN and _has_ended(folder):
                 renamed += _renamed(folder, os.path.join(into or above, SET_ASIDE + name))
     for folder in renamed:

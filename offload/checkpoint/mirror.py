@@ -5,7 +5,8 @@ is copied nobody releases it (`is_needed`), and its manifest stays in its folder
 
 Ranks. Rank 0 decides what is mirrored, and the others copy their parts of it once its progress file is there. A rank
 has to know before it releases anything for the next checkpoint, so that one's `COMMIT` says so, too; between `claim`
-and the end of a save rank 0 begins nothing.
+and the end of a save rank 0 begins nothing. It may begin one in the moment in which a newer one comes, so that the
+others pass over none by themselves: only when it has begun a newer one, or a `COMMIT` says that it has not begun it.
 
 Parts. Each rank copies its own, as it is, and commits it there. A progress file in the folder names the rank's stores
 there and how many tiles are durable in each. Whoever copies the same part after a crash copies the other tiles into a
@@ -191,6 +192,8 @@ class Mirror:
             files = FolderCopy(whole, mirror) if is_first else None
         except OSError as cause:
             log.warning("%s is not mirrored: %s", source, cause)
+            if part is not None:
+                part.note_failure()
             return
         self._seen.note(whole)
         for task in self._tasks:
@@ -205,15 +208,24 @@ class Mirror:
     def _queue(self, task: _Task) -> None:
         with self._lock:
             is_there = bool(task.id) and any(each.id == task.id for each in self._tasks)
-            passed = [task] if is_there else [each for each in self._tasks if not each.is_taken]
             if not is_there:
-                self._tasks = (*(each for each in self._tasks if each.is_taken), task)
-        for each in passed:
-            if each is not task:
-                log.info("%s is not mirrored: there is a newer one", each.source)
-            self._end(each)
+                self._tasks = (*self._tasks, task)
+        if is_there:
+            self._end(task)
+        elif task.is_first:
+            self._pass_over(task)
         self._thread.start()
         self._news.put(None)
+
+    def _pass_over(self, newer: _Task) -> None:
+        """Mirror none of those that are before one, but what has been taken."""
+        with self._lock:
+            before = self._tasks[: self._tasks.index(newer)] if newer in self._tasks else ()
+            passed = [each for each in before if not each.is_taken]
+            self._tasks = tuple(each for each in self._tasks if each not in passed)
+        for each in passed:
+            log.info("%s is not mirrored: there is a newer one", each.source)
+            self._end(each)
 
     def _end(self, task: _Task) -> None:
         if task.files is not None:
@@ -236,6 +248,9 @@ class Mirror:
         with self._lock:
             for task in self._tasks:
                 task.is_taken |= task.id == id
+            last = self._tasks[-1:]
+        for task in last:
+            self._pass_over(task)
         self._news.put(None)
 
     def has_taken(self, id: str) -> bool:
@@ -332,11 +347,13 @@ class Mirror:
                 raise _Interrupted
             if silence.lasts_s > RANKS_S:
                 raise CheckpointError("rank 0 has not begun to; see what it says")
-            has_begun = task.part is not None and task.part.has_begun()
-            with self._lock:
-                if task not in self._tasks:
-                    return False
-                task.is_taken |= has_begun
+            for each in reversed(self._tasks):
+                if each.part is not None and each.part.has_begun():
+                    each.is_taken = True
+                    self._pass_over(each)
+                    break
+            if task not in self._tasks:
+                return False
             if not task.is_taken:
                 with contextlib.suppress(queue.Empty):
                     self._news.get(timeout=pause_s)
@@ -389,7 +406,10 @@ class Mirror:
                 if self._cancelled.is_set():
                     copy.keep()
                     raise _Interrupted from cause
-                copy.abandon()
+                if part.request.find_ended():  # and so will this one: who goes on with training goes on with this
+                    copy.keep()
+                else:
+                    copy.abandon()
                 raise
         return True
 

@@ -192,6 +192,7 @@ class Saves:
         self._io_backend = config.io_backend
         self._settle_s = settle_s
         paths = [path for path, _ in stores]
+        self._is_mirrored = config.mirror is not None
         self._mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
         self._numbers = 0
@@ -425,7 +426,9 @@ class Saves:
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = []
         for kept in present or candidates:
-            if after_mirror and self._mirror.has_taken(kept.id):
+            # Rank 0 may be mirroring it, with more to copy than this one.
+            is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
+            if after_mirror and (self._mirror.has_taken(kept.id) or (self._is_mirrored and not is_first)):
                 self.kept.remove(kept)
                 self._leaving.append(kept)
                 continue
@@ -446,7 +449,12 @@ class Saves:
         save_numbers = []
         for checkpoints in (self.kept, self._newer, self._leaving):
             leaves = checkpoints is self._leaving
-            for kept in [kept for kept in checkpoints if leaves or standing(kept.pin, "") is Standing.RELEASED]:
+            for kept in [*checkpoints]:
+                verdict = standing(kept.pin, "")
+                if verdict is not Standing.RELEASED and not (
+                    leaves and (kept.rank == 0 or verdict is Standing.MISSING)
+                ):
+                    continue
                 if release(kept, "released on request", missing=leaves, is_needed=self._mirror.is_needed):
                     checkpoints.remove(kept)
                     save_numbers += [kept.save_number] if kept.save_number is not None else []

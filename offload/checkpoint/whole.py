@@ -25,6 +25,8 @@ from offload.tiers.place import TEMPORARY, Folder
 MOST_OPEN = 256
 """Files that are open at a time; of a folder with more, those beyond are opened when their turn comes."""
 
+BESIDE = "offload-beside"
+"""In a mirror, what a folder has the files beside it in, so that one that is not whole replaces none of others."""
 
 UNFINISHED = ".offload-"
 """How the names of folders begin in which what is not finished lies."""
@@ -34,19 +36,21 @@ UNFINISHED = ".offload-"
 class WholeFolder:
     """A folder that a framework has written.
 
-    Names are relative to the run's folder, as they are in the mirror to that.
+    Names are relative to the run's folder, as they are in the mirror to that, but for those beside it.
 
     Attributes:
         above: The run's folder.
         name: Of the folder, in which the marker lies.
         checkpoint: Of the folder with a checkpoint of ours, which is copied as such; "" for none.
         beside: Files that belong to it and lie elsewhere in the run's folder: copied last, in this order.
+        shared: Small files there that every save writes over: copied as they are when they are opened, behind those.
     """
 
     above: str
     name: str
     checkpoint: str = ""
     beside: Sequence[str] = ()
+    shared: Sequence[str] = ()
 
     def source(self, name: str = "") -> str:
         """Return where something lies; the folder itself if nothing is named."""
@@ -62,7 +66,7 @@ class WholeFolder:
                 names.clear()
             else:
                 found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
-        return [*sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)}), *self.beside]
+        return [*sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)}), *self.beside, *self.shared]
 
 
 @dataclass(slots=True)
@@ -73,11 +77,13 @@ class _File:
         path: Where it lies.
         descriptor: Of it; -1 while it is not open.
         state: Size in bytes, and time of the last change in ns.
+        content: What was in it then, where others write over it.
     """
 
     path: str
     descriptor: int = -1
     state: tuple[int, int] = (0, 0)
+    content: bytes | None = None
 
     def open(self) -> bool:
         """Open it; return whether it is something that can be copied."""
@@ -89,9 +95,16 @@ class _File:
 
     def write_to(self, folder: Folder) -> None:
         """Copy it; it is durable when this returns, as it was when it was opened."""
-        folder.write(os.path.basename(self.path), FileBytes(self.descriptor, self.state[0]))
-        if self._state() != self.state:
+        content = FileBytes(self.descriptor, self.state[0]) if self.content is None else self.content
+        folder.write(os.path.basename(self.path), content)
+        if self.content is None and self._state() != self.state:
             raise CheckpointError(f"{self.path} was changed while it was copied")
+
+    def read(self) -> None:
+        """Read it, so that it is copied as it is now."""
+        with open(self.path, "rb") as file:
+            self.content = file.read()
+        self.state = len(self.content), self.state[1]
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -126,6 +139,8 @@ class FolderCopy:
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
                     if len(self._files) >= MOST_OPEN or file.open():
                         self._files[name] = file
+                    if name in whole.shared:
+                        file.read()
         except BaseException:
             self.close()
             raise
@@ -149,6 +164,8 @@ class FolderCopy:
 
     def _is_same(self, name: str, state: tuple[int, int]) -> bool:
         file = self._files.get(name)
+        if file is not None and file.content is not None:
+            return True
         if file is not None and file.descriptor < 0:
             with contextlib.suppress(OSError):
                 found = os.stat(file.path)
@@ -161,10 +178,12 @@ class FolderCopy:
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
         marked, folders = open_folder(self.target), dict[str, Folder]()
+        lies_beside = {*self.whole.beside, *self.whole.shared}
         for name, file in self._files.items():
             if name in self._copied or (file.descriptor < 0 and not file.open()):
                 continue
-            place = f"{self.mirror}/{os.path.dirname(name)}".rstrip("/")
+            inside = os.path.dirname(f"{self.whole.name}/{BESIDE}/{name}" if name in lies_beside else name)
+            place = f"{self.mirror}/{inside}"
             if place not in folders:
                 folders[place] = open_folder(place)
                 folders[place].prepare()
@@ -187,22 +206,15 @@ class FolderCopy:
 
 
 def delete_copy(whole: WholeFolder, mirror: str) -> None:
-    """Delete from a mirror a folder that is gone, and the files beside it that are, unless no mirror has made it.
+    """Delete from a mirror a folder that is gone, unless no mirror has made it.
 
     Raises:
         OffloadError: Something could not be deleted.
     """
     folder = open_folder(f"{mirror}/{whole.name}")
-    mark, marker = mark_in(folder)
-    if mark is Mark.NONE:
-        return
-    folder.write(BEGUN, Marker(Process.this(), {}).encode())
-    for name in marker.files:
-        is_beside = not name.startswith(f"{whole.name}/") and ".." not in name.split("/")
-        if is_beside and not os.path.lexists(whole.source(name)):
-            place, _, last = f"{mirror}/{name}".rpartition("/")
-            open_folder(place).delete(last)
-    folder.remove_tree()
+    if mark_in(folder)[0] is not Mark.NONE:
+        folder.write(BEGUN, Marker(Process.this(), {}).encode())
+        folder.remove_tree()
 
 
 class Seen:
@@ -217,8 +229,8 @@ class Seen:
             self._names.setdefault(whole.above, set()).update(os.listdir(whole.above))
 
     def gone(self, whole: WholeFolder) -> list[WholeFolder]:
-        """Return the folders beside one that have gone since they were noted; each once."""
-        noted, (_, slash, rest) = self._names.get(whole.above, set()), whole.name.partition("/")
-        found = {name for name in noted if not os.path.lexists(os.path.join(whole.above, name))}
+        """Return the folders beside one, which is whole, that have gone since they were noted; each once."""
+        noted, (own, slash, rest) = self._names.get(whole.above, set()), whole.name.partition("/")
+        found = {name for name in noted - {own} if not os.path.lexists(os.path.join(whole.above, name))}
         noted -= found
         return [WholeFolder(whole.above, name + slash + rest) for name in sorted(found)]

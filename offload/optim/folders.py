@@ -32,6 +32,7 @@ def begin(folder: str) -> bool:
     Returns:
         Whether all ranks see that. Else each has a folder of its own, and there is none that could be whole.
     """
+    any_rank(False)  # a rank that others have left alone, as at a SIGTERM, is not to take the mark off
     _on_first_rank(lambda: mark_begun(folder))
     return not any_rank(mark_of(folder) is not Mark.BEGUN)
 
@@ -73,8 +74,16 @@ def resumed(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[st
         mirror(optimizer, folder, above=above, beside=beside, is_new=False)
 
 
-def mirror(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = (), is_new: bool = True) -> None:
-    """Have the mirror copy a folder with what is in it; see `end`. No collective."""
+def mirror(
+    optimizer: Any,
+    folder: str,
+    *,
+    above: str = "",
+    beside: Sequence[str] = (),
+    shared: Sequence[str] = (),
+    is_new: bool = True,
+) -> None:
+    """Have the mirror copy a folder with what is in it; see `end` and `WholeFolder`. No collective."""
     folder = os.path.abspath(folder)
     above = os.path.abspath(above) if above else os.path.dirname(folder)
     name = os.path.relpath(folder, above)
@@ -84,7 +93,9 @@ def mirror(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str
         return
     inside = os.path.normpath(os.path.join(name, found[0])) if found else ""
     size, rank = world()
-    optimizer.engine.checkpoints.mirror_folder(WholeFolder(above, name, inside, beside), rank, size, is_new=is_new)
+    optimizer.engine.checkpoints.mirror_folder(
+        WholeFolder(above, name, inside, beside, shared), rank, size, is_new=is_new
+    )
 
 
 def _is_committed(folder: str) -> bool:

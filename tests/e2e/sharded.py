@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +102,7 @@ def _worker(
 def start(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> Any:
     """Start a scenario, a function of a folder and arguments, in as many processes; return torch's context."""
     name = f"{scenario.__name__}-{ranks}-{len(list(folder.iterdir()))}"
+    multiprocessing.set_executable(prepared.python())  # of the server that all ranks are forked from
     multiprocessing.set_forkserver_preload(IMPORTED)
     arguments = (ranks, str(folder), name, scenario, arguments)
     return mp.start_processes(_worker, args=arguments, nprocs=ranks, join=False, start_method="forkserver")

@@ -304,9 +304,13 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("placement", ["cpu", "gpu"])
-def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str) -> None:
-    """Whatever it came between, gradients that arrive after the next `zero_grad` are the first ones."""
+def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str, stride: int) -> None:
+    """Whatever it came between, gradients that arrive after the next `zero_grad` are the first ones.
+
+    At every third line in `make test`.
+    """
     settings = offload.OffloadConfig(placement=placement, keep_grads=False, gpu_memory=0, threads=1)
     wanted = expected_after_zero_grad()
 
@@ -324,7 +328,7 @@ def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str) -> No
             found = states(optimizer, parameters)
         assert same(found, wanted), interrupted.where
 
-    at_every_line(program)
+    at_every_line(program, stride)
 
 
 def expected_after_zero_grad() -> list[torch.Tensor]:

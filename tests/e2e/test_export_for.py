@@ -367,7 +367,7 @@ def test_an_export_that_was_killed_leaves_nothing_to_the_next(tmp_path: Path, ki
         "Checkpoint.read = lambda *_: os.kill(os.getpid(), 9)\n"
         "cli.main(sys.argv[1:])\n"
     )
-    assert subprocess.run([sys.executable, "-c", killed, *arguments], cwd=ROOT, check=False).returncode == -9
+    assert subprocess.run([prepared.python(), "-c", killed, *arguments], cwd=ROOT, check=False).returncode == -9
     (left,) = (file for file in tmp_path.iterdir() if file.name != "trainer")
     assert left.name == ".out.partial"
     assert cli.main(arguments) == 0

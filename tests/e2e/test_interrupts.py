@@ -64,10 +64,8 @@ def step(optimizer: offload.AdamW) -> None:
     optimizer.step()
 
 
-STRIDES = [
-    pytest.param(STRIDE, marks=[pytest.mark.slow]),
-    pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]),
-]
+EVERY = pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)])
+STRIDES = [pytest.param(STRIDE, marks=[pytest.mark.slow]), EVERY]
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "asyncio"])
 LOST = r"(?s)Exception ignored in. <function Checkpoint\.__del__.*KeyboardInterrupt"
 """What is said of an interrupt that comes while a checkpoint is dropped: Python swallows it, and the call goes on."""
@@ -209,9 +207,9 @@ def test_a_file_that_is_read(tmp_path: Path) -> None:
     at_every_line(program)
 
 
-@pytest.mark.slow
-def test_an_added_group() -> None:
-    """Whatever of it there is already, it can be added again, and is updated."""
+@pytest.mark.parametrize("stride", [pytest.param(3, marks=[pytest.mark.slow]), EVERY])
+def test_an_added_group(stride: int) -> None:
+    """Whatever of it there is already, it can be added again, and is updated; at every third line in `make test`."""
 
     def program(interrupted: AtLine) -> None:
         first, second = (torch.nn.Parameter(torch.ones(10)) for _ in range(2))
@@ -224,7 +222,7 @@ def test_an_added_group() -> None:
             assert len(optimizer.state) == 2, interrupted.where
             assert first.equal(second), interrupted.where
 
-    at_every_line(program)
+    at_every_line(program, stride)
 
 
 @pytest.mark.slow

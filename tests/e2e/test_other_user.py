@@ -19,7 +19,9 @@ import os, sys
 import torch
 import offload
 from offload import cli
+from offload.measure import full
 
+full.UPDATE_NUMEL = 0  # as `small_probe` has it
 state, user = sys.argv[1:]
 
 def everything():
@@ -80,6 +82,7 @@ def test_a_home_that_cannot_be_entered_is_none(folder: Path, name: str) -> None:
     assert os.listdir(locked) == []
 
 
+@pytest.mark.usefixtures("small_probe")
 def test_a_user_without_a_home_writes_none_beside_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

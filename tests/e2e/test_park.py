@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,7 +251,7 @@ optimizer.close()
 
 @pytest.mark.slow
 def test_parks_beside_backward_passes_of_another_thread_end_no_process(tmp_path: Path) -> None:
-    prepared.ran([sys.executable, "-c", STORM, str(tmp_path)])
+    prepared.ran([prepared.python(), "-c", STORM, str(tmp_path)])
 
 
 def test_a_gradient_that_arrives_while_memory_is_given_back_stays(

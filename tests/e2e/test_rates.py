@@ -131,6 +131,7 @@ def test_a_named_file_must_be_there(tmp_path: Path, streaming: Configure) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_probe")
 def test_what_the_command_writes_is_what_a_session_reads(tmp_path: Path, streaming: Configure) -> None:
     from offload import cli
 

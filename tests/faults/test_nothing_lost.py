@@ -819,19 +819,19 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 # All of it at random -----------------------------------------------------------------------------------------------
 
 
-def run_histories(*arguments: str) -> None:
-    prepared.ran([sys.executable, HISTORIES, *arguments])
+def run_histories(python: str, *arguments: str) -> None:
+    prepared.ran([python, HISTORIES, *arguments])
 
 
 @pytest.mark.slow
 def test_a_few_random_histories_lose_nothing() -> None:
-    run_histories("--histories", "30", "--seed", "108")
+    run_histories(prepared.python(), "--histories", "30", "--seed", "108")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_many_random_histories_lose_nothing() -> None:
-    run_histories("--histories", "2000")
+    run_histories(sys.executable, "--histories", "2000")
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Trains a small model with Accelerate; run as a program by `test_accelerate.py`.
 
     python accelerate_runs.py FOLDER STEPS [resume] [kill=N] [kill_saving=N] [kept=N] [limit=N] [overlap=...]
+        [mirror=DIR]
 
-Saves every second step. Prints one line of JSON.
+Values are JSON. Saves every second step. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+import dying
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
@@ -36,19 +38,21 @@ def main(folder: str, steps: int, *rest: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 1))
     config = {**SETTINGS, "paths": [path], "checkpoints_kept": options.get("kept")}
-    config["overlap"] = options.get("overlap", "off")
+    config |= {"overlap": options.get("overlap", "off"), "mirror": options.get("mirror")}
     ours = offload.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
     schedule = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
     model, optimizer, schedule = accelerator.prepare(model, ours, schedule)
-    optimizer = enable(accelerator, optimizer)
+    optimizer = enable(accelerator, optimizer, commit_on_sigterm=folder if dying.WISH else None)
     torch.manual_seed(accelerator.process_index)
     if "resume" in rest:
         accelerator.load_state()
-        accelerator.project_configuration.iteration = int(optimizer.metrics()["step"]) // 2
+        there = [int(path.name.partition("_")[2]) for path in Path(folder).glob("checkpoints/checkpoint_*")]
+        accelerator.project_configuration.iteration = max(there) + 1
     losses, norms = [], []
     for step in range(int(optimizer.metrics()["step"]), steps):
         if step == options.get("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
+        dying.step(step)
         loss = model(torch.randn(4, 32)).square().mean()
         accelerator.backward(loss)
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
@@ -59,6 +63,9 @@ def main(folder: str, steps: int, *rest: str) -> None:
         if step % 2 == 1:
             accelerator.save_state()
     optimizer.finish()
+    if config["mirror"]:
+        optimizer.wait_mirror()
+        dying.end(optimizer.metrics())
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     kept = [Path(name).parent.name for name in optimizer.engine.checkpoints.kept]
     rate = optimizer.param_groups[0]["lr"]

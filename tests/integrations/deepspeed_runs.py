@@ -2,18 +2,26 @@
 
 Stock DeepSpeed is given an optimizer that computes what `loop.py` says, so everything else being equal (reductions,
 norms, clipping, loss scale, schedules) the two agree bit for bit.
+
+    python deepspeed_runs.py FOLDER STEPS [resume] [stage=N] [mirror=DIR] [checkpoint=JSON]
+
+As a program it trains one in ranks, saves every second step, keeps two tags, and prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dying
 import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -319,3 +327,47 @@ def assert_equals_stock(
             seen.append((steps or [], state_of(engine)))
     assert_same_runs(*seen)
     return seen[1][0]
+
+
+def main(folder: Path, steps: int, options: dict[str, str]) -> None:
+    path, tags = folder / "path", folder / "tags"
+    path.mkdir(exist_ok=True, parents=True)
+    settings = {"commit_on_sigterm": str(tags), **json.loads(options.get("checkpoint", "{}"))}
+    config = {"paths": [str(path)], "mirror": options.get("mirror"), "checkpoint": settings}
+    case = Case(int(options.get("stage", 2)), offload=config)
+    deepspeed.init_distributed("gloo", verbose=False)
+    with training(case, ours=True) as engine:
+        if "resume" in options:
+            engine.load_checkpoint(str(tags))
+        found = []
+        for step in range(engine.global_steps, steps):
+            dying.step(step)
+            found += train(engine, case, step, 1)
+            if step % 2 == 1:
+                engine.save_checkpoint(str(tags))
+                delete_old(tags, engine.global_rank)
+        weights = state_of(engine)
+        engine.optimizer.wait_checkpoint()
+        engine.optimizer.shard.engine.checkpoints.wait_mirror()
+        dying.end(engine.optimizer.metrics())
+    digest = hashlib.sha256(b"".join(weights[name].float().numpy().tobytes() for name in sorted(weights)))
+    line = json.dumps({"losses": [(loss, norm) for loss, norm, *_ in found], "weights": digest.hexdigest()})
+    os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
+    torch.distributed.destroy_process_group()
+
+
+def delete_old(tags: Path, rank: int) -> None:
+    """Delete what is older than the tag that `latest` names and the one before that."""
+    if rank == 0 and (tags / "latest").exists():
+        last = int((tags / "latest").read_text().removeprefix("global_step"))
+        numbers = sorted(int(path.name.removeprefix("global_step")) for path in tags.glob("global_step*"))
+        for number in [number for number in numbers if number < last][:-1]:
+            shutil.rmtree(tags / f"global_step{number}")
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        {name: value for name, _, value in (a.partition("=") for a in sys.argv[3:])},
+    )

@@ -1,7 +1,7 @@
 """Trains a small model in Lightning's `Trainer`; run as a program by `test_lightning.py`.
 
     python lightning_runs.py FOLDER OPTIM STEPS [resume=CHECKPOINT] [kill=WHEN] [term=N] [ranks=N] [kept=N]
-        [key=value ...]
+        [mirror=DIR] [key=value ...]
 
 `key=value` is of `Trainer` or, after `save.`, of `ModelCheckpoint`. WHEN is a number of steps, or where in saving or
 deleting a checkpoint: "named" (the state is committed), "written", "removed" (its folder is still there), the first
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import dying
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -73,6 +74,7 @@ class Kill(Callback):
         self.step, self.number = step, number
 
     def on_train_batch_start(self, trainer: Trainer, *rest: Any) -> None:
+        dying.step(trainer.global_step)
         if trainer.global_step == self.step:
             os.kill(os.getpid(), self.number)
 
@@ -104,12 +106,13 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     resume, kill = options.pop("resume", None), options.pop("kill", "never")
     term = int(options.pop("term", 0))
     ranks, kept = int(options.pop("ranks", 1)), json.loads(options.pop("kept", "null"))
+    mirror = options.pop("mirror", None)
     values = {name: json.loads(value) for name, value in options.items()}
     saving = {name.removeprefix("save."): values.pop(name) for name in [*values] if name.startswith("save.")}
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True, parents=True)
     seed_everything(1, verbose=False)
-    module = Module(optim, {**SETTINGS, "paths": [path], "checkpoints_kept": kept})
+    module = Module(optim, {**SETTINGS, "paths": [path], "checkpoints_kept": kept, "mirror": mirror})
     found: list[Any] = []
 
     class Logged(Callback):
@@ -133,6 +136,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
             ModelCheckpoint(Path(folder) / "run", **{"filename": "{step}", "every_n_train_steps": 2, **saving}),
             *([Kill(int(kill))] if kill.isdigit() else []),
             *([Kill(term, signal.SIGTERM), OnExceptionCheckpoint(folder, "ended")] if term else []),
+            *([Kill(-1), OnExceptionCheckpoint(Path(folder) / "run", "ended")] if dying.WISH else []),
             Logged(),
         ],
         plugins=[KillingIO(kill)],
@@ -140,6 +144,9 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     )
     numbers = torch.utils.data.DataLoader(range(8 * ranks), batch_size=1)
     trainer.fit(module, numbers, numbers, ckpt_path=resume)
+    if mirror:
+        trainer.optimizers[0].wait_mirror()
+        dying.end(trainer.optimizers[0].metrics())
     digest = hashlib.sha256(b"".join(p.detach().float().numpy().tobytes() for p in module.parameters())).hexdigest()
     rate = trainer.optimizers[0].param_groups[0]["lr"]
     line = json.dumps({"losses": module.losses, "weights": digest, "lr": rate, "logged": found[-1:]})

@@ -1,7 +1,7 @@
 """Trains a small model in Hugging Face's `Trainer`; run as a program by `test_transformers.py`.
 
     python trainer_runs.py FOLDER OPTIM STEPS [resume[=FOLDER]] [kill=N] [stop=N] [overlap=...] [activations=SIZE]
-        [term=N] [kill_saving=N] [key=value of TrainingArguments ...]
+        [term=N] [kill_saving=N] [mirror=DIR] [key=value of TrainingArguments ...]
 
 Prints one line of JSON: losses, gradient norms and a digest of the weights.
 """
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import dying
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -44,6 +45,7 @@ class Kill(TrainerCallback):
         self.kill, self.stop, self.term = kill, stop, term
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        dying.step(state.global_step)
         if state.global_step == self.term - 1 and args.process_index == args.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -66,8 +68,11 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True)
     config = {**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")}
+    if mirror := options.pop("mirror", None):
+        config["mirror"] = mirror
     activations = options.pop("activations", None)
-    offload_transformers.enable(config, activation_memory=activations, commit_on_sigterm=term > 0)
+    hears = term > 0 or bool(dying.WISH)
+    offload_transformers.enable(config, activation_memory=activations, commit_on_sigterm=hears)
     end = folders.mark_whole
     folders.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(f"-{killed}") else end(at)
     args = TrainingArguments(
@@ -87,12 +92,15 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         **{name: json.loads(value) for name, value in options.items()},
     )
     trained = model()
-    callbacks = [Kill(kill, stop, term)] if kill or stop or term else None
+    callbacks = [Kill(kill, stop, term)] if kill or stop or hears else None
     trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=named or "resume" in rest or None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if mirror:
+        optimizer.wait_mirror()
+        dying.end(optimizer.metrics())
     line = json.dumps(
         {
             "losses": [entry["loss"] for entry in history],

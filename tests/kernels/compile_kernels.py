@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,25 @@ def operations(text: str) -> Counter[str]:
     return Counter(match[1] for line in text.splitlines() if (match := OPERATION.match(line)))
 
 
+@cache
+def cuobjdump() -> bytes:
+    """Return a digest of the program."""
+    return hashlib.sha256(CUOBJDUMP.read_bytes()).digest()
+
+
+def disassembled(cubin: bytes) -> str:
+    """Return a kernel's SASS; beside what Triton keeps, in a file that is named by all that it is made of."""
+    kept = Path(os.environ["TRITON_CACHE_DIR"]) / f"{hashlib.sha256(cuobjdump() + cubin).hexdigest()}.sass"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            file, written = Path(folder) / "kernel.cubin", Path(folder) / "sass"
+            file.write_bytes(cubin)
+            command = [str(CUOBJDUMP), "-sass", str(file)]
+            written.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            written.rename(kept)
+    return kept.read_text()
+
+
 def compiled(kernel: str, capability: int, types: dict[str, str], constants: dict[str, Any], **changed: Any) -> None:
     function = getattr(triton_kernels, kernel)
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
@@ -47,12 +69,7 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
         return
     options = OPTIONS[kernel] | {"debug": "TRITON_DEBUG" in os.environ} | changed  # as a launch takes it
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    sass = ""
-    if CUOBJDUMP.exists():
-        cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-        cubin.write_bytes(done.asm["cubin"])
-        command = [str(CUOBJDUMP), "-sass", str(cubin)]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sass = disassembled(done.asm["cubin"]) if CUOBJDUMP.exists() else ""
     line = {
         "kernel": kernel,
         "constants": constants,

@@ -66,6 +66,9 @@ def operations_of(constants: dict[str, Any]) -> list[int]:
 OLDEST = Path(sys.prefix) / "oldest-triton"
 """Where `make test` puts the oldest Triton that pyproject.toml admits."""
 
+COMPILED = Path(__file__).parents[2] / "build" / "triton"
+"""Triton's own cache: what it holds is found by sources, options and version, so that nothing is compiled twice."""
+
 OLDEST_VERSION = re.compile(r"3\.6\.")
 
 TARGETS = [
@@ -78,13 +81,11 @@ TARGETS = [
 
 
 @pytest.fixture(scope="module", params=TARGETS)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return kernels(*request.param, tmp_path_factory.mktemp("triton"))
+def compiled(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return kernels(*request.param)
 
 
-def kernels(
-    capability: int, folder: Path | None, cache: Path, only: str = "", **variables: str
-) -> list[dict[str, Any]]:
+def kernels(capability: int, folder: Path | None, only: str = "", **variables: str) -> list[dict[str, Any]]:
     """Return what each kernel is compiled to, by this environment's Triton or by the one in a folder."""
     options = {
         "update": gpu.UPDATE_OPTIONS,
@@ -94,7 +95,7 @@ def kernels(
         "copy_pieces": gpu.COPY_OPTIONS,
     }
     options = {name: each for name, each in options.items() if only in ("", name)}
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), **variables)
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(COMPILED), **variables)
     environment.pop("TRITON_INTERPRET", None)
     if folder is not None:
         if not folder.is_dir():
@@ -108,9 +109,9 @@ def kernels(
 
 
 @pytest.mark.slow
-def test_sums_of_squares_are_not_fused(tmp_path: Path) -> None:
+def test_sums_of_squares_are_not_fused() -> None:
     """As all others, which take longer to compile."""
-    lines = kernels(90, None, tmp_path, "gather_rows")
+    lines = kernels(90, None, "gather_rows")
     assert len(lines) == 3
     for line in lines:
         assert line["ptx"].get("mul.rn.f64", 0) > 0
@@ -118,9 +119,9 @@ def test_sums_of_squares_are_not_fused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_asserts_that_no_integer_overflows(tmp_path: Path) -> None:
+def test_nothing_asserts_that_no_integer_overflows() -> None:
     """Under TRITON_DEBUG=1 that would end the process's use of the device: hashes do."""
-    lines = kernels(90, None, tmp_path, TRITON_DEBUG="1")
+    lines = kernels(90, None, TRITON_DEBUG="1")
     assert {line["kernel"] for line in lines if not line["changed"]} == {
         "update",
         "gather",
@@ -183,9 +184,9 @@ def test_fusion_would_be_seen(compiled):
 
 
 @pytest.mark.full
-def test_the_oldest_triton_fuses_on_blackwell(tmp_path):
+def test_the_oldest_triton_fuses_on_blackwell():
     """CUDA 12.9's ptxas makes one operation of `mul.rn.f32x2` and `add.rn.f32x2`, whatever it is told: other bits."""
-    lines = [line for line in kernels(100, OLDEST, tmp_path) if line["kernel"] == "update" and not line["changed"]]
+    lines = [line for line in kernels(100, OLDEST) if line["kernel"] == "update" and not line["changed"]]
     assert any(fused(counted(line["ptx"]), line["sass"]) for line in lines)
     assert not any("fma" in name for line in lines for name in line["ptx"])
 

@@ -16,7 +16,6 @@ import select
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from s3_server import BUCKET, S3Server
@@ -134,6 +134,8 @@ def say(what=""):
 
 def wait():
     return sys.stdin.readline()
+
+say(os.getpid())
 """
 
 
@@ -143,13 +145,13 @@ class Child:
     def __init__(self, code: str, *arguments: object) -> None:
         head = CHILD_HEAD.format(folders=[str(HERE), str(HERE.parent), str(HERE.parents[1] / "bench")])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", head + code, *map(str, arguments)],
+            [prepared.python(), "-c", head + code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
         )
-        self.pid = self.process.pid
+        self.pid = int(self.hear())  # not that of what stands in for it
 
     def hear(self) -> str:
         assert self.process.stdout is not None
@@ -162,7 +164,9 @@ class Child:
         self.process.stdin.write("\n")
 
     def end(self) -> None:
-        self.process.kill()
+        """Have it end, whatever it does; it has ended when this returns."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self.process.communicate()
 
 
@@ -335,7 +339,7 @@ wait()
         holder.tell()
     mine.finish(mine.has_turn())
     if fate == "finished":
-        holder.process.kill()
+        os.kill(holder.pid, signal.SIGKILL)
         holder.process.wait()
     assert not witness.exists()
     with open(fifo, "w"):  # opens only when somebody reads: the grandchild is alive
@@ -421,7 +425,8 @@ def test_a_stopped_holder_is_named(
     holder = child(HOLD, tmp_path)
     assert holder.hear() == "has the turn"
     os.kill(holder.pid, signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
+    while Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        os.sched_yield()
     told, said = threading.Event(), []
 
     class Listener(logging.Handler):

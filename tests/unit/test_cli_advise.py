@@ -137,6 +137,7 @@ def test_compact_state_is_named_where_nothing_else_fits(capsys: pytest.CaptureFi
     assert 'it fits with state_format="compact8"' in said
 
 
+@pytest.mark.slow
 def test_what_nothing_makes_fit_is_refused_without_advice(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--model", "qwen-32b", "--gpu", "a40", "--host", "512GiB", "--tokens", "512")
     assert "61.0 GiB weights" in said
@@ -196,6 +197,7 @@ def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[
         assert [path.path for path in config.path_configs] == ["/mnt/drive0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["13GiB", "16GiB", "20GiB"])
 def test_no_setting_takes_what_has_to_stay_free(capsys: pytest.CaptureFixture[str], gpu: str) -> None:
     """Whatever lies on the GPU: gradients that stay there, state at home, staging, activations."""
@@ -240,6 +242,7 @@ def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[s
     assert "or have weights in host memory (--weights-on host; docs/weights.md)" in said
 
 
+@pytest.mark.slow
 def test_the_least_is_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "qwen-14b", "--host", "30GiB", "--drive", "3.5GB/s:2TB", "--tokens", "2048"]
     least = refused(capsys, *words).partition("at the least a rank takes ")[2]

@@ -20,6 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_probe")
 def test_a_probe_writes_this_machine_s_file_and_prints_a_table(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,7 @@ def test_a_probe_writes_this_machine_s_file_and_prints_a_table(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_probe")
 def test_json_is_what_is_in_the_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rates.json"
     assert cli.main(["probe", "--seconds", "0.1", "--quiet", "--json", "--out", str(out)]) == 0

@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import prepared
 import pytest
 import torch
 
@@ -123,6 +124,7 @@ def test_errors_are_copied(kind: type[BaseException], way: str) -> None:
 @pytest.mark.slow
 def test_errors_come_back_from_other_processes() -> None:
     context = multiprocessing.get_context("spawn")
+    context.set_executable(prepared.python())
     numbers = [n for n, kind in enumerate(CLASSES) if issubclass(kind, Exception)]  # others end a process
     with context.Pool(1) as pool, ProcessPoolExecutor(1, context) as executor:
         jobs = [pool.apply_async(raise_it, (number,)) for number in numbers]

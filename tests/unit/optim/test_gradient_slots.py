@@ -32,6 +32,13 @@ HOLDS: dict[str, Callable[[torch.Tensor], Callable[[], Any]]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """They look at nothing that is there before these tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.mark.parametrize("hold", HOLDS)
 def test_a_slot_is_free_once_nobody_holds_its_gradient(hold: str) -> None:
     flat, read = torch.zeros(100), None

@@ -1,0 +1,371 @@
+"""A mirror copies what frameworks and loops write, whole: opened, changed, deleted, interrupted, and fetched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import folder_kills
+import prepared
+import pytest
+import torch
+from s3_server import BUCKET, S3Server
+
+import offload
+from offload import cli
+from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.fetch import find_whole
+from offload.checkpoint.marker import Mark, mark_begun, mark_of, set_aside
+from offload.checkpoint.mirror import Mirror, _Task
+from offload.checkpoint.whole import FolderCopy, WholeFolder
+from offload.optim import folders
+from offload.tiers.common import FileBytes
+from offload.tiers.directories import DirectoryFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with one of a framework's, and two files beside it, and an empty mirror."""
+    (tmp_path / "mirror").mkdir()
+    folder = tmp_path / "run" / "step-1"
+    (folder / "inside").mkdir(parents=True)
+    for name in ("a", "b", "inside/c"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    (tmp_path / "run" / "step-1.ckpt").write_text("all but the optimizer")
+    (tmp_path / "run" / "latest").write_text("step-1")
+    return tmp_path / "run"
+
+
+def opened(run: Path, name: str = "step-1", mirror: Path | None = None) -> FolderCopy:
+    beside = [f"{name}.ckpt"] if (run / f"{name}.ckpt").exists() else []
+    whole = WholeFolder(str(run), name, "", beside, ["latest"])
+    return FolderCopy(whole, str(mirror or run.parent / "mirror"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {
+        name: (folder / name).read_bytes() for name in names if not name.rpartition("/")[2].startswith("offload-")
+    }
+
+
+def fetch(mirror: Path | str, folder: Path, *rest: str) -> int:
+    return cli.main(["fetch", str(mirror), str(folder), "--quiet", *rest])
+
+
+def test_what_is_deleted_while_it_is_copied_is_copied(run: Path) -> None:
+    expected, copy = contents(run), opened(run)
+    assert copy.begin()
+    for _ in copy.copy():
+        shutil.rmtree(run, ignore_errors=True)
+    copy.commit()
+    assert fetch(run.parent / "mirror", run.parent / "fetched") == 0
+    assert contents(run.parent / "fetched") == expected
+    assert mark_of(str(run.parent / "fetched" / "step-1")) is Mark.WHOLE
+
+
+def test_an_interrupted_copy_goes_on(run: Path) -> None:
+    """What is durable is not copied again, but for what has other content now; and once it is whole, nothing is."""
+    first = opened(run)
+    assert first.begin()
+    copied = list(islice(first.copy(), 2))
+    first.close()
+    (run / "step-1" / "b").write_bytes(b"other")
+    second = opened(run)
+    assert second.begin()
+    again = list(second.copy())
+    second.commit()
+    sizes = [len(content) for content in contents(run).values()]
+    assert len(copied) + len(again) == len(sizes) + 1  # `b`
+    third = opened(run)
+    assert not third.begin()
+    third.close()
+
+
+def test_what_was_fetched_is_not_copied_to_its_mirror_again(run: Path) -> None:
+    copy = opened(run)
+    copy.begin()
+    list(copy.copy())
+    copy.commit()
+    elsewhere = run.parent / "elsewhere"
+    assert fetch(run.parent / "mirror", elsewhere) == 0
+    (elsewhere / "latest").write_text("step-1")  # as the framework does
+    assert not opened(elsewhere).begin()
+
+
+def test_one_that_is_not_whole_replaces_nothing_of_one_that_is(run: Path) -> None:
+    """Also of the files that all of them share."""
+    copy = opened(run)
+    copy.begin()
+    list(copy.copy())
+    copy.commit()
+    expected = contents(run)
+    shutil.copytree(run / "step-1", run / "step-2")
+    (run / "latest").write_text("step-2")
+    newer = opened(run, "step-2")
+    newer.begin()
+    list(newer.copy())
+    assert find_whole(str(run.parent / "mirror")) == ["step-1"]
+    assert fetch(run.parent / "mirror", run.parent / "fetched") == 0
+    assert contents(run.parent / "fetched") == expected
+
+
+def test_what_others_write_over_is_copied_as_it_was(run: Path) -> None:
+    copy = opened(run)
+    (run / "latest").write_text("step-2")
+    copy.begin()
+    list(copy.copy())
+    copy.commit()
+    assert fetch(run.parent / "mirror", run.parent / "fetched") == 0
+    assert (run.parent / "fetched" / "latest").read_text() == "step-1"
+
+
+def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror, target = run.parent / "mirror", run.parent / "fetched"
+    assert fetch(mirror, target) == 1
+    assert "no checkpoint that is whole" in capsys.readouterr().err
+    copy = opened(run)
+    copy.begin()
+    list(copy.copy())
+    assert fetch(mirror, target, "--name", "step-1") == 1
+    assert "not whole" in capsys.readouterr().err
+    assert not target.exists()
+    copy.commit()
+    for there in ("step-1/a", "latest", "step-1.ckpt"):
+        (target / there).parent.mkdir(parents=True, exist_ok=True)
+        (target / there).write_text("mine")
+        before = contents(target)
+        assert fetch(mirror, target) == 1
+        assert "is there already" in capsys.readouterr().err
+        assert contents(target) == before
+        shutil.rmtree(target)
+    assert fetch(mirror, target) == 0
+
+
+def test_a_save_that_was_killed_before_it_wrote_anything_leaves_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("checkpoint_1", "checkpoint_2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint_1" / "somebody's").touch()
+    assert set_aside(str(tmp_path), re.compile(r"checkpoint_\d+")) == []
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+# With an optimizer
+
+
+class Loop:
+    """A loop of one's own, with a mirror."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.root, self.mirror = root, root / "mirror"
+        for name in ("path", "mirror", "run"):
+            (root / name).mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(64, 64)
+        config = {"host_memory": 0, "paths": [root / "path"], "subgroup_numel": 1024, "mirror": str(self.mirror)}
+        config |= {"checkpoints_kept": 2, "threads": 1, **settings}
+        self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-2, offload=config)
+
+    def train(self) -> None:
+        self.model(torch.ones(2, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, name: str) -> Path:
+        folder = self.root / "run" / name
+        self.train()
+        with self.optimizer.checkpoint_folder(folder):
+            torch.save(self.model.state_dict(), folder / "model.pt")
+            self.optimizer.save_checkpoint(folder / "optimizer")
+        return folder
+
+    def delete(self, folder: Path) -> None:
+        self.optimizer.engine.checkpoints.release(str(folder / "optimizer"), after_mirror=True)
+        shutil.rmtree(folder)
+
+    @property
+    def whole(self) -> list[str]:
+        return find_whole(str(self.mirror))
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    found = Loop(tmp_path)
+    yield found
+    found.optimizer.close()
+
+
+def test_a_file_that_is_changed_while_it_is_copied_ends_that_mirror(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces = FileBytes.__iter__
+
+    def changing(self: FileBytes) -> Iterator[memoryview]:
+        yield from pieces(self)
+        with (loop.root / "run" / "step-1" / "model.pt").open("ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(FileBytes, "__iter__", changing)
+    loop.save("step-1")
+    with pytest.raises(offload.CheckpointError, match="changed while it was copied"):
+        loop.optimizer.wait_mirror()
+    assert "step-1 was not mirrored" in caplog.text
+    assert loop.whole == []
+    assert mark_of(str(loop.mirror / "step-1")) is Mark.BEGUN
+    monkeypatch.undo()
+    loop.save("step-2")
+    loop.optimizer.wait_mirror()
+    assert loop.whole == ["step-2"]
+
+
+def test_deletions_are_followed_once_a_newer_one_is_whole(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = loop.save("step-1")
+    loop.optimizer.wait_mirror()
+    loop.delete(first)
+    assert loop.whole == ["step-1"]
+    write, deleted = DirectoryFolder.write, []
+
+    def deleting(self: Any, name: str, *rest: Any, **options: Any) -> None:
+        write(self, name, *rest, **options)
+        if name == "model.pt" and not deleted:  # of the second one, in the mirror
+            deleted.append(loop.whole)
+            loop.delete(loop.root / "run" / "step-2")
+
+    second = loop.root / "run" / "step-2"
+    monkeypatch.setattr(DirectoryFolder, "write", deleting)
+    loop.save("step-2")
+    loop.optimizer.wait_mirror()
+    assert deleted == [["step-1"]]
+    assert not second.exists()
+    assert loop.whole == ["step-2"]  # although it is deleted: there is no newer one
+    assert not (loop.mirror / "step-1").exists()
+    loop.save("step-3")
+    loop.optimizer.wait_mirror()
+    assert loop.whole == ["step-3"]
+    assert sorted(os.listdir(loop.mirror)) == ["step-3"]
+
+
+def test_a_whole_one_is_not_copied_again_at_a_resume(loop: Loop) -> None:
+    folder = loop.save("step-1")
+    loop.optimizer.wait_mirror()
+    loop.optimizer.close()
+    before = {path: path.stat().st_mtime_ns for path in loop.mirror.rglob("*") if path.is_file()}
+    loop.__init__(loop.root)  # type: ignore[misc]
+    loop.optimizer.load_checkpoint(folder / "optimizer")
+    folders.resumed(loop.optimizer, str(folder))
+    loop.optimizer.wait_mirror()
+    assert loop.optimizer.metrics()["mirrored_bytes"] == 0
+    assert {path: path.stat().st_mtime_ns for path in loop.mirror.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_loaded_from_the_mirror_is_not_mirrored_into_it(loop: Loop) -> None:
+    loop.save("step-1")
+    loop.optimizer.wait_mirror()
+    loop.optimizer.close()
+    there = sorted(loop.mirror.rglob("*"))
+    loop.__init__(loop.root)  # type: ignore[misc]
+    loop.optimizer.load_checkpoint(loop.mirror / "step-1" / "optimizer")
+    folders.resumed(loop.optimizer, str(loop.mirror / "step-1"))
+    loop.optimizer.wait_mirror()
+    assert loop.optimizer.metrics()["mirrored_bytes"] == 0
+    assert sorted(loop.mirror.rglob("*")) == there
+
+
+def test_what_rank_0_has_not_released_leaves_when_it_has(loop: Loop) -> None:
+    """It may be mirroring it still; the others neither wait for that nor fail."""
+    folder = loop.save("step-1")
+    loop.optimizer.wait_mirror()
+    saves = loop.optimizer.engine.checkpoints._parts.saves
+    (kept,) = saves.kept
+    saves.kept[:] = [replace(kept, rank=1)]
+    loop.optimizer.engine.checkpoints.release(str(folder / "optimizer"), after_mirror=True)
+    assert saves.kept == []
+    loop.save("step-2")
+    assert saves.has_leaving
+    assert is_checkpoint(folder / "optimizer")
+    shutil.rmtree(folder)  # as rank 0 does
+    loop.save("step-3")
+    assert not saves.has_leaving
+
+
+def test_other_ranks_mirror_what_rank_0_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a newer one is there by the time in which they hear of it; what it has passed over they do."""
+    begun, mirrored = {"second"}, []
+    mirror = Mirror(str(tmp_path), [], verify=True, io_backend="auto")
+    monkeypatch.setattr(mirror, "_mirror", lambda task: (mirrored.append(task.id), begun.add("fourth")))
+
+    def task(name: str) -> _Task:
+        part = SimpleNamespace(request=SimpleNamespace(id=name, rank=1), has_begun=lambda: name in begun)
+        return _Task(name, part)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mirror._thread, "start", lambda: None)
+    for name in ("first", "second", "third", "fourth"):
+        mirror._queue(task(name))
+    monkeypatch.undo()
+    monkeypatch.setattr(mirror, "_mirror", lambda task: (mirrored.append(task.id), begun.add("fourth")))
+    mirror._thread.start()
+    mirror.wait(30)
+    mirror.close(0, 5)
+    assert mirrored == ["second", "fourth"]
+
+
+def test_a_lone_rank_takes_no_mark_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_begun(str(tmp_path / "one"))
+    folders.mark(str(tmp_path / "one"))
+
+    def alone(note: bool) -> bool:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(folders, "any_rank", alone)
+    with pytest.raises(RuntimeError, match="closed"):
+        folders.begin(str(tmp_path / "one"))
+    assert mark_of(str(tmp_path / "one")) is Mark.WHOLE
+
+
+# With frameworks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", folder_kills.DOORS)
+def test_a_run_that_is_ended_goes_on_from_its_folder_and_from_its_mirror(tmp_path: Path, name: str) -> None:
+    """By a SIGTERM and by a kill; `folder_kills.py` does so many times, with two ranks everywhere."""
+    package = {"trainer": "transformers", "in_place": "deepspeed", "dcp": "torch"}.get(name, name)
+    pytest.importorskip(package)
+    figures = folder_kills.run_seed(name, 3, tmp_path, {}, 2 if name == "dcp" else 1)
+    assert (figures["SIGTERM"], figures["SIGKILL"]) == (1, 1)
+    assert figures["fetched and gone on with"] >= 1
+
+
+@pytest.mark.slow
+def test_a_trainers_checkpoint_comes_back_from_a_bucket(tmp_path: Path, s3: S3Server) -> None:
+    pytest.importorskip("transformers")
+    mirror = f"s3://{BUCKET}/{tmp_path.name}"
+
+    def trained(folder: str, *rest: str) -> dict[str, Any]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        program = str(Path(__file__).with_name("trainer_runs.py"))
+        command = [prepared.python(), program, str(tmp_path / folder), "offload_adamw", "6", *rest]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+
+    whole = trained("whole")
+    trained("run", "stop=4", f"mirror={mirror}", "save_total_limit=1")
+    assert find_whole(mirror) == ["checkpoint-4"]
+    assert fetch(mirror, tmp_path / "fetched") == 0
+    assert contents(tmp_path / "fetched" / "checkpoint-4").keys() >= {"model.safetensors", "optimizer/COMMIT"}
+    resumed = trained("fetched", "resume")
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["weights"] == whole["weights"]
