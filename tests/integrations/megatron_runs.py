@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
-META = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Training:
             wd_incr_style="constant",
         )
         self.said: list[Any] = []
-        self.meta = {**META, "distrib_optim_sharding_type": case.sharding}
+        self.meta = {"distrib_optim_sharding_type": case.sharding}
 
     def _take_our_rule(self) -> None:
         """Have stock Megatron's inner optimizer, over its own fp32 masters, step as our rule does in memory."""
@@ -235,6 +234,12 @@ class Training:
         state = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=self.meta)
         return {"model": model, "optimizer": state}
 
+    def _on_all(self, verb: str, strategy: Any) -> Any:
+        """Return a strategy of `dist_checkpointing` that divides its work among ranks, as Megatron-LM's."""
+        found = import_module("megatron.core.dist_checkpointing.strategies.fully_parallel")
+        kind = getattr(found, f"FullyParallel{verb}StrategyWrapper")
+        return kind(strategy, self.parallel.get_data_parallel_group(with_context_parallel=True))
+
     def save(self, folder: str) -> None:
         """Save, and go on for two steps where that is done behind; count how often state is read for it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -244,7 +249,8 @@ class Training:
             read, state.read = state.read, lambda *arguments: reads.append(arguments) or read(*arguments)
         queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
         options = {"async_sharded_save": self.case.behind, "content_metadata": self.meta}
-        request = checkpoints.save(self.sharded(False), folder, **options)
+        strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
+        request = checkpoints.save(self.sharded(False), folder, strategy, **options)
         if self.case.behind:
             queue.schedule_async_request(request)
             del request
@@ -268,8 +274,11 @@ class Training:
 
             self.distributed._set_main_param_and_optimizer_states = set_but_step
         checkpoints = import_module("megatron.core.dist_checkpointing")
-        self.meta = checkpoints.load_content_metadata(folder)  # as Megatron-LM does
-        state = checkpoints.load(self.sharded(True), folder)
+        self.meta = checkpoints.load_content_metadata(folder)
+        strategy = self._on_all("Load", checkpoints.serialization.get_default_load_sharded_strategy(folder))
+        state = checkpoints.load(
+            sharded_state_dict=self.sharded(True), checkpoint_dir=folder, sharded_strategy=strategy
+        )
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.step(increment=self.case.at)
