@@ -94,6 +94,7 @@ def play_cuda() -> None:
 
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]  # of releases after 0.16.1
     tracker = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
     tracker.fork = lambda *_, **__: contextlib.nullcontext()
     import_module("megatron.core.utils").get_te_version = lambda: Version("0")  # without TransformerEngine it raises
