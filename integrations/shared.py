@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from types import CodeType
 from typing import Any
 
 import torch
@@ -56,6 +59,60 @@ def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     except ValueError as cause:
         raise ConfigError("config", os.fspath(config), f"it is not JSON: {cause}") from cause
     return found
+
+
+def check_relied_on(
+    package: str, advice: str, tested: Sequence[str], relied_on: Mapping[str, Mapping[str, tuple[str, str]]]
+) -> None:
+    """Check that a framework that is installed has what is relied on.
+
+    Args:
+        package: The module that has its version; errors name the first part.
+        advice: How it is installed.
+        tested: Versions that are.
+        relied_on: By module or class, and name of a function: parameters that it begins with, names that it uses.
+
+    Raises:
+        ConfigError: It cannot be imported, or something has moved; names it.
+    """
+    field, use, moved = package.partition(".")[0], f"use one of {', '.join(tested)}", []
+    try:
+        version = str(getattr(import_module(package), "__version__", "without a version"))
+        owners = [*map(_owner, relied_on)]
+    except ImportError as error:
+        raise ConfigError(field, f"cannot be imported: {error}", advice) from error
+    except AttributeError as error:
+        raise ConfigError(field, version, f"{use}: {error}") from error
+    for (place, functions), owner in zip(relied_on.items(), owners, strict=True):
+        for name, (parameters, used) in functions.items():
+            function = inspect.unwrap(vars(owner).get(name, None) or check_relied_on)
+            if function is check_relied_on:
+                moved.append(f"{place}.{name} is gone")
+                continue
+            found = list(inspect.signature(function).parameters)
+            if found[: len(parameters.split())] != parameters.split():
+                moved.append(f"{place}.{name}({', '.join(found)}) took ({', '.join(parameters.split())})")
+            names = {*_names_in(function.__code__)}
+            if unused := [word for word in used.split() if word not in names]:
+                moved.append(f"{place}.{name} does not use {', '.join(unused)}")
+    if moved:
+        raise ConfigError(field, version, f"{use}: {'; '.join(moved)}")
+    if version not in tested:
+        _log.info("%s %s has all that is relied on, but only %s is tested", package, version, ", ".join(tested))
+
+
+def _owner(place: str) -> Any:
+    """Return a module, or a class of one, which begins with a capital."""
+    module, _, name = place.rpartition(".")
+    return getattr(import_module(module), name) if name[0].isupper() else import_module(place)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function uses, and the functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -204,6 +204,24 @@ VERL_CLIPS = Row(ATTACHED, "`gradient_memory`; `keep_grads` false", "verl",
     "use true, and no gradient_memory: verl clips gradients itself, after backward")
 VERL_GENERATES = Row(ATTACHED, '`overlap` "forward", "both"', "verl",
     'use "off" or "backward": verl gives new weights to generation after its step', values=FORWARD)
+MEGATRON_BUFFER = Row(ATTACHED, "`gradient_memory`; `keep_grads` false", "Megatron-Core",
+    "use true, and no gradient_memory: Megatron keeps gradients in a buffer of its own, and clips them there")
+MEGATRON_GATHERS = Row(ATTACHED, '`overlap` "forward", "backward", "both"', "Megatron-Core",
+    'use "off": Megatron gathers new weights when its step returns, and tells of no gradient before the step',
+    values=("forward", "backward", "both"))
+MEGATRON_WHOLE = Row(ATTACHED, "`offload.integrations.megatron`",
+    "an optimizer of Megatron-Core's that is not distributed, precision-aware and offloaded to the CPU",
+    "give --use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer, which OptimizerConfig "
+    "has too: ours takes the place of what they make. Or disable() it")
+MEGATRON_FSDP = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-FSDP",
+    "leave --use-megatron-fsdp out: it makes no shards of a distributed optimizer. torch's FSDP2 takes offload.AdamW")
+MEGATRON_WEIGHTS = Row(ATTACHED, "`offload.integrations.megatron`", "weights of Megatron-Core in fp8 or fp32",
+    "use --bf16 or --fp16 for all that train, without --fp8-param-gather: --fp8-format still computes in fp8")
+MEGATRON_ROUNDED = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-Core's types of state, but for fp32",
+    'leave it fp32: state_format, "compact16" or "compact8", says how state is stored')
+MEGATRON_CHAIN = Row(ATTACHED, "`offload.integrations.megatron`",
+    "several optimizers of Megatron-Core in a chain, as experts have",
+    "leave expert parallelism out: one budget is for one optimizer, and here are {count}")
 # fmt: on
 
 TABLE = {name: row for name, row in globals().items() if isinstance(row, Row)}

@@ -27,7 +27,7 @@ from offload.integrations.shared import (
     save,
     tell_last_pass,
 )
-from offload.optim import folders
+from offload.optim.folders import begin_folder, end_folder, resume_folder
 from offload.optim.hiding import hide_steps
 
 try:
@@ -203,7 +203,7 @@ def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
         hook.remove()
         for known in prepared:
             known.pointer = None
-    folders.end(ours(prepared[0]), str(folder))
+    end_folder(ours(prepared[0]), str(folder))
     return folder
 
 
@@ -212,7 +212,7 @@ def _before_save(
 ) -> None:
     if prepared[0].pointer is not None:  # by `_sharded`
         return
-    folders.begin(output_dir)
+    begin_folder(output_dir)
     for number, known in enumerate(prepared):
         for folder in sorted(there[number]):
             if not os.path.isdir(folder):
@@ -226,7 +226,7 @@ def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
     """Stand in for `Accelerator.load_state`."""
     with _sharded():
         found = type(accelerator).load_state(accelerator, *arguments, **options)
-    folders.resumed(ours(prepared[0]), prepared[0].loaded_from)
+    resume_folder(ours(prepared[0]), prepared[0].loaded_from)
     return found
 
 

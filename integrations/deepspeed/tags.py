@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from offload.checkpoint.marker import Mark, mark_of, unmark
-from offload.optim import folders
+from offload.optim.folders import begin_folder, mark_folder, mirror_folder
 from offload.optim.preemption import SigtermHandler
 from offload.optim.ranks import any_rank
 
@@ -23,30 +23,39 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     if engine.use_node_local_storage():  # nobody sees the whole of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    is_one = False
+    unmarked = ""  # the tag's folder, while it is saved and not marked
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        nonlocal is_one
+        nonlocal unmarked
         optimizer.wait_checkpoint()
         folder = os.path.abspath(save_dir)
         tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
-        is_one = folders.begin(os.path.join(folder, tag))
+        whole = os.path.join(folder, tag)
+        is_one = begin_folder(whole)
         if not is_one:
-            unmark(os.path.join(folder, tag))
-        optimizer.is_saved_behind = False
+            unmark(whole)
+        unmarked, optimizer.is_saved_behind = whole if is_one else "", False
         writer = engine.checkpoint_engine
         if "commit" not in vars(writer):
             writer.commit = partial(commit, writer.commit)
-        found = save(save_dir, tag, *arguments, **keywords)
+        try:
+            found = save(save_dir, tag, *arguments, **keywords)
+            mark()
+        finally:
+            unmarked = ""
         if is_one and not optimizer.is_saved_behind:
             mirror(optimizer.shard, folder, tag)
         return found
 
+    def mark() -> None:
+        nonlocal unmarked
+        if unmarked and not optimizer.is_saved_behind:
+            mark_folder(unmarked)
+        unmarked = ""
+
     def commit(original: Callable[[Any], Any], info: Any) -> Any:
         found = original(info)
-        folder = os.path.join(os.path.abspath(info.save_dir), info.tag)
-        if is_one and not optimizer.is_saved_behind:  # before rank 0 names it as latest, which waits for no other
-            folders.mark(folder)
+        mark()  # before rank 0 names it as the latest, which waits for no other rank
         return found
 
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -71,13 +80,13 @@ def mirror(shard: Any, folder: str, tag: str, *, is_new: bool = True, is_whole: 
         shard: Of this rank.
         folder: Of all tags.
         tag: Its name.
-        is_new: See `folders.mirror`.
+        is_new: See `mirror_folder`.
         is_whole: Whether it is, or becomes so on rank 0 in this moment; else its mark says that.
     """
     whole = os.path.join(folder, tag)
     if is_whole or mark_of(whole) is Mark.WHOLE:
         shared = [name for name in BESIDE if os.path.exists(os.path.join(folder, name))]
-        folders.mirror(shard, whole, above=folder, shared=shared, is_new=is_new)
+        mirror_folder(shard, whole, above=folder, shared=shared, is_new=is_new)
 
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:
@@ -89,13 +98,16 @@ def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandle
         engine.save_checkpoint(folder)
         if (found := this()) is not None:
             found.wait_checkpoint()
+
+    def wait_mirror() -> None:
+        if (found := this()) is not None:
             found.shard.engine.checkpoints.wait_mirror()
 
     def step_and_commit(*arguments: Any, **keywords: Any) -> Any:
         is_last = engine.is_gradient_accumulation_boundary()
         found = step(*arguments, **keywords)
         if is_last and any_rank(handler.has_signal):
-            handler.commit(save, folder)
+            handler.commit(save, wait_mirror, folder)
         return found
 
     engine.step = step_and_commit

@@ -19,7 +19,7 @@ from offload.integrations.shared import (
     release,
     save,
 )
-from offload.optim import folders
+from offload.optim.folders import begin_folder, end_folder, resume_folder
 from offload.optim.hiding import hide_steps
 
 try:
@@ -104,14 +104,14 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         folder = strategy.broadcast(self._free(path) if strategy.is_global_zero else None)
         optimizer, is_here = ours(strategy.optimizers[0]), split_protocol(path)[0] is None
         if is_here:
-            folders.begin(folder)
+            begin_folder(folder)
         save(optimizer, folder)
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
         write()
         self._named[path] = folder
         strategy.barrier()
         if is_here:
-            folders.end(optimizer, folder, beside=[os.path.basename(path)])
+            end_folder(optimizer, folder, beside=[os.path.basename(path)])
         _delete(strategy, path, but=folder)
 
     def _free(self, path: str) -> str:
@@ -144,7 +144,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             ) from error
         self._named[path] = folder
         if split_protocol(path)[0] is None:
-            folders.resumed(optimizer, folder, beside=[os.path.basename(path)])
+            resume_folder(optimizer, folder, beside=[os.path.basename(path)])
 
     def _remove(self, strategy: Any, filepath: Any) -> None:
         """Stand in for `Strategy.remove_checkpoint`, on all ranks."""

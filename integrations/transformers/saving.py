@@ -14,8 +14,9 @@ from typing import Any
 
 import offload
 from offload import OffloadError
+from offload.checkpoint.marker import Mark, mark_begun, mark_of
 from offload.combinations import TWO_SAVES
-from offload.optim import folders
+from offload.optim.folders import begin_folder, end_folder
 from offload.optim.preemption import SigtermHandler
 from offload.optim.ranks import any_rank
 
@@ -59,6 +60,8 @@ class Deleting:
         folder = os.path.abspath(path)
         try:
             offload.release_before_deletion(os.path.join(folder, FOLDER), os.path.dirname(folder))
+            if mark_of(folder) is Mark.WHOLE:
+                mark_begun(folder)  # a kill in between leaves no checkpoint
         except OffloadError as error:
             log.warning("what %s holds on the paths stays there when it is deleted now: %s", folder, error)
         shutil.rmtree(path, *arguments, **options)
@@ -78,10 +81,10 @@ def save(
 ) -> None:
     """Save a whole checkpoint by `Trainer._save_checkpoint`: marked as such, and older ones go behind that."""
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
-    folders.begin(folder)
+    begin_folder(folder)
     with DELETING.held():
         original(trainer, model, trial, *arguments, **options)
-        folders.end(optimizer, folder)
+        end_folder(optimizer, folder)
 
 
 def preempted(optimizer: Callable[[], Any]) -> Any:
@@ -119,7 +122,7 @@ def preempted(optimizer: Callable[[], Any]) -> Any:
                         ours.wait_mirror()  # the paths may go with the machine
                 except OffloadError:
                     log.exception("SIGTERM: the checkpoint is saved, and not mirrored")
-                handler.pass_on()
+                handler.pass_on_together()
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
             if self.handler is not None:

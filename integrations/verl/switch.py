@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from offload.checkpoint.marker import Mark, mark_of
 from offload.combinations import VERL_CLIPS, VERL_GENERATES
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
-from offload.optim import folders
+from offload.optim.folders import begin_folder, end_folder, resume_folder
 
 log = logging.getLogger("offload")
 
@@ -50,38 +49,6 @@ _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
 
 
-def check_verl() -> None:
-    """Check that the verl that is installed has what is relied on.
-
-    Raises:
-        ConfigError: It cannot be imported, or something has moved; names it.
-    """
-    try:
-        version = str(getattr(import_module("verl"), "__version__", "without a version"))
-        owners = {_UTILS: import_module(_UTILS), ".".join(_MANAGER): getattr(import_module(_MANAGER[0]), _MANAGER[1])}
-    except ImportError as error:
-        raise ConfigError("verl", f"cannot be imported: {error}", "pip install verl, with what it needs") from error
-    except AttributeError as error:
-        raise ConfigError("verl", version, f"use one of {', '.join(TESTED)}: {error}") from error
-    moved = []
-    for place, functions in RELIED_ON.items():
-        for name, (parameters, used) in functions.items():
-            function = inspect.unwrap(vars(owners[place]).get(name, None) or check_verl)
-            if function is check_verl:
-                moved.append(f"{place}.{name} is gone")
-                continue
-            found = list(inspect.signature(function).parameters)
-            if found[: len(parameters.split())] != parameters.split():
-                moved.append(f"{place}.{name}({', '.join(found)}) took ({', '.join(parameters.split())})")
-            unused = [word for word in used.split() if word not in function.__code__.co_names]
-            if unused:
-                moved.append(f"{place}.{name} does not use {', '.join(unused)}")
-    if moved:
-        raise ConfigError("verl", version, f"use one of {', '.join(TESTED)}: {'; '.join(moved)}")
-    if version not in TESTED:
-        log.info("verl %s has all that is relied on, but only %s is tested", version, ", ".join(TESTED))
-
-
 def enable(keep_host: bool = True, **sizes: Any) -> None:
     """Have verl's FSDP engines park optimizers of ours, and save them into folders of their own.
 
@@ -102,7 +69,7 @@ def enable(keep_host: bool = True, **sizes: Any) -> None:
             name, value, "nothing stays by enable(False), and what host_memory has room for by enable()"
         )
     disable()
-    check_verl()
+    shared.check_relied_on("verl", "pip install verl, with what it needs", TESTED, RELIED_ON)
     utils, manager = import_module(_UTILS), getattr(import_module(_MANAGER[0]), _MANAGER[1])
     helpers: dict[str, Callable[..., None]] = {
         "offload_fsdp_optimizer": functools.partial(_offload, keep_host, utils.offload_fsdp_optimizer),
@@ -236,10 +203,10 @@ def _save_checkpoint(
         original(manager, local_path, *arguments, **options)
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
-    folders.begin(os.path.dirname(folder))
+    begin_folder(os.path.dirname(folder))
     with _standing_in(manager, _Saving(found, folder, _saved(manager))):
         original(manager, local_path, *arguments, **options)
-    folders.end(found, os.path.dirname(folder), above=_above(folder))
+    end_folder(found, os.path.dirname(folder), above=_above(folder))
 
 
 def _above(folder: str) -> str:
@@ -261,4 +228,4 @@ def _load_checkpoint(
     with _standing_in(manager, _Loading(manager.optimizer, place, _saved(manager))):
         original(manager, local_path, *arguments, **options)
     if (found := shared.ours(manager.optimizer)) is not None:
-        folders.resumed(found, place, above=_above(os.path.join(place, FOLDER)))
+        resume_folder(found, place, above=_above(os.path.join(place, FOLDER)))

@@ -27,13 +27,13 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
     given, folder = folder, parse_place(folder).name  # whatever the working directory is when it ends
     if not os.path.isabs(folder):
         raise ConfigError("folder", given, "name a directory: the files in a bucket cannot be marked as whole")
-    begin(folder)
+    begin_folder(folder)
     yield
     optimizer.wait_checkpoint()
-    end(optimizer, folder)
+    end_folder(optimizer, folder)
 
 
-def begin(folder: str) -> bool:
+def begin_folder(folder: str) -> bool:
     """Mark a folder as one that is not whole, before any rank writes to it. Collective.
 
     Returns:
@@ -44,7 +44,7 @@ def begin(folder: str) -> bool:
     return not any_rank(mark_of(folder) is not Mark.BEGUN)
 
 
-def end(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = ()) -> None:
+def end_folder(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = ()) -> None:
     """Mark a folder as whole, once all ranks have written to it, and have the mirror copy it. Collective.
 
     Args:
@@ -53,11 +53,11 @@ def end(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] =
         above: The run's folder, by which the mirror names it; the one above it if left out.
         beside: See `WholeFolder`.
     """
-    mark(folder)
-    mirror(optimizer, folder, above=above, beside=beside)
+    mark_folder(folder)
+    mirror_folder(optimizer, folder, above=above, beside=beside)
 
 
-def mark(folder: str) -> None:
+def mark_folder(folder: str) -> None:
     """Mark a folder as whole, once all ranks have written to it. Collective."""
     any_rank(False)
     _on_first_rank(lambda: mark_whole(folder))
@@ -75,13 +75,13 @@ def _on_first_rank(work: Callable[[], None]) -> None:
         raise failure or CheckpointError("rank 0 could not mark the folder; see what it says")
 
 
-def resumed(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = ()) -> None:
-    """Have the mirror go on with a folder from which all ranks have loaded, if it is whole; see `end`."""
+def resume_folder(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = ()) -> None:
+    """Have the mirror go on with a folder from which all ranks have loaded, if it is whole; see `end_folder`."""
     if mark_of(folder) is Mark.WHOLE:
-        mirror(optimizer, folder, above=above, beside=beside, is_new=False)
+        mirror_folder(optimizer, folder, above=above, beside=beside, is_new=False)
 
 
-def mirror(
+def mirror_folder(
     optimizer: Any,
     folder: str,
     *,
@@ -90,7 +90,7 @@ def mirror(
     shared: Sequence[str] = (),
     is_new: bool = True,
 ) -> None:
-    """Have the mirror copy a folder with what is in it; see `end` and `WholeFolder`. No collective."""
+    """Have the mirror copy a folder with what is in it; see `end_folder` and `WholeFolder`. No collective."""
     folder = os.path.abspath(folder)
     above = os.path.abspath(above) if above else os.path.dirname(folder)
     name = os.path.relpath(folder, above)

@@ -76,17 +76,31 @@ class SigtermHandler:
         elif main.ident is not None:
             signal.pthread_kill(main.ident, signal.SIGTERM)  # which is handled there
 
-    def commit(self, save: Callable[[], object], where: object) -> None:
-        """Save, and have the handler before told of a signal on this rank; what saving fails with is logged."""
+    def commit(self, save: Callable[[], object], wait_mirror: Callable[[], object], where: object) -> None:
+        """Save, and have the handler before told of a signal on this rank; what saving fails with is logged.
+
+        Args:
+            save: Returns when the checkpoint is committed.
+            wait_mirror: Returns when it is mirrored, too: the paths may go with the machine.
+            where: Named in the log.
+        """
         log.warning("SIGTERM: committing a checkpoint to %s", where)
         self.is_committing = True
+        what = "SIGTERM: nothing was committed to %s"
         try:
             save()
+            what = "SIGTERM: a checkpoint was committed to %s, and is not mirrored"
+            wait_mirror()
         except Exception:
-            log.exception("SIGTERM: nothing was committed to %s", where)
+            log.exception(what, where)
         except BaseException:
             self.is_committing = False
             raise
+        self.pass_on_together()
+
+    def pass_on_together(self) -> None:
+        """Do as `pass_on` once all ranks have come so far: a launcher ends others when one has ended. Collective."""
+        any_rank(False)
         self.pass_on()
 
     def restore(self) -> None:
@@ -175,13 +189,12 @@ class Preemption:
         """Commit if that is due, and have the handler before told of the signal."""
         is_due, self.is_due = self.is_due, False
         if is_due and self._handler is not None:
-            self._handler.commit(partial(self._save, optimizer), self._name)
+            self._handler.commit(partial(self._save, optimizer), optimizer.wait_mirror, self._name)
 
     def _save(self, optimizer: StatefulOptimizer) -> None:
         if callable(self._folder):
             self._folder()
             optimizer.wait_checkpoint()
-            optimizer.wait_mirror()
             return
         extra, failure = None, None
         try:
@@ -192,7 +205,6 @@ class Preemption:
             raise failure or CheckpointError("another rank's extra could not be made")
         optimizer.save_checkpoint(self._folder, model=self._model(), extra=extra)
         optimizer.wait_checkpoint()
-        optimizer.wait_mirror()  # the paths may go with the machine
 
 
 def _no_model() -> None:

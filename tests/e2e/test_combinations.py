@@ -310,8 +310,10 @@ WITH_DEEPSPEED: list[Case] = [
     ),
 ]
 """Asked for by `integrations/deepspeed_checks.py`, where DeepSpeed is imported."""
+OF_MEGATRON = ("BUFFER", "GATHERS", "WHOLE", "FSDP", "WEIGHTS", "ROUNDED", "CHAIN")
 IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "SWAPPED_BY_DEEPSPEED", "VERL_CLIPS", "VERL_GENERATES"}
-"""In `test_weights_in_file.py`, `deepspeed_checks.py` and `integrations/test_verl.py`, which has verl's classes."""
+IN_ITS_TESTS.update(f"MEGATRON_{name}" for name in OF_MEGATRON)
+"""In `test_weights_in_file.py`, `deepspeed_checks.py`, and `test_verl.py` and `test_megatron.py` of integrations."""
 
 
 def fsdp1() -> torch.nn.Module:

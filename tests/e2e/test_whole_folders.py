@@ -240,7 +240,7 @@ def test_what_cannot_be_listed_is_no_part_that_may_be_missing(loop: Loop, monkey
 def test_a_folder_outside_of_the_runs_is_not_mirrored(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     loop.save("step-1")
     loop.mirrored()
-    folders.mirror(loop.optimizer, str(loop.path.parent / "run" / "step-1"), above=str(loop.path))
+    folders.mirror_folder(loop.optimizer, str(loop.path.parent / "run" / "step-1"), above=str(loop.path))
     assert loop.mirrored() == {"step-1"}
     assert "does not lie in" in caplog.text
     assert {*os.listdir(loop.mirror.parent)} == {"mirror", "path", "run"}

@@ -263,7 +263,7 @@ def test_a_whole_one_is_not_copied_again_at_a_resume(loop: Loop) -> None:
     before = {path: path.stat().st_mtime_ns for path in loop.mirror.rglob("*") if path.is_file()}
     loop.__init__(loop.root)  # type: ignore[misc]
     loop.optimizer.load_checkpoint(folder / "optimizer")
-    folders.resumed(loop.optimizer, str(folder))
+    folders.resume_folder(loop.optimizer, str(folder))
     loop.optimizer.wait_mirror()
     assert loop.optimizer.metrics()["mirrored_bytes"] == 0
     assert {path: path.stat().st_mtime_ns for path in loop.mirror.rglob("*") if path.is_file()} == before
@@ -276,7 +276,7 @@ def test_what_is_loaded_from_the_mirror_is_not_mirrored_into_it(loop: Loop) -> N
     there = sorted(loop.mirror.rglob("*"))
     loop.__init__(loop.root)  # type: ignore[misc]
     loop.optimizer.load_checkpoint(loop.mirror / "step-1" / "optimizer")
-    folders.resumed(loop.optimizer, str(loop.mirror / "step-1"))
+    folders.resume_folder(loop.optimizer, str(loop.mirror / "step-1"))
     loop.optimizer.wait_mirror()
     assert loop.optimizer.metrics()["mirrored_bytes"] == 0
     assert sorted(loop.mirror.rglob("*")) == there
@@ -322,14 +322,14 @@ def test_other_ranks_mirror_what_rank_0_has_begun(tmp_path: Path, monkeypatch: p
 
 def test_a_lone_rank_takes_no_mark_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark_begun(str(tmp_path / "one"))
-    folders.mark(str(tmp_path / "one"))
+    folders.mark_folder(str(tmp_path / "one"))
 
     def alone(note: bool) -> bool:
         raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(folders, "any_rank", alone)
     with pytest.raises(RuntimeError, match="closed"):
-        folders.begin(str(tmp_path / "one"))
+        folders.begin_folder(str(tmp_path / "one"))
     assert mark_of(str(tmp_path / "one")) is Mark.WHOLE
 
 

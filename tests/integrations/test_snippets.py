@@ -61,6 +61,8 @@ RUN_BY = {
     r"import offload.integrations.transformers .*\n\n.*\ntrainer = ": HERE,
     r"from offload.integrations.(lightning|accelerate) import ": HERE,
     r"python -m verl.trainer.main_ppo ": "integrations/test_verl.py",
+    r"import offload.integrations.megatron ": "integrations/test_megatron.py",
+    r"torchrun \.\.\. pretrain_gpt\.py ": HERE,
     r"import offload.integrations.transformers .*\nfrom llamafactory": DOORS,
     r"(optim|optimizer): *\S*\n": DOORS,
     r"from dataclasses import dataclass\n\nfrom torchtitan": DOORS,
@@ -263,6 +265,13 @@ def test_deepspeeds_lines() -> None:
         exec(block(r"import offload.integrations.deepspeed "), given)
     finally:
         given["offload_deepspeed"].disable()
+
+
+def test_the_flags_for_megatron_are_those_that_its_test_gives() -> None:
+    tested = (ROOT / "tests" / "integrations" / "megatron_runs.py").read_text()
+    flags = re.findall(r"--((?:use|optimizer)-[\w-]+)", block(r"torchrun \.\.\. pretrain_gpt\.py "))
+    assert len(flags) == 3
+    assert all(flag.replace("-", "_") in tested for flag in flags)
 
 
 def test_the_lines_for_verl_are_those_that_its_test_takes() -> None:

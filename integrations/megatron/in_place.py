@@ -1,0 +1,137 @@
+"""Megatron-Core's checkpoints whose state stays where it lies: our folder in theirs, and a pointer in their files.
+
+`sharded_state_dict` has the id of our checkpoint in the place of all state. Which folder that goes to, or comes from,
+`dist_checkpointing.save` and `load` alone know, so these are replaced, too. A checkpoint is Megatron's when its
+`metadata.json` is there, which is written after our folder has been committed.
+
+In the folder parameters' names begin with the number of the model-parallel part. So all ranks save to it together,
+and any number of data-parallel ranks goes on from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import uuid
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from offload import CheckpointError, SaveRequest
+from offload.integrations.shared import POINTER
+from offload.optim.ranks import any_rank, world
+
+SHARDING = "offload_in_place"
+"""What `distrib_optim_sharding_type` is in the metadata of such a checkpoint."""
+
+FOLDER = "offload"
+"""Our folder in a checkpoint of Megatron's."""
+
+_CHECKPOINTING = "megatron.core.dist_checkpointing"
+
+_asked: dict[str, Any] = {}
+"""The `DistributedOptimizer` whose state dict is to be saved next, by the checkpoint's id."""
+
+_loading: list[str] = []
+"""The checkpoint of Megatron's that was read last."""
+
+
+def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
+    """Return what `DistributedOptimizer.sharded_state_dict` does, with an id for state; collective for a save."""
+    ids = [uuid.uuid4().hex]
+    if not is_loading:
+        torch.distributed.broadcast_object_list(ids)
+        _asked.clear()
+        _asked[ids[0]] = distributed
+    found = {**distributed.state_dict(), "param_state": {POINTER: ids[0]}}
+    kind = import_module(f"{_CHECKPOINTING}.mapping").ShardedObject
+    replica = distributed.distributed_optimizer_instance_id, 0, distributed.data_parallel_group.rank()
+    part = f"optimizer.distributed.dp_group_idx_{distributed.data_parallel_group_idx}"
+    objects = {name: kind(f"{part}.{name}", value, (1,), (0,), replica) for name, value in found.items()}
+    return {**objects, "param_state_sharding_type": SHARDING}
+
+
+def save(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any
+) -> Any:
+    """Stand in for `dist_checkpointing.save`: begin our folder first, where a state dict has its id. Collective.
+
+    Ours goes on behind training with `async_sharded_save`, and is awaited before Megatron ends its own.
+
+    Raises:
+        CheckpointError: Ours could not be saved; raised on all ranks.
+    """
+    values = import_module(f"{_CHECKPOINTING}.dict_utils").nested_values(sharded_state_dict)
+    pointers = (value.data for value in values if isinstance(getattr(value, "data", None), dict))
+    id = next((pointer[POINTER] for pointer in pointers if POINTER in pointer), None)
+    if id is None:
+        return original(sharded_state_dict, checkpoint_dir, *rest, **options)
+    distributed = _asked.pop(id)
+    _on_all_ranks(functools.partial(_begin, distributed, id, os.path.abspath(checkpoint_dir)))
+    wait = functools.partial(_on_all_ranks, distributed.optimizer.engine.checkpoints.wait)
+    options["content_metadata"] = {**(options.get("content_metadata") or {}), "distrib_optim_sharding_type": SHARDING}
+    if not options.get("async_sharded_save"):
+        wait()
+    request = original(sharded_state_dict, checkpoint_dir, *rest, **options)
+    if request is not None:
+        request.finalize_fns.insert(0, wait)
+    return request
+
+
+def _begin(distributed: Any, id: str, place: str) -> None:
+    """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's."""
+    engine, folder = distributed.optimizer.settled(), os.path.join(place, FOLDER)
+    checkpoints, (ranks, rank) = engine.checkpoints, world()
+    for known in checkpoints.kept:
+        if not os.path.isdir(known):  # Megatron, or its user, has deleted it
+            checkpoints.release(known, after_mirror=True)
+    others = [known for known in checkpoints.kept if known not in (folder, os.path.realpath(folder))]
+    request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
+    is_copy, is_replica = len(others) >= engine.config.checkpoints, distributed.distributed_optimizer_instance_id > 0
+    checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
+
+
+def load(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any
+) -> Any:
+    """Stand in for `dist_checkpointing.load`: `load_state` is told by it where the folder is."""
+    _loading[:] = [os.path.abspath(checkpoint_dir)]
+    return original(sharded_state_dict, checkpoint_dir, *rest, **options)
+
+
+def load_state(distributed: Any, id: str) -> None:
+    """Go on from the folder of the checkpoint that `load` has read; collective.
+
+    Raises:
+        CheckpointError: It is not there, or belongs to another checkpoint of Megatron's; raised on all ranks.
+    """
+
+    def part() -> None:
+        engine, (ranks, rank) = distributed.optimizer.settled(), world()
+        with engine.checkpoints.open(os.path.join(_loading[0], FOLDER)) as checkpoint:
+            if checkpoint.id != id:
+                raise CheckpointError(f"{_loading[0]} is not whole: its files are of several checkpoints")
+            engine.checkpoints.load(checkpoint, names=_names(distributed), rank=rank, ranks=ranks)
+            engine.finish(on_gpu=True)
+
+    _on_all_ranks(part)
+
+
+def _names(distributed: Any) -> dict[str, str]:
+    """Return what parameters of an engine are called in the folder."""
+    parameters, part = distributed.optimizer.engine.plan.layout.parameters, distributed.data_parallel_group_idx
+    return {parameter.name: f"part{part}.{parameter.name}" for parameter in parameters}
+
+
+def _on_all_ranks(work: Callable[[], object]) -> None:
+    """Do one rank's work; what it fails with is raised on all ranks, so that none waits for another for ever."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:
+        error = caught
+    if any_rank(error is not None):
+        raise error or CheckpointError("another rank could not do its part of a checkpoint; its log says why")

@@ -1,0 +1,231 @@
+"""`MegatronAdamW`: the optimizer below Megatron-Core's `DistributedOptimizer`, over an engine.
+
+Megatron constructs it twice: over the model's whole weights, where only its groups and defaults are used, and over
+this rank's shards of them, with these defaults. The second one is opened once Megatron has made its own optimizer,
+which knows the shards' names and places.
+
+In the precision-aware mode a shard is a flat view of Megatron's buffer of 16-bit weights, and its gradient,
+`decoupled_grad`, a view of the buffer in which Megatron has reduced, unscaled and clipped it. The engine reads and
+writes both where they lie, and keeps masters and moments.
+
+Not here: gradients, loss scale, gathering of weights, files of checkpoints (Megatron's).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
+from offload.rules import ADAMW
+
+NAMES = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Megatron's names of the state tensors, and the rule's."""
+
+
+class ShardState(MutableMapping[str, Any]):
+    """A shard's state by Megatron's names: flat fp32 copies; what is set is written to where the state lives.
+
+    Megatron sets `step` with it, which all shards have in common, and other keys, which are no state.
+    """
+
+    def __init__(self, owner: MegatronAdamW, number: int) -> None:
+        self._owner, self._number = owner, number
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._owner.copies()[self._number][NAMES[name]]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "step":
+            self._owner.set_step(value)
+        elif name in NAMES:
+            self._owner.set_state(self._number, NAMES[name], value)
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError("state", name, "set it: a shard has all of its state")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+class MegatronAdamW(torch.optim.Optimizer):
+    """AdamW over shards of a `DistributedOptimizer`, with Megatron's arguments and calls of `HybridDeviceOptimizer`.
+
+    Args:
+        params: Groups of weights, or of shards.
+        lr: Learning rate; as all that follows, of groups that have none of their own.
+        betas: Decay rates of the two moments.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled decay.
+        bias_correction: Only true.
+        ignored: What Megatron says of its own CPU offload.
+
+    Attributes:
+        engine: Has the state, `metrics()` and `plan`, from when Megatron's optimizer is complete.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool = True,
+        **ignored: Any,
+    ) -> None:
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "bias_correction": bias_correction})
+        self._copies: list[dict[str, torch.Tensor]] | None = None
+        self._set: dict[int | str, dict[str, torch.Tensor]] = {}
+        self._set_step: int | None = None
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """All shards, in the engine's order."""
+        return [shard for group in self.param_groups for shard in group["params"]]
+
+    def open(self, parameters: Iterable[Parameter], config: OffloadConfig, gradient_dtype: torch.dtype) -> None:
+        """Open the engine.
+
+        Args:
+            parameters: What each shard is, in their order.
+            config: Tiers and budgets of this rank.
+            gradient_dtype: Of Megatron's buffer of gradients.
+
+        Raises:
+            ConfigError: The settings cannot be used; raised before any file is touched.
+            InfeasiblePlanError: The state does not fit into the tiers.
+        """
+        device = next((shard.device for shard in self.shards if shard.device.type != "cpu"), None)
+        widens = gradient_dtype is torch.float32
+        # Megatron may want the state before there is a backward pass to say what it leaves free on a GPU.
+        config = dataclasses.replace(config.opened_early(), gradient_dtype="float32" if widens else "parameter")
+        self.engine = Engine([*parameters], config, device=device)
+        self._bind_weights()
+        self.state.update({shard: ShardState(self, number) for number, shard in enumerate(self.shards)})
+
+    def _bind_weights(self) -> None:
+        for number, shard in enumerate(self.shards):
+            self.engine.bind_weight(number, shard.data_ptr())
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update all shards that have a gradient, and wait for that: Megatron gathers the weights next.
+
+        Raises:
+            StepAbortedError: The step could not be finished; the session is broken then.
+        """
+        engine = self.settled()
+        self._bind_weights()
+        active = []
+        for number, shard in enumerate(self.shards):
+            gradient = getattr(shard, "decoupled_grad", None)
+            if gradient is not None:
+                engine.gradients.bind(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
+                active.append(number)
+        groups = [ADAMW.values({**ADAMW.defaults, **group}) for group in self.param_groups]
+        engine.step(groups, active=active)
+        engine.finish(on_gpu=True)  # weights may be gathered on another stream
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, or make them zeros; in Megatron's buffer, too."""
+        super().zero_grad(set_to_none)
+        for shard in self.shards:
+            if set_to_none:
+                shard.decoupled_grad = None  # type: ignore[attr-defined]
+            elif getattr(shard, "decoupled_grad", None) is not None:
+                shard.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+    # State, as Megatron's checkpoints read and set it
+
+    def copies(self) -> list[dict[str, torch.Tensor]]:
+        """Return a copy of all state, by shard, the same one until state changes; see `Engine`'s `state.read`.
+
+        Megatron asks for each tensor, and writes none before it has all. More than 64 MiB lies in a file without a
+        name on a path, which goes with the last tensor of it.
+        """
+        self.settle()
+        if self._copies is None:
+            self._copies = self.engine.state.read(range(len(self.shards)))
+        return self._copies
+
+    def set_state(self, number: int, name: str, value: torch.Tensor) -> None:
+        """Replace one state tensor of a shard, when `settle` is next called, as all else here does first."""
+        self._set.setdefault(number, {})[name] = value
+
+    def set_step(self, step: Any) -> None:
+        """Replace the number of updates, which is the same for all shards; see `set_state`."""
+        self._set_step = int(step)
+
+    def settle(self) -> None:
+        """Write what was set to where the state lives: subgroup by subgroup, once each. Weights follow masters.
+
+        Raises:
+            ConfigError: A tensor has another number of elements than its shard.
+        """
+        if self._set or self._set_step is not None:
+            step = self._set_step
+            steps: dict[int | str, int] = {} if step is None else dict.fromkeys(range(len(self.shards)), step)
+            self._bind_weights()
+            self.engine.state.write(self._set, steps)
+            self._set, self._set_step, self._copies = {}, None, None
+
+    def settled(self) -> Engine:
+        """Return the engine, whose state may change now: what was set is written, and copies are let go."""
+        self.settle()
+        self._copies = None
+        return self.engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups and the number of updates; Megatron asks `state` for tensors."""
+        numbers = iter(range(len(self.shards)))
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        return {"state": {0: {"step": torch.tensor(float(self._step))}}, "param_groups": groups}
+
+    @property
+    def _step(self) -> int:
+        self.settle()
+        return max(map(self.engine.step_count, range(len(self.shards))), default=0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups, and the number of updates that they have; tensors are set by `state`."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name not in ("params", "step")})
+            if saved.get("step") is not None:
+                self.set_step(saved["step"])
+        self.settle()
+
+    @property
+    def sub_optimizers(self) -> list[torch.optim.Optimizer]:
+        """One with the number of updates: where TransformerEngine is installed Megatron takes it from there."""
+        stub = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
+        stub.state[stub.param_groups[0]["params"][0]] = {"step": torch.tensor(float(self._step))}
+        return [stub]
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Take all masters from the weights with the next step: the model was loaded without its optimizer."""
+        engine = self.settled()
+        self._bind_weights()
+        for number in range(len(self.shards)):
+            engine.reload_master(number)
+
+    def _sync_hdo_state_to_sub_optimizers(self) -> None:
+        """Megatron has set all state."""
+        self.settle()
+
+    def dummy_step(self) -> None:
+        """Make state; it is there from the beginning."""
+
+    def close(self) -> None:
+        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
+        self.engine.close()

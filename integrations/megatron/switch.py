@@ -1,0 +1,212 @@
+"""Switching it on and off: the one place where Megatron-Core is patched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from offload import ConfigError, DtypeCode, OffloadConfig, Parameter
+from offload.combinations import (
+    MEGATRON_BUFFER,
+    MEGATRON_CHAIN,
+    MEGATRON_FSDP,
+    MEGATRON_GATHERS,
+    MEGATRON_ROUNDED,
+    MEGATRON_WEIGHTS,
+    MEGATRON_WHOLE,
+)
+from offload.integrations import shared
+from offload.integrations.megatron import in_place
+from offload.integrations.megatron.inner import MegatronAdamW
+
+TESTED = ("0.16.1",)
+
+_PACKAGE = "megatron.core.optimizer"
+_DISTRIBUTED = f"{_PACKAGE}.distrib_optimizer"
+_CHECKPOINTING = "megatron.core.dist_checkpointing"
+_HYBRID = "HybridDeviceOptimizer"
+_MAKER = "_get_megatron_optimizer_based_on_param_groups"
+
+RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
+    _PACKAGE: {
+        _MAKER: ("config model_chunks param_groups", f"{_HYBRID} optimizer_cpu_offload DistributedOptimizer"),
+        "get_megatron_optimizer": ("config model_chunks", f"{_MAKER} ChainedOptimizer"),
+    },
+    f"{_PACKAGE}.ChainedOptimizer": {"__init__": ("self chained_optimizers", "")},
+    f"{_DISTRIBUTED}.{_HYBRID}": {"__init__": ("self params", "")},
+    f"{_DISTRIBUTED}.DistributedOptimizer": {
+        # Made over whole weights by the package, and here once more over shards, with its own defaults.
+        "__init__": ("self optimizer config", f"{_HYBRID} optimizer defaults opt_group_ranges"),
+        "_build_model_and_main_param_groups": ("", "use_precision_aware_optimizer_no_fp8_or_ds_fp8 detach view"),
+        "_get_model_param_range_map": ("self param", ""),
+        "_copy_model_grads_to_main_grads": ("self", "main_grad decoupled_grad"),
+        "_copy_main_params_to_model_params": ("self", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
+        "_copy_model_params_to_main_params": ("self", f"{_HYBRID} update_fp32_param_by_new_param"),
+        "_collect_main_grad_data_for_unscaling": ("self", "decoupled_grad"),
+        "_get_main_param_and_optimizer_states": ("self model_param", f"{_HYBRID} model_param_group_index_map state"),
+        "_set_main_param_and_optimizer_states": ("self model_param tensors", f"{_HYBRID} state"),
+        "state_dict": ("self", "sub_optimizers"),
+        "load_state_dict": ("self state_dict", "dummy_step"),
+        "sharded_state_dict": ("self model_sharded_state_dict is_loading sharding_type metadata", "ShardedObject"),
+    },
+    _CHECKPOINTING: {
+        "save": ("sharded_state_dict checkpoint_dir", "finalize_fns"),
+        "load": ("sharded_state_dict checkpoint_dir", ""),
+    },
+}
+"""Functions that are replaced or that make use of what is: parameters that they must begin with, and names that they
+must use."""
+
+_undo = contextlib.ExitStack()
+"""What `enable` has replaced; closing it twice does nothing."""
+
+
+def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
+    """Have Megatron-Core keep the state of distributed optimizers that are made from now on where the config says.
+
+    In each process that trains, before `get_megatron_optimizer`. A second call takes the place of the first.
+    Gradients are read in the dtype of Megatron's buffer, whatever `gradient_dtype` says.
+
+    Args:
+        config: Fields of `OffloadConfig`, or the path of a JSON file of them.
+        layout: Of checkpoints: "stock" is Megatron's, in the format that it is asked for. With "in_place" state stays
+            where it lies, and a folder `offload` in Megatron's checkpoint, which all ranks have to see, names it.
+
+    Raises:
+        ConfigError: A setting cannot be used, also not under Megatron, or the Megatron-Core that is installed cannot;
+            names what is missing.
+    """
+    global _undo
+    settings = OffloadConfig.from_dict(shared.fields(config), "config")
+    if not settings.keeps_grads:
+        MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
+    if layout not in ("stock", "in_place"):
+        raise ConfigError("layout", layout, 'use "stock" or "in_place"')
+    MEGATRON_GATHERS.check("overlap", settings.overlap)
+    disable()
+    shared.check_relied_on("megatron.core", "pip install --no-deps megatron-core", TESTED, RELIED_ON)
+    package, distributed = import_module(_PACKAGE), import_module(_DISTRIBUTED)
+    with contextlib.ExitStack() as undo:
+        for module in (package, distributed):
+            shared.replace(undo, module, _HYBRID, MegatronAdamW)
+        shared.replace(undo, package, _MAKER, functools.partial(_make, getattr(package, _MAKER)))
+        chained = package.ChainedOptimizer
+        opening = functools.partialmethod(_init_chained, vars(chained)["__init__"], settings)
+        shared.replace(undo, chained, "__init__", opening)
+        kind = distributed.DistributedOptimizer
+        replaced = {"load_state_dict": (_load_state_dict,), "sharded_state_dict": (_sharded_state_dict, layout)}
+        for name, (stand_in, *given) in replaced.items():
+            shared.replace(undo, kind, name, functools.partialmethod(stand_in, vars(kind)[name], *given))
+        for module in (import_module(_CHECKPOINTING), import_module(f"{_CHECKPOINTING}.serialization")):
+            for name in ("save", "load"):
+                shared.replace(undo, module, name, functools.partial(getattr(in_place, name), getattr(module, name)))
+        _undo = undo.pop_all()
+
+
+def disable() -> None:
+    """Undo `enable`, once the optimizers that were made since are not used any more. Idempotent."""
+    _undo.close()
+
+
+def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
+    """Return ours below what `get_megatron_optimizer` has returned: `engine.metrics()`, `engine.plan`, `close()`."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each.optimizer for each in chained if isinstance(each.optimizer, MegatronAdamW)]
+
+
+def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any) -> Any:
+    """Stand in for `_get_megatron_optimizer_based_on_param_groups`: refuse what cannot be, by name."""
+    if model_chunks[0].ddp_config.use_megatron_fsdp:
+        MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
+    for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if not getattr(config, name):
+            MEGATRON_WHOLE.refuse(name, False)
+    if model_chunks[0].ddp_config.fp8_param_gather:
+        MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config, name) is not torch.float32:
+            MEGATRON_ROUNDED.refuse(name, getattr(config, name))
+    for name, parameter in _named(model_chunks).items():
+        if parameter.requires_grad and parameter.dtype is torch.float32:
+            MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
+    return original(config, model_chunks, *arguments, **options)
+
+
+def _named(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a rank's part of the model by names that are unique on this rank."""
+    several = len(model_chunks) > 1
+    return {
+        f"chunk{number}.{name}" if several else name: parameter
+        for number, chunk in enumerate(model_chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
+    """Stand in for `ChainedOptimizer.__init__`, which has all optimizers of a model: open their engines."""
+    original(chained, optimizers)
+    own = [each for each in optimizers if isinstance(each.optimizer, MegatronAdamW)]
+    if len(own) > 1:
+        MEGATRON_CHAIN.refuse("optimizers", len(own), count=len(own))
+    for each in own:
+        _open(each, config)
+
+
+def _open(distributed: Any, config: OffloadConfig) -> None:
+    """Open the engine of a `DistributedOptimizer`'s inner one.
+
+    Raises:
+        ConfigError: Shards are not what is relied on.
+    """
+    inner = distributed.optimizer
+    names = {parameter: name for name, parameter in _named(distributed.model_chunks).items()}
+    numbers = {id(shard): number for number, shard in enumerate(inner.shards)}
+    parameters: dict[int, Parameter] = {}
+    for weight, (group, place) in distributed.model_param_group_index_map.items():
+        shard = inner.param_groups[group]["params"][place]
+        where = distributed._get_model_param_range_map(weight)["param"]
+        name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)
+        if shard.numel() != where.end - where.start or shard.dtype is not weight.dtype:
+            raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
+        parameters[numbers[id(shard)]] = Parameter(
+            name, shard.numel(), dtype, group, where.start, weight.numel(), tuple(weight.shape)
+        )
+    ranks = torch.distributed.get_world_size()
+    config = config.for_rank(torch.distributed.get_rank()) if ranks > 1 else config
+    described = [parameters[number] for number in range(len(numbers))]
+    inner.open(described, config, distributed.buffers[0].grad_dtype)
+
+
+def _sharded_state_dict(
+    distributed: Any,
+    original: Callable[..., Any],
+    layout: str,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    **options: Any,
+) -> Any:
+    """Stand in for `DistributedOptimizer.sharded_state_dict`: a checkpoint's metadata say how it is to be loaded."""
+    is_in_place = (options.get("metadata") or {}).get("distrib_optim_sharding_type") == in_place.SHARDING
+    if (is_in_place or (layout == "in_place" and not is_loading)) and isinstance(
+        distributed.optimizer, MegatronAdamW
+    ):
+        return in_place.sharded_state_dict(distributed, is_loading)
+    return original(distributed, model_sharded_state_dict, is_loading, **options)
+
+
+def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:
+    """Stand in for `DistributedOptimizer.load_state_dict`: what it has set is written before it returns."""
+    state = state_dict.get("param_state")
+    id = state.get(shared.POINTER) if isinstance(state, dict) else None
+    if id is not None:
+        state_dict = {name: value for name, value in state_dict.items() if name != "param_state"}
+    original(distributed, state_dict)
+    if isinstance(distributed.optimizer, MegatronAdamW):
+        distributed.optimizer.settle()
+        if id is not None:
+            in_place.load_state(distributed, id)

@@ -1,0 +1,385 @@
+"""Trains a tiny GPT of Megatron-Core on the CPU, with gloo; run by `test_megatron.py` in ranks.
+
+    python megatron_runs.py FOLDER CASES
+
+CASES is a JSON list of `Case`'s fields. Each case is trained by stock Megatron with our rule in memory below it, and
+by ours with all state on a path, in one process. Prints one line of JSON for each case and rank. The processes that
+Megatron starts to write a checkpoint import this module, and so it imports nothing large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        name: What it is called.
+        steps: How many.
+        passes: Backward passes a step.
+        tp: Ranks among which weights are cut.
+        fp16: In the place of bf16; its loss scale begins so high that steps are skipped.
+        scale: A constant loss scale.
+        clip: Norm to clip to.
+        overlap: Reduce in backward, and gather in forward.
+        frozen: Freeze the first layer and the embedding.
+        kinds: By which optimizers, in their order.
+        save: A folder to save to at last.
+        load: A folder to load from at first.
+        at: The steps behind what is loaded.
+        behind: Save while training goes on, by a process that Megatron forks.
+        te: Have Megatron believe that TransformerEngine is there when it asks for the number of updates.
+        keep: A file to keep the state in, without its last part, the rank.
+        kept: Files of another case, of any number of ranks, that have this one's state, likewise.
+        sharding: Megatron's name of the format.
+        layout: Ours.
+    """
+
+    name: str
+    steps: int = 20
+    passes: int = 1
+    tp: int = 1
+    fp16: bool = False
+    scale: float | None = None
+    clip: float = 1.0
+    overlap: bool = False
+    frozen: bool = False
+    kinds: list[str] = field(default_factory=lambda: ["memory", "offload"])
+    save: str = ""
+    load: str = ""
+    at: int = 0
+    behind: bool = False
+    te: bool = False
+    keep: str = ""
+    kept: str = ""
+    sharding: str = "dp_reshardable"
+    layout: str = "stock"
+
+
+def play_cuda() -> None:
+    """Have Megatron-Core, which names "cuda" outright, run on the CPU; for this thread."""
+    import torch
+    from packaging.version import Version
+    from torch.overrides import TorchFunctionMode
+
+    cpu = torch.device("cpu")
+
+    def is_cuda(value: Any) -> bool:
+        return str(value).startswith("cuda") if isinstance(value, str | torch.device) else False
+
+    class CudaIsCpu(TorchFunctionMode):
+        """`device="cuda"` makes CPU tensors; `.cuda()` is the identity; `.type()` says that they are CUDA's."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = {name: cpu if is_cuda(value) else value for name, value in (kwargs or {}).items()}
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.to:
+                args = tuple(cpu if is_cuda(value) else value for value in args)
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            return func(*args, **kwargs)
+
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]  # of releases after 0.16.1
+    tracker = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
+    tracker.fork = lambda *_, **__: contextlib.nullcontext()
+    import_module("megatron.core.utils").get_te_version = lambda: Version("0")  # without TransformerEngine it raises
+    CudaIsCpu().__enter__()
+
+
+class Training:
+    """A model, Megatron's optimizer of it, and a schedule."""
+
+    def __init__(self, case: Case, kind: str, folder: Path) -> None:
+        import torch
+
+        parts = "parallel_state", "distributed", "optimizer", "models.gpt", "models.gpt.gpt_layer_specs"
+        self.parallel, distributed, optimizers, gpts, specs = (
+            import_module(f"megatron.core.{name}") for name in parts
+        )
+        self.case, self.kind, self.reads = case, kind, 0
+        import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE = case.te
+        self.parallel.destroy_model_parallel()
+        self.parallel.initialize_model_parallel(tensor_model_parallel_size=case.tp)
+        torch.manual_seed(1234)
+        dtype = torch.float16 if case.fp16 else torch.bfloat16
+        types = {"params_dtype": dtype, "bf16": not case.fp16, "fp16": case.fp16}
+        fused = "masked_softmax", "bias_activation", "bias_dropout", "gradient_accumulation"
+        config = import_module("megatron.core.transformer").TransformerConfig(
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            use_cpu_initialization=True,
+            pipeline_dtype=dtype,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=case.tp,
+            **types,
+            **{f"{name}_fusion": False for name in fused},
+        )
+        layers = specs.get_gpt_layer_local_spec()
+        gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32).to(dtype)
+        for parameter in [*gpt.embedding.parameters(), *gpt.decoder.layers[0].parameters()] if case.frozen else ():
+            parameter.requires_grad_(False)
+        gathered = {"overlap_grad_reduce": case.overlap, "overlap_param_gather": case.overlap}
+        ddp = distributed.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, **gathered
+        )
+        self.model = distributed.DistributedDataParallel(config, ddp, gpt)
+        self.finalize = distributed.finalize_model_grads
+        self.door = door = import_module("offload.integrations.megatron")
+        ours = {}
+        if kind == "offload":
+            door.enable({**SETTINGS, "paths": [str(folder)]}, layout=case.layout)
+            ours = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+        optimizer_config = optimizers.OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            min_lr=1e-3,
+            weight_decay=0.1,
+            clip_grad=case.clip,
+            use_distributed_optimizer=True,
+            loss_scale=case.scale,
+            initial_loss_scale=2.0**19,
+            overlap_param_gather=case.overlap,
+            log_num_zeros_in_grad=True,
+            **types,
+            **ours,
+        )
+        self.optimizer = optimizers.get_megatron_optimizer(optimizer_config, [self.model])
+        (self.distributed,) = self.optimizer.chained_optimizers
+        if kind == "memory":
+            self._take_our_rule()
+        schedule = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+        self.schedule = schedule(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=1e-2,
+            min_lr=1e-3,
+            lr_warmup_steps=2,
+            lr_decay_steps=40,
+            lr_decay_style="cosine",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=40,
+            wd_incr_style="constant",
+        )
+        self.said: list[Any] = []
+        self.meta = {"distrib_optim_sharding_type": case.sharding}
+
+    def _take_our_rule(self) -> None:
+        """Have stock Megatron's inner optimizer, over its own fp32 masters, step as our rule does in memory."""
+        import offload
+
+        theirs = self.distributed.optimizer
+        for group in theirs.param_groups:
+            for master in group["params"]:
+                master.requires_grad_(True)
+        groups = [{"params": group["params"]} for group in theirs.param_groups if group["params"]]
+        rule = self.rule = offload.AdamW(groups, offload={"host_memory": "64MiB", "threads": 1})
+
+        def step() -> None:
+            here = (group for group in theirs.param_groups if group["params"])
+            for group, own in zip(rule.param_groups, here, strict=True):
+                group.update({name: own[name] for name in ("lr", "weight_decay", "betas", "eps")})
+            for master, state in theirs.state.items():  # as it was loaded
+                if state and master not in rule.state:
+                    rule.state[master] = {name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}
+            rule.step()
+            for master, state in rule.state.items():
+                theirs.state[master] = {name: value.clone() for name, value in state.items()}
+
+        theirs.step = step
+
+    def step(self, number: int) -> None:
+        """Make a step, and note what Megatron says of it."""
+        import torch
+
+        rank = self.parallel.get_data_parallel_rank()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mask = torch.ones(1, 1, 32, 32).tril() < 0.5
+        losses = []
+        for micro_step in range(self.case.passes):
+            seed = 1000 * number + 10 * micro_step + rank
+            tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(seed))
+            last = micro_step + 1 == self.case.passes
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                places = torch.arange(32).expand(4, 32)
+                loss = self.model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
+                self.optimizer.scale_loss(loss).backward()
+            losses.append(loss.item())
+        self.finalize([self.model])
+        took, norm, zeros = self.optimizer.step()
+        if took:
+            self.schedule.step(increment=1)
+        self.said.append([*losses, took, None if norm is None else float(norm), zeros])
+
+    def sharded(self, loading: bool) -> dict[str, Any]:
+        """Return Megatron's own state dict for `dist_checkpointing`."""
+        model = self.model.module.sharded_state_dict()
+        state = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=self.meta)
+        return {"model": model, "optimizer": state}
+
+    def _on_all(self, verb: str, strategy: Any) -> Any:
+        """Return a strategy of `dist_checkpointing` that divides its work among ranks, as Megatron-LM's."""
+        found = import_module("megatron.core.dist_checkpointing.strategies.fully_parallel")
+        kind = getattr(found, f"FullyParallel{verb}StrategyWrapper")
+        return kind(strategy, self.parallel.get_data_parallel_group(with_context_parallel=True))
+
+    def save(self, folder: str) -> None:
+        """Save, and go on for two steps where that is done behind; count how often state is read for it."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        checkpoints, reads = import_module("megatron.core.dist_checkpointing"), []
+        if self.kind == "offload":
+            state = self.distributed.optimizer.engine.state
+            read, state.read = state.read, lambda *arguments: reads.append(arguments) or read(*arguments)
+        queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
+        options = {"async_sharded_save": self.case.behind, "content_metadata": self.meta}
+        strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
+        request = checkpoints.save(self.sharded(False), folder, strategy, **options)
+        if self.case.behind:
+            queue.schedule_async_request(request)
+            del request
+            for number in range(2):
+                self.step(self.case.at + self.case.steps + number)
+            queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        self.reads = len(reads)
+
+    def load(self, folder: str) -> None:
+        if self.kind == "memory":  # stock cannot load into an optimizer that has made no step
+            self.distributed._init_optimizer_states_with_dummy_values()
+            self.rule.close()
+            for master in self.distributed.get_parameters():
+                master.requires_grad_(False)
+            set_all = self.distributed._set_main_param_and_optimizer_states
+            get_all = self.distributed._get_main_param_and_optimizer_states
+
+            def set_but_step(weight: Any, tensors: dict[str, Any]) -> None:
+                # Of torch's own Adam Megatron 0.16.1 would set `step`, too, which no file has: to the dummy step's.
+                set_all(weight, {**tensors, "step": get_all(weight)["step"]})
+
+            self.distributed._set_main_param_and_optimizer_states = set_but_step
+        checkpoints = import_module("megatron.core.dist_checkpointing")
+        self.meta = checkpoints.load_content_metadata(folder)
+        strategy = self._on_all("Load", checkpoints.serialization.get_default_load_sharded_strategy(folder))
+        state = checkpoints.load(
+            sharded_state_dict=self.sharded(True), checkpoint_dir=folder, sharded_strategy=strategy
+        )
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.step(increment=self.case.at)
+        if self.kind == "memory":
+            self._take_our_rule()
+
+    def state(self) -> dict[str, Any]:
+        """Return weights by name, and state by name with where a shard begins."""
+        if self.case.overlap:
+            self.model.start_param_sync(force_sync=True)
+        found: dict[str, Any] = {}
+        for name, weight in self.model.named_parameters():
+            found[name] = weight.detach().clone()
+            if weight in self.distributed.model_param_group_index_map:
+                start = self.distributed._get_model_param_range_map(weight)["param"].start
+                tensors = self.distributed._get_main_param_and_optimizer_states(weight)
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    found[f"{name} {key} {start}"] = tensors[key].detach().clone().view(-1)
+        return found
+
+    def close(self) -> None:
+        if self.kind == "memory":
+            self.rule.close()
+        else:
+            self.distributed.optimizer.close()
+        self.door.disable()
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    import torch
+
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def joined(kept: str) -> dict[str, Any]:
+    """Return the state that ranks have kept, as that of one rank."""
+    import torch
+
+    parts = [torch.load(file) for file in sorted(Path(kept).parent.glob(f"{Path(kept).name}.*"))]
+    whole = {name: weight for name, weight in parts[0].items() if " " not in name}
+    pieces: dict[str, dict[int, Any]] = {}
+    for name, piece in ((name, piece) for part in parts for name, piece in part.items() if " " in name):
+        pieces.setdefault(name.rpartition(" ")[0], {})[int(name.rpartition(" ")[2])] = piece
+    return {
+        **whole,
+        **{f"{name} 0": torch.cat([each[start] for start in sorted(each)]) for name, each in pieces.items()},
+    }
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Train a case by each kind; return what they have said, and in what they differ."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    answers: dict[str, Any] = {"name": case.name, "rank": rank}
+    states = []
+    for kind in case.kinds:
+        training = Training(case, kind, folder)
+        if case.load:
+            training.load(case.load)
+        for number in range(case.at, case.at + case.steps):
+            training.step(number)
+        if case.save:
+            training.save(case.save)
+        states.append(training.state())
+        answers[kind] = training.said
+        if case.keep:
+            torch.save(states[-1], f"{case.keep}.{rank}")
+        if case.kept:
+            answers["differing"] = differing(states[-1], joined(case.kept))
+        if kind == "offload":
+            inner = training.distributed.optimizer
+            answers["reads"] = training.reads
+            answers["resident"] = inner.engine.metrics()["resident_share"]
+            answers["names"] = [parameter.name for parameter in inner.engine.plan.layout.parameters]
+        training.close()
+    digest = hashlib.sha256()
+    for name in sorted(states[-1]):
+        digest.update(states[-1][name].contiguous().view(torch.uint8).numpy().tobytes())
+    answers["digest"] = digest.hexdigest()
+    answers["state"] = sum(1 for name in states[0] if " " in name)
+    if len(states) == 2:
+        answers["differing"] = differing(*states)
+    return answers
+
+
+def main(folder: Path, cases: list[dict[str, Any]]) -> None:
+    import torch
+
+    play_cuda()
+    torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for fields in cases:
+        answers = run(Case(**fields), folder)
+        sys.stdout.write(json.dumps(answers) + "\n")  # at once: ranks write to one pipe
+        sys.stdout.flush()
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

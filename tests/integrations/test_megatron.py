@@ -1,0 +1,339 @@
+"""Megatron-Core's distributed optimizer with ours below it: the bits of stock Megatron with our rule in memory.
+
+Megatron runs on the CPU, in ranks of gloo, which `megatron_runs.py` makes it believe to be CUDA. Each number of ranks
+is one start of that program for all of its cases. What refuses needs no Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prepared
+import pytest
+import torch
+
+from offload import CheckpointError, ConfigError, DtypeCode, OffloadConfig, Parameter
+from offload.combinations import (
+    MEGATRON_BUFFER,
+    MEGATRON_CHAIN,
+    MEGATRON_FSDP,
+    MEGATRON_GATHERS,
+    MEGATRON_ROUNDED,
+    MEGATRON_WEIGHTS,
+    MEGATRON_WHOLE,
+    Row,
+)
+from offload.integrations import megatron as integration
+from offload.integrations.megatron import in_place, switch
+
+PROGRAM = Path(__file__).with_name("megatron_runs.py")
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, of what is not installed
+
+
+def run(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return what ranks say of each case, by its name."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [prepared.python(), "-W", "ignore", *prepared.torchrun(ranks), str(PROGRAM), str(folder), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name')]
+    found: dict[str, list[dict[str, Any]]] = {case["name"]: [] for case in cases}
+    for line in sorted(lines, key=lambda line: int(line["rank"])):
+        found[line["name"]].append(line)
+    assert all(len(said) == ranks for said in found.values())
+    return found
+
+
+def check(found: dict[str, list[dict[str, Any]]], **skipped: int) -> None:
+    """Check that ours is Megatron with our rule in memory, bit for bit: what it says, weights and state."""
+    for name, ranks in found.items():
+        for said in ranks:
+            assert said["offload"] == said["memory"], name
+            assert said["differing"] == [], name
+            assert said["state"] > 0, name
+            assert said["resident"] == 0, name
+            assert sum(not took for *_, took, _, _ in said["offload"]) == skipped.get(name, 0), name
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_training_is_that_of_megatron_with_our_rule(tmp_path: Path) -> None:
+    """Two groups, one without decay, warmup and cosine, norms and zeros counted, in all of these."""
+    cases = [
+        {"name": "bf16"},
+        {"name": "fp16", "fp16": True},
+        {"name": "passes", "passes": 2, "steps": 5},
+        {"name": "frozen", "frozen": True, "steps": 5},
+        {"name": "no clipping", "clip": 0, "steps": 5},
+        {"name": "loss scale", "scale": 1024, "steps": 5},
+    ]
+    found = run(tmp_path / "paths", 1, cases)
+    check(found, fp16=2)
+    names = found["bf16"][0]["names"]
+    assert {"embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.bias"} <= {*names}
+    assert not any(name.startswith("decoder.layers.0") for name in found["frozen"][0]["names"])
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_ranks_train_as_megatrons_with_our_rule(tmp_path: Path) -> None:
+    cases = [
+        {"name": "bf16"},
+        {"name": "overlap", "overlap": True, "steps": 5},
+        {"name": "tensor parallel", "tp": 2, "steps": 5},
+        {"name": "fp16", "fp16": True, "passes": 2, "steps": 8},
+    ]
+    found = run(tmp_path / "paths", 2, cases)
+    check(found, fp16=2)
+    assert found["bf16"][0]["offload"] != found["bf16"][1]["offload"]  # each has losses of its own
+    assert found["bf16"][0]["offload"][0][1:] == found["bf16"][1]["offload"][0][1:]
+
+
+FORMATS = {"dp": "dp_reshardable", "full": "fully_reshardable"}
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_megatrons_checkpoints_are_gone_on_from_exactly(tmp_path: Path) -> None:
+    """In both formats, ours and stock's by each other; by as many ranks and by one; saved behind training."""
+
+    def case(name: str, kind: str, loads: str = "", *, steps: int = 3, **more: Any) -> dict[str, Any]:
+        at = {"load": str(tmp_path / loads), "at": 3} if loads else {}
+        return {"name": name, "kinds": [kind], "steps": steps, **at, **more}
+
+    def saved(name: str, kind: str, **more: Any) -> dict[str, Any]:
+        return case(name, kind, save=str(tmp_path / name), **more)
+
+    cases = [case("whole", "offload", steps=6)]
+    for short, sharding in FORMATS.items():
+        te, keep = short == "full", str(tmp_path / "kept")
+        ours, theirs = f"ours {short}", f"stock {short}"
+        of_it = [
+            saved(ours, "offload", keep=keep, te=te),
+            saved(theirs, "memory"),
+            case(f"{short} ours to ours", "offload", ours, te=te),
+            case(f"{short} stock to ours", "offload", theirs),
+            case(f"{short} ours to stock", "memory", ours),
+        ]
+        cases += [{**each, "sharding": sharding} for each in of_it]
+    cases += [saved("behind", "offload", behind=True), case("resumed from behind", "offload", "behind")]
+    cases += [saved("in place", "offload", layout="in_place"), case("resumed in place", "offload", "in place")]
+    both = {"layout": "in_place", "behind": True, "tp": 2}
+    cases += [case("whole tp", "offload", steps=6, tp=2), saved("behind tp", "offload", **both)]
+    cases += [case("resumed from behind tp", "offload", "behind tp", tp=2)]
+    found = run(tmp_path / "paths", 2, cases)
+    for name, ranks in found.items():
+        for whole, said in zip(found["whole tp" if name.endswith("tp") else "whole"], ranks, strict=True):
+            steps = said.get("offload") or said["memory"]
+            if name.startswith(("ours", "stock", "behind", "in place")):
+                assert steps == whole["offload"][: len(steps)], name
+                assert len(steps) == (5 if name.startswith("behind") else 3), name
+                in_place = name in ("in place", "behind tp")
+                assert said.get("reads", 1) == (0 if in_place else 1), name  # all of it, once
+                assert (tmp_path / name / "offload" / "COMMIT").is_file() == in_place
+            elif not name.startswith("whole"):
+                assert (steps, said["digest"]) == (whole["offload"][3:], whole["digest"]), name
+    fewer = [case("in place", "offload", "in place", steps=0, kept=str(tmp_path / "kept"))]
+    fewer += [
+        case(name, "offload", f"ours {name}", steps=0, sharding=sharding, kept=str(tmp_path / "kept"))
+        for name, sharding in FORMATS.items()
+    ]
+    for (said,) in run(tmp_path / "paths", 1, fewer).values():
+        assert said["differing"] == []
+
+
+def model(**changed: Any) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
+    """Return what Megatron's own function is given: its configuration, and a model of one weight."""
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=changed.pop("dtype", torch.bfloat16)))
+    flags = {"use_megatron_fsdp": False, "fp8_param_gather": False}
+    ddp = SimpleNamespace(**{name: changed.pop(name, value) for name, value in flags.items()})
+    names = "use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"
+    types = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), torch.float32)
+    config = SimpleNamespace(**{**dict.fromkeys(names, True), **types, **changed})
+    return config, [SimpleNamespace(ddp_config=ddp, named_parameters=lambda: iter([("module.weight", weight)]))]
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        (MEGATRON_WHOLE, {"use_distributed_optimizer": False}),
+        (MEGATRON_WHOLE, {"optimizer_cpu_offload": False}),
+        (MEGATRON_WHOLE, {"use_precision_aware_optimizer": False}),
+        (MEGATRON_FSDP, {"use_megatron_fsdp": True}),
+        (MEGATRON_WEIGHTS, {"fp8_param_gather": True}),
+        (MEGATRON_WEIGHTS, {"dtype": torch.float32}),
+        (MEGATRON_ROUNDED, {"exp_avg_dtype": torch.bfloat16}),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(row: Row, changed: dict[str, Any]) -> None:
+    assert switch._make(lambda *_, **options: options, *model(), [], tp=1) == {"tp": 1}
+    with pytest.raises(ConfigError) as refused:
+        switch._make(pytest.fail, *model(**changed), [])
+    assert row.advice in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "config"),
+    [
+        (MEGATRON_GATHERS, {"overlap": "forward"}),
+        (MEGATRON_GATHERS, {"overlap": "backward", "paths": ["."]}),
+        (MEGATRON_BUFFER, {"keep_grads": False}),
+        (MEGATRON_BUFFER, {"gradient_memory": 0, "paths": ["."]}),
+    ],
+)
+def test_settings_that_megatron_has_no_place_for_are_refused(row: Row, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        integration.enable(config)
+    assert row.advice in str(refused.value)
+
+
+def test_experts_optimizers_are_refused() -> None:
+    inner = integration.MegatronAdamW(
+        [torch.nn.Parameter(torch.zeros(4))], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    with pytest.raises(ConfigError) as refused:
+        switch._init_chained(None, lambda *_: None, None, [SimpleNamespace(optimizer=inner)] * 2)  # type: ignore[arg-type]
+    assert MEGATRON_CHAIN.advice.format(count=2) in str(refused.value)
+
+
+def over_a_shard(folder: Path) -> SimpleNamespace:
+    """Return what a checkpoint in place needs of Megatron's optimizer, over ours of a third of a weight."""
+    shard = torch.arange(4096, dtype=torch.bfloat16)
+    inner = integration.MegatronAdamW([shard], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    folder.mkdir(exist_ok=True)
+    parameter = Parameter("weight", 4096, DtypeCode.BFLOAT16, 0, 4096, 3 * 4096, (3, 4096))
+    inner.open([parameter], OffloadConfig(paths=[str(folder)], host_memory=0, threads=1), torch.float32)
+    return SimpleNamespace(
+        optimizer=inner, shard=shard, data_parallel_group_idx=2, distributed_optimizer_instance_id=0
+    )
+
+
+def save_in_place(distributed: SimpleNamespace, place: Path) -> str:
+    distributed.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
+    distributed.optimizer.step()
+    id = uuid.uuid4().hex
+    in_place._begin(distributed, id, str(place))
+    distributed.optimizer.engine.checkpoints.wait()
+    return id
+
+
+def test_a_checkpoint_in_place_lasts_as_long_as_its_folder(tmp_path: Path) -> None:
+    """No later one takes its room while Megatron keeps it: that is a copy."""
+    first, second, third = (tmp_path / f"iter_000000{number}" for number in (1, 2, 3))
+    distributed = over_a_shard(tmp_path / "paths")
+    optimizer = distributed.optimizer
+    id = save_in_place(distributed, first)
+    saved = optimizer.state[distributed.shard]["master_param"].clone()
+    save_in_place(distributed, second)
+    assert [*optimizer.engine.checkpoints.kept] == [str(first / "offload")]
+    fresh = over_a_shard(tmp_path / "other")
+    in_place.load(lambda *_, **__: None, {}, str(second))
+    with pytest.raises(CheckpointError, match="files are of several checkpoints"):
+        in_place.load_state(fresh, id)
+    in_place.load(lambda *_, **__: None, {}, str(first))
+    in_place.load_state(fresh, id)
+    assert torch.equal(fresh.optimizer.state[fresh.shard]["master_param"], saved)
+    assert torch.equal(fresh.shard, saved.bfloat16())
+    assert [each.state[each.shards[0]]["exp_avg"].any() for each in (fresh.optimizer, optimizer)] == [True, True]
+    assert fresh.optimizer.state_dict()["state"][0]["step"] == 1
+    fresh.optimizer.close()
+    shutil.rmtree(first)
+    save_in_place(distributed, third)
+    assert [*optimizer.engine.checkpoints.kept] == [str(third / "offload")]
+    optimizer.close()
+
+
+def test_state_is_read_and_set_by_megatrons_names(tmp_path: Path) -> None:
+    distributed = over_a_shard(tmp_path / "paths")
+    optimizer, shard = distributed.optimizer, distributed.shard
+    assert [*optimizer.state[shard]] == ["master_param", "exp_avg", "exp_avg_sq"]
+    for name, value in {"master_param": 2.0, "exp_avg": 0.5, "exp_avg_sq": 0.25}.items():
+        optimizer.state[shard][name] = torch.full((4096,), value)
+    optimizer.state[shard].update(step=torch.tensor(7.0), padding=False)
+    assert optimizer.state[shard]["exp_avg_sq"].unique().item() == 0.25
+    assert shard.unique().item() == 2.0
+    assert optimizer.sub_optimizers[0].state_dict()["state"][0]["step"] == 7
+    shard.fill_(3.0)
+    optimizer.update_fp32_param_by_new_param()
+    assert optimizer.state[shard]["master_param"].unique().item() == 3.0
+    gradient = shard.decoupled_grad = torch.ones(4096)  # type: ignore[attr-defined]
+    optimizer.zero_grad(set_to_none=False)
+    assert not gradient.any()
+    optimizer.zero_grad()
+    assert shard.decoupled_grad is None  # type: ignore[attr-defined]
+    optimizer.step()  # no shard has a gradient
+    assert optimizer.state_dict()["state"][0]["step"] == 7
+    with pytest.raises(ConfigError, match="a shard has all of its state"):
+        del optimizer.state[shard]["exp_avg"]
+    optimizer.close()
+
+
+def test_a_megatron_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ConfigError, match="pip install --no-deps megatron-core"):
+        integration.enable({})
+    with pytest.raises(ConfigError, match='use "stock" or "in_place"'):
+        integration.enable({}, layout="elsewhere")
+
+
+@pytest.fixture
+def distributed() -> Iterator[Any]:
+    yield import_module("megatron.core.optimizer.distrib_optimizer")
+    integration.disable()
+
+
+@needs_megatron
+def test_it_takes_the_place_of_both_names_until_it_is_disabled(distributed: Any) -> None:
+    package = import_module("megatron.core.optimizer")
+    before = [vars(package).copy(), vars(distributed).copy(), {**vars(distributed.DistributedOptimizer)}]
+    integration.enable({})
+    integration.enable({"threads": 1})
+    assert package.HybridDeviceOptimizer is distributed.HybridDeviceOptimizer is integration.MegatronAdamW
+    integration.disable()
+    integration.disable()
+    assert before == [vars(package), vars(distributed), {**vars(distributed.DistributedOptimizer)}]
+
+
+def _nothing(self: Any) -> None:
+    """Take the place of a function that used what is relied on."""
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("name", "now", "says"),
+    [
+        ("_copy_model_grads_to_main_grads", _nothing, "does not use main_grad, decoupled_grad"),
+        ("load_state_dict", _nothing, r"load_state_dict\(self\) took \(self, state_dict\)"),
+        ("_get_model_param_range_map", None, "_get_model_param_range_map is gone"),
+    ],
+)
+def test_a_megatron_that_has_moved_is_named(
+    distributed: Any, monkeypatch: pytest.MonkeyPatch, name: str, now: Callable[..., Any] | None, says: str
+) -> None:
+    if now is None:
+        monkeypatch.delattr(distributed.DistributedOptimizer, name)
+    else:
+        monkeypatch.setattr(distributed.DistributedOptimizer, name, now)
+    with pytest.raises(ConfigError, match=f"use one of 0.16.1: .*{says}"):
+        integration.enable({})
+    assert distributed.HybridDeviceOptimizer is not integration.MegatronAdamW
