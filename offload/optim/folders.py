@@ -27,6 +27,9 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
     given, folder = folder, parse_place(folder).name  # whatever the working directory is when it ends
     if not os.path.isabs(folder):
         raise ConfigError("folder", given, "name a directory: the files in a bucket cannot be marked as whole")
+    config = optimizer.config
+    if config.paths and config.checkpoints == 1:
+        log.warning("with checkpoints_kept=1 the folder before loses its state while %s is not whole: give 2", folder)
     begin_folder(folder)
     yield
     optimizer.wait_checkpoint()
