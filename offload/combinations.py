@@ -218,7 +218,7 @@ MEGATRON_FSDP = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-FSDP"
 MEGATRON_WEIGHTS = Row(ATTACHED, "`offload.integrations.megatron`", "weights of Megatron-Core in fp8 or fp32",
     "use --bf16 or --fp16 for all that train, without --fp8-param-gather: --fp8-format still computes in fp8")
 MEGATRON_ROUNDED = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-Core's types of state, but for fp32",
-    'leave it fp32: state_format, "compact16" or "compact8", says how state is stored')
+    'leave it fp32: state_format says how state is stored')
 MEGATRON_CHAIN = Row(ATTACHED, "`offload.integrations.megatron`",
     "several optimizers of Megatron-Core in a chain, as experts have",
     "leave expert parallelism out: one budget is for one optimizer, and here are {count}")

@@ -190,7 +190,10 @@ class MegatronAdamW(torch.optim.Optimizer):
         """Return the groups and the number of updates; Megatron asks `state` for tensors."""
         numbers = iter(range(len(self.shards)))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
-        return {"state": {0: {"step": torch.tensor(float(self._step))}}, "param_groups": groups}
+        return {
+            "state": {0: {"step": torch.tensor(float(self._step), dtype=torch.float32, device="cpu")}},
+            "param_groups": groups,
+        }
 
     @property
     def _step(self) -> int:
@@ -208,8 +211,10 @@ class MegatronAdamW(torch.optim.Optimizer):
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """One with the number of updates: where TransformerEngine is installed Megatron takes it from there."""
-        stub = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
-        stub.state[stub.param_groups[0]["params"][0]] = {"step": torch.tensor(float(self._step))}
+        stub = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
+        stub.state[stub.param_groups[0]["params"][0]] = {
+            "step": torch.tensor(float(self._step), dtype=torch.float32, device="cpu")
+        }
         return [stub]
 
     def update_fp32_param_by_new_param(self) -> None:

@@ -96,7 +96,7 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
             shared.replace(undo, module, _HYBRID, MegatronAdamW)
         shared.replace(undo, package, _MAKER, functools.partial(_make, getattr(package, _MAKER)))
         chained = package.ChainedOptimizer
-        opening = functools.partialmethod(_init_chained, vars(chained)["__init__"], settings)
+        opening = functools.partialmethod(init_chained, vars(chained)["__init__"], settings)
         shared.replace(undo, chained, "__init__", opening)
         kind = distributed.DistributedOptimizer
         replaced = {"load_state_dict": (_load_state_dict,), "sharded_state_dict": (_sharded_state_dict, layout)}
@@ -147,7 +147,7 @@ def _named(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parame
     }
 
 
-def _init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
+def init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
     """Stand in for `ChainedOptimizer.__init__`, which has all optimizers of a model: open their engines."""
     original(chained, optimizers)
     own = [each for each in optimizers if isinstance(each.optimizer, MegatronAdamW)]

@@ -93,7 +93,7 @@ def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[i
     for file, nbytes in found:
         if not any(_is_of(place, file) for place in places):
             path = os.path.join(above, files[file])
-            _fetch_file(f"{source.path}/{file}", path, nbytes)
+            fetch_file(f"{source.path}/{file}", path, nbytes)
             if (state := marker.files.get(files[file])) is not None:
                 os.utime(path, ns=(state[1], state[1]))  # by which a mirror knows that it has it
             done += nbytes
@@ -110,7 +110,7 @@ def _is_beside(file: str) -> bool:
     return file.startswith(f"{BESIDE}/")
 
 
-def _fetch_file(source: str, target: str, nbytes: int) -> None:
+def fetch_file(source: str, target: str, nbytes: int) -> None:
     place, _, last = source.rpartition("/")
     with saying("write", target):
         os.makedirs(os.path.dirname(target), exist_ok=True)

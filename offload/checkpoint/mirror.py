@@ -77,7 +77,7 @@ FAILURE = re.compile(r"failed-[0-9a-f]{32}-\d+")
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
+class Task:
     """What is to be mirrored: this rank's part of a checkpoint, and on rank 0 the framework's files around it.
 
     Attributes:
@@ -127,7 +127,7 @@ class Mirror:
         self._path, self._io_backend = path, io_backend
         self._open = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
-        self._tasks: tuple[_Task, ...] = ()
+        self._tasks: tuple[Task, ...] = ()
         """Checkpoints to mirror, in their order; the first may be under way."""
         self._is_claimed = False
         self._seen = Seen()
@@ -172,7 +172,7 @@ class Mirror:
         marks = [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
         is_within = Mark.BEGUN in marks or Mark.WHOLE in marks[:2]
         if self._path is not None and not is_within:  # else it goes with the folder that it is in
-            self._queue(_Task(source, self._part(saved, self._target(source), is_new)))
+            self.queue_task(Task(source, self._part(saved, self._target(source), is_new)))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
         """Mirror a framework's folder next, as `offer` does a checkpoint; one that lies in the mirror is there.
@@ -201,13 +201,13 @@ class Mirror:
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
-        self._queue(_Task(source, part, files, failure))
+        self.queue_task(Task(source, part, files, failure))
 
     def _part(self, saved: SaveRequest, target: str, is_new: bool) -> Part:
         named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
         return Part(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
 
-    def _queue(self, task: _Task) -> None:
+    def queue_task(self, task: Task) -> None:
         with self._lock:
             is_there = bool(task.id) and any(each.id == task.id for each in self._tasks)
             if not is_there:
@@ -219,7 +219,7 @@ class Mirror:
         self._thread.start()
         self._news.put(None)
 
-    def _pass_over(self, newer: _Task) -> None:
+    def _pass_over(self, newer: Task) -> None:
         """Mirror none of those that are before one, but what has been taken."""
         with self._lock:
             before = self._tasks[: self._tasks.index(newer)] if newer in self._tasks else ()
@@ -229,7 +229,7 @@ class Mirror:
             log.info("%s is not mirrored: there is a newer one", each.source)
             self._end(each)
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: Task) -> None:
         if task.files is not None:
             task.files.close()
         task.done.set()
@@ -309,7 +309,7 @@ class Mirror:
                 continue
             try:
                 if self._wait_for_first(task):
-                    self._mirror(task)
+                    self.mirror_task(task)
                     self._drop(task, None)
             except _Interrupted:
                 break
@@ -321,7 +321,7 @@ class Mirror:
         for task in self._tasks:
             self._drop(task, CheckpointError("the session was closed"))
 
-    def _next(self) -> _Task | None:
+    def _next(self) -> Task | None:
         """Return the checkpoint to mirror next, if there is one; rank 0 takes it by that."""
         with self._lock:
             task = next(iter(self._tasks), None)
@@ -330,7 +330,7 @@ class Mirror:
                 return task if task.is_taken else None
             return task
 
-    def _drop(self, task: _Task, cause: Exception | None) -> None:
+    def _drop(self, task: Task, cause: Exception | None) -> None:
         with self._lock:
             is_there = task in self._tasks
             self._tasks = tuple(each for each in self._tasks if each is not task)
@@ -341,7 +341,7 @@ class Mirror:
                 self._error.__cause__ = cause
             self._end(task)
 
-    def _wait_for_first(self, task: _Task) -> bool:
+    def _wait_for_first(self, task: Task) -> bool:
         """Wait until rank 0 has begun to mirror a checkpoint; return False if it has passed it over."""
         silence, pause_s = waits.Silence(), 0.01
         while not task.is_taken:
@@ -362,7 +362,7 @@ class Mirror:
                 pause_s = min(2 * pause_s, 1.0)
         return True
 
-    def _mirror(self, task: _Task) -> None:
+    def mirror_task(self, task: Task) -> None:
         files, part = task.files, task.part
         if task.failure is not None:
             raise task.failure

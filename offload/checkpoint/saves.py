@@ -193,7 +193,7 @@ class Saves:
         self._settle_s = settle_s
         paths = [path for path, _ in stores]
         self._is_mirrored = config.mirror is not None
-        self._mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
+        self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
         self._numbers = 0
         self._steps: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ class Saves:
             ConfigError: It goes to the mirror itself.
         """
         if not request.copy:
-            self._mirror.check(os.fspath(request.path))
+            self.mirror.check(os.fspath(request.path))
         if request.ranks > 1:  # one rank alone is never in doubt
             self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], request.id]
 
@@ -227,7 +227,7 @@ class Saves:
 
     def wait_for_mirror(self, timeout_s: float | None) -> None:
         """See `Mirror.wait`."""
-        self._mirror.wait(timeout_s)
+        self.mirror.wait(timeout_s)
 
     @property
     def has_leaving(self) -> bool:
@@ -242,7 +242,7 @@ class Saves:
         try:
             saved = self._saved_in(whole, rank, ranks) if whole.checkpoint else None
             if saved is None or saved.ranks == ranks:
-                self._mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
+                self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
         except CheckpointError as cause:
             log.warning("%s is not mirrored: %s", whole.source(), cause)
 
@@ -256,13 +256,13 @@ class Saves:
 
     def end_mirror(self, patience_s: float) -> None:
         """See `Mirror.close`."""
-        self._mirror.close(patience_s, self._settle_s)
+        self.mirror.close(patience_s, self._settle_s)
         for kept in self._leaving:
-            release(kept, "", missing=True, is_needed=self._mirror.is_needed)
+            release(kept, "", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of what was saved."""
-        return self._mirror.metrics()
+        return self.mirror.metrics()
 
     # On the engine thread
 
@@ -390,8 +390,8 @@ class Saves:
                 if not pending.request.copy:
                     self.kept.append(own)
                     if pending.request.mirrored:
-                        self._mirror.offer(pending.request)
-        self._mirror.end_claim()
+                        self.mirror.offer(pending.request)
+        self.mirror.end_claim()
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
@@ -428,11 +428,11 @@ class Saves:
         for kept in present or candidates:
             # Rank 0 may be mirroring it, with more to copy than this one.
             is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
-            if after_mirror and (self._mirror.has_taken(kept.id) or (self._is_mirrored and not is_first)):
+            if after_mirror and (self.mirror.has_taken(kept.id) or (self._is_mirrored and not is_first)):
                 self.kept.remove(kept)
                 self._leaving.append(kept)
                 continue
-            if not release(kept, "released on request", missing=not present, is_needed=self._mirror.is_needed):
+            if not release(kept, "released on request", missing=not present, is_needed=self.mirror.is_needed):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
             self.kept.remove(kept)
             save_numbers += [kept.save_number] if kept.save_number is not None else []
@@ -455,7 +455,7 @@ class Saves:
                     leaves and (kept.rank == 0 or verdict is Standing.MISSING)
                 ):
                     continue
-                if release(kept, "released on request", missing=leaves, is_needed=self._mirror.is_needed):
+                if release(kept, "released on request", missing=leaves, is_needed=self.mirror.is_needed):
                     checkpoints.remove(kept)
                     save_numbers += [kept.save_number] if kept.save_number is not None else []
         return save_numbers
@@ -505,9 +505,9 @@ class Saves:
             pending.cancelled,
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
-            claim=self._mirror.claim,
-            told=self._mirror.told,
-            is_needed=self._mirror.is_needed,
+            claim=self.mirror.claim,
+            told=self.mirror.told,
+            is_needed=self.mirror.is_needed,
             read=self._read if not request.copy else [],
             reader=self._reader,
             doubtful=tuple(self._doubtful),
@@ -540,7 +540,7 @@ class Saves:
         refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
         if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
-            self._mirror.offer(saved, is_new=False)
+            self.mirror.offer(saved, is_new=False)
 
     def _lock(
         self,

@@ -151,15 +151,15 @@ class FolderCopy:
         self.target = f"{mirror}/{whole.name}"
         self.mirror = mirror
         self._copied: dict[str, tuple[int, int]] = {}
-        self._files: dict[str, _File] = {}
+        self.files: dict[str, _File] = {}
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most_open = MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 8)
         try:
             for name in whole.files():
                 file = _File(whole.source(name))
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
-                    if len(self._files) >= most_open or file.open():
-                        self._files[name] = file
+                    if len(self.files) >= most_open or file.open():
+                        self.files[name] = file
                     if name in whole.shared:
                         file.read()
         except BaseException:
@@ -171,20 +171,20 @@ class FolderCopy:
         folder = open_folder(self.target)
         mark, marker = mark_in(folder)
         known = {name: state for name, state in marker.files.items() if self._is_same(name, state)}
-        if mark is Mark.WHOLE and known.keys() == self._files.keys():
+        if mark is Mark.WHOLE and known.keys() == self.files.keys():
             return False
         folder.prepare()
         self._copied = known if mark is Mark.BEGUN else {}
         self._note(folder)
         folder.delete(WHOLE)
-        for name in marker.files.keys() - self._files.keys():  # of another folder of that name
+        for name in marker.files.keys() - self.files.keys():  # of another folder of that name
             if name.startswith(f"{self.whole.name}/"):
                 place, last = os.path.split(name)
                 open_folder(f"{self.mirror}/{place}").delete(last)
         return True
 
     def _is_same(self, name: str, state: tuple[int, int]) -> bool:
-        file = self._files.get(name)
+        file = self.files.get(name)
         if file is not None and file.content is not None:
             return True
         if file is not None and file.descriptor < 0:
@@ -200,7 +200,7 @@ class FolderCopy:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
         marked, folders = open_folder(self.target), dict[str, Folder]()
         lies_beside = {*self.whole.beside, *self.whole.shared}
-        for name, file in self._files.items():
+        for name, file in self.files.items():
             if name in self._copied or (file.descriptor < 0 and not file.open()):
                 continue
             inside = os.path.dirname(f"{self.whole.name}/{BESIDE}/{name}" if name in lies_beside else name)
@@ -222,7 +222,7 @@ class FolderCopy:
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.close()
 
 

@@ -65,14 +65,14 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 def test_a_run_that_is_moved_empties_no_mirror(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     loop.save("step-1")
     assert loop.mirrored() == {"step-1"}
-    mirror = type(loop.optimizer.engine.checkpoints._parts.saves._mirror)
-    work = mirror._mirror
+    mirror = type(loop.optimizer.engine.checkpoints._parts.saves.mirror)
+    work = mirror.mirror_task
 
     def late(*arguments: object) -> None:
         loop.run.rename(loop.run.parent / "moved")
         work(*arguments)
 
-    monkeypatch.setattr(mirror, "_mirror", late)
+    monkeypatch.setattr(mirror, "mirror_task", late)
     loop.save("step-2", None)
     assert loop.mirrored() == {"step-1", "step-2"}
 
@@ -87,14 +87,14 @@ def test_a_run_whose_disk_is_not_mounted_empties_no_mirror(loop: Loop) -> None:
 
 
 def test_what_is_deleted_stays_until_a_newer_one_is_whole(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror = type(loop.optimizer.engine.checkpoints._parts.saves._mirror)
-    work = mirror._mirror
+    mirror = type(loop.optimizer.engine.checkpoints._parts.saves.mirror)
+    work = mirror.mirror_task
 
     def late(*arguments: object) -> None:
         shutil.rmtree(loop.run / "step-1", ignore_errors=True)
         work(*arguments)
 
-    monkeypatch.setattr(mirror, "_mirror", late)
+    monkeypatch.setattr(mirror, "mirror_task", late)
     loop.save("step-1", None)
     assert loop.mirrored() == {"step-1"}
     loop.save("step-2", None)
@@ -184,14 +184,14 @@ def test_a_name_that_leads_elsewhere_is_none(loop: Loop, name: str, capsys: pyte
 def test_what_changes_while_it_is_fetched_is_not_whole(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     loop.save("step-1")
     loop.mirrored()
-    bring = fetches._fetch_file
+    bring = fetches.fetch_file
 
     def late(*arguments: Any) -> None:
         bring(*arguments)
         loop.save("step-1")
         loop.mirrored()
 
-    monkeypatch.setattr(fetches, "_fetch_file", late)
+    monkeypatch.setattr(fetches, "fetch_file", late)
     with pytest.raises(offload.CheckpointError, match="was changed while it was copied"):
         fetches.fetch(str(loop.mirror), "step-1", str(loop.run.parent / "fetched"))
     assert mark_of(str(loop.run.parent / "fetched" / "step-1")) is Mark.BEGUN
@@ -200,14 +200,14 @@ def test_what_changes_while_it_is_fetched_is_not_whole(loop: Loop, monkeypatch: 
 def test_one_process_at_a_time_fetches_to_a_folder(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     loop.save("step-1")
     loop.mirrored()
-    where, bring = str(loop.run.parent / "fetched"), fetches._fetch_file
+    where, bring = str(loop.run.parent / "fetched"), fetches.fetch_file
 
     def twice(*arguments: Any) -> None:
         with pytest.raises(offload.CheckpointError, match="another process brings something"):
             fetches.fetch(str(loop.mirror), "step-1", where)
         bring(*arguments)
 
-    monkeypatch.setattr(fetches, "_fetch_file", twice)
+    monkeypatch.setattr(fetches, "fetch_file", twice)
     fetches.fetch(str(loop.mirror), "step-1", where)
     assert mark_of(f"{where}/step-1") is Mark.WHOLE
 

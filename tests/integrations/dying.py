@@ -102,7 +102,7 @@ def _noted(
 
 
 def _about_files(copy: whole.FolderCopy) -> tuple[str, str, int]:
-    states = sorted((name, file.state) for name, file in copy._files.items())
+    states = sorted((name, file.state) for name, file in copy.files.items())
     name = copy.whole.name
     return name, f"{name} {hashlib.sha256(repr(states).encode()).hexdigest()}", sum(size for _, (size, _) in states)
 

@@ -25,7 +25,7 @@ from offload import cli
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.fetch import find_whole
 from offload.checkpoint.marker import Mark, mark_begun, mark_of, set_aside
-from offload.checkpoint.mirror import Mirror, _Task
+from offload.checkpoint.mirror import Mirror, Task
 from offload.checkpoint.whole import FolderCopy, WholeFolder
 from offload.optim import folders
 from offload.tiers.common import FileBytes
@@ -303,17 +303,17 @@ def test_other_ranks_mirror_what_rank_0_has_begun(tmp_path: Path, monkeypatch: p
     """Also where a newer one is there by the time in which they hear of it; what it has passed over they do."""
     begun, mirrored = {"second"}, []
     mirror = Mirror(str(tmp_path), [], verify=True, io_backend="auto")
-    monkeypatch.setattr(mirror, "_mirror", lambda task: (mirrored.append(task.id), begun.add("fourth")))
+    monkeypatch.setattr(mirror, "mirror_task", lambda task: (mirrored.append(task.id), begun.add("fourth")))
 
-    def task(name: str) -> _Task:
+    def task(name: str) -> Task:
         part = SimpleNamespace(request=SimpleNamespace(id=name, rank=1), has_begun=lambda: name in begun)
-        return _Task(name, part)  # type: ignore[arg-type]
+        return Task(name, part)  # type: ignore[arg-type]
 
     monkeypatch.setattr(mirror._thread, "start", lambda: None)
     for name in ("first", "second", "third", "fourth"):
-        mirror._queue(task(name))
+        mirror.queue_task(task(name))
     monkeypatch.undo()
-    monkeypatch.setattr(mirror, "_mirror", lambda task: (mirrored.append(task.id), begun.add("fourth")))
+    monkeypatch.setattr(mirror, "mirror_task", lambda task: (mirrored.append(task.id), begun.add("fourth")))
     mirror._thread.start()
     mirror.wait(30)
     mirror.close(0, 5)

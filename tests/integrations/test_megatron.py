@@ -212,7 +212,7 @@ def test_experts_optimizers_are_refused() -> None:
         [torch.nn.Parameter(torch.zeros(4))], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     with pytest.raises(ConfigError) as refused:
-        switch._init_chained(None, lambda *_: None, None, [SimpleNamespace(optimizer=inner)] * 2)  # type: ignore[arg-type]
+        switch.init_chained(None, lambda *_: None, None, [SimpleNamespace(optimizer=inner)] * 2)  # type: ignore[arg-type]
     assert MEGATRON_CHAIN.advice.format(count=2) in str(refused.value)
 
 
