@@ -49,7 +49,10 @@ ID = "[0-9a-f]{32}"
 OWN_FILE = re.compile(rf"manifest-{ID}-\d+\.json|(extra|model)-{ID}-\d+\.bin")
 """Names of the files in a checkpoint's folder that this package may delete."""
 
-OWN = re.compile(rf"({OWN_FILE.pattern}|{COMMIT_NAME}|{RELEASED_NAME}|offload-[0-9a-f-]{{36}})(/.*)?", re.DOTALL)
+_OF_MIRRORS = rf"mirror-{ID}-\d+\.json|failed-{ID}-\d+"
+OWN = re.compile(
+    rf"({OWN_FILE.pattern}|{COMMIT_NAME}|{RELEASED_NAME}|{_OF_MIRRORS}|offload-[0-9a-f-]{{36}})(/.*)?", re.DOTALL
+)
 """Names of all that this package writes in a checkpoint's folder, and below; a framework may have its own there."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]

@@ -244,3 +244,14 @@ def test_a_folder_outside_of_the_runs_is_not_mirrored(loop: Loop, caplog: pytest
     assert loop.mirrored() == {"step-1"}
     assert "does not lie in" in caplog.text
     assert {*os.listdir(loop.mirror.parent)} == {"mirror", "path", "run"}
+
+
+def test_what_ranks_of_a_mirror_tell_each_other_is_not_fetched(loop: Loop) -> None:
+    """A kill between two ranks' ends leaves such files; taken for the framework's they would be mirrored again."""
+    loop.save("step-1")
+    loop.mirrored()
+    for name in (f"mirror-{'0' * 32}-1.json", f"failed-{'0' * 32}-1"):
+        (loop.mirror / "step-1" / "optimizer" / name).write_text("{}")
+    fetched = loop.fetch("step-1")
+    assert not [*fetched.rglob("mirror-*"), *fetched.rglob("failed-*")]
+    assert (fetched / "optimizer" / "COMMIT").exists()
