@@ -178,13 +178,18 @@ def save(optimizer: Any, folder: str) -> None:
     The state stays on the paths as long as no kept checkpoint has to be released for that: only the framework knows
     which ones are still wanted. Otherwise the checkpoint is a copy.
     """
+    optimizer.save_checkpoint(folder, copy=is_to_copy(optimizer.engine, folder))
+    optimizer.wait_checkpoint()
+
+
+def is_to_copy(engine: Any, folder: str) -> bool:
+    """Return whether a save to a folder has to be a copy, as another kept checkpoint would be released for it."""
     names = folder, os.path.realpath(folder)
-    kept = [known for known in optimizer.engine.checkpoints.kept if known not in names]
-    copy = len(kept) >= optimizer.engine.config.checkpoints
+    kept = [known for known in engine.checkpoints.kept if known not in names]
+    copy = len(kept) >= engine.config.checkpoints
     if copy and kept:
         _log.info("%s gets a copy of the state: checkpoints_kept are kept already: %s", folder, ", ".join(kept))
-    optimizer.save_checkpoint(folder, copy=copy)
-    optimizer.wait_checkpoint()
+    return bool(copy)
 
 
 def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any]:

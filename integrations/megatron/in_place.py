@@ -21,14 +21,17 @@ from typing import Any
 import torch
 
 from offload import CheckpointError, SaveRequest
-from offload.integrations.shared import POINTER
-from offload.optim.ranks import any_rank, world
+from offload.integrations.shared import POINTER, is_to_copy
+from offload.optim.ranks import on_all_ranks, world
 
 SHARDING = "offload_in_place"
 """What `distrib_optim_sharding_type` is in the metadata of such a checkpoint."""
 
 FOLDER = "offload"
 """Our folder in a checkpoint of Megatron's."""
+
+FAILED = "another rank could not do its part of a checkpoint; its log says why"
+"""What a rank says where another one has failed."""
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 
@@ -70,8 +73,8 @@ def save(
     if id is None:
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
     distributed = _asked.pop(id)
-    _on_all_ranks(functools.partial(_begin, distributed, id, os.path.abspath(checkpoint_dir)))
-    wait = functools.partial(_on_all_ranks, distributed.optimizer.engine.checkpoints.wait)
+    on_all_ranks(functools.partial(_begin, distributed, id, os.path.abspath(checkpoint_dir)), FAILED)
+    wait = functools.partial(on_all_ranks, distributed.optimizer.engine.checkpoints.wait, FAILED)
     options["content_metadata"] = {**(options.get("content_metadata") or {}), "distrib_optim_sharding_type": SHARDING}
     if not options.get("async_sharded_save"):
         wait()
@@ -88,9 +91,8 @@ def _begin(distributed: Any, id: str, place: str) -> None:
     for known in checkpoints.kept:
         if not os.path.isdir(known):  # Megatron, or its user, has deleted it
             checkpoints.release(known, after_mirror=True)
-    others = [known for known in checkpoints.kept if known not in (folder, os.path.realpath(folder))]
     request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
-    is_copy, is_replica = len(others) >= engine.config.checkpoints, distributed.distributed_optimizer_instance_id > 0
+    is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
     checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
 
 
@@ -117,21 +119,10 @@ def load_state(distributed: Any, id: str) -> None:
             engine.checkpoints.load(checkpoint, names=_names(distributed), rank=rank, ranks=ranks)
             engine.finish(on_gpu=True)
 
-    _on_all_ranks(part)
+    on_all_ranks(part, FAILED)
 
 
 def _names(distributed: Any) -> dict[str, str]:
     """Return what parameters of an engine are called in the folder."""
     parameters, part = distributed.optimizer.engine.plan.layout.parameters, distributed.data_parallel_group_idx
     return {parameter.name: f"part{part}.{parameter.name}" for parameter in parameters}
-
-
-def _on_all_ranks(work: Callable[[], object]) -> None:
-    """Do one rank's work; what it fails with is raised on all ranks, so that none waits for another for ever."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as caught:
-        error = caught
-    if any_rank(error is not None):
-        raise error or CheckpointError("another rank could not do its part of a checkpoint; its log says why")

@@ -49,7 +49,10 @@ ID = "[0-9a-f]{32}"
 OWN_FILE = re.compile(rf"manifest-{ID}-\d+\.json|(extra|model)-{ID}-\d+\.bin")
 """Names of the files in a checkpoint's folder that this package may delete."""
 
-_OF_MIRRORS = rf"mirror-{ID}-\d+\.json|failed-{ID}-\d+"
+FAILURE = re.compile(rf"failed-{ID}-\d+")
+"""Names of the files by which a mirror's rank says that it has failed."""
+
+_OF_MIRRORS = rf"mirror-{ID}-\d+\.json|{FAILURE.pattern}"
 OWN = re.compile(
     rf"({OWN_FILE.pattern}|{COMMIT_NAME}|{RELEASED_NAME}|{_OF_MIRRORS}|offload-[0-9a-f-]{{36}})(/.*)?", re.DOTALL
 )

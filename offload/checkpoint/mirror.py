@@ -25,7 +25,6 @@ import logging
 import math
 import os
 import queue
-import re
 import threading
 import time
 import uuid
@@ -43,6 +42,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
+    FAILURE,
     MODEL_KEY,
     Manifest,
     MirrorProgress,
@@ -71,9 +71,6 @@ RANKS_S = 6 * 3600.0
 
 BATCH_BYTES = 256 << 20
 """Bytes after which what has been copied is made durable and noted; also what a store grows by."""
-
-FAILURE = re.compile(r"failed-[0-9a-f]{32}-\d+")
-"""Names of failure files."""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,10 +165,12 @@ class Mirror:
             saved: With which it was saved; `path` as its folder calls itself.
             is_new: See `Part`.
         """
+        if self._path is None:
+            return
         source = os.fspath(saved.path)
         marks = [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
         is_within = Mark.BEGUN in marks or Mark.WHOLE in marks[:2]
-        if self._path is not None and not is_within:  # else it goes with the folder that it is in
+        if not is_within:  # else it goes with the folder that it is in
             self.queue_task(Task(source, self._part(saved, self._target(source), is_new)))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:

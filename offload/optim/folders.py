@@ -13,8 +13,8 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.marker import Mark, mark_begun, mark_of, mark_whole
 from offload.checkpoint.whole import WholeFolder
-from offload.errors import CheckpointError, ConfigError, OffloadError
-from offload.optim.ranks import any_rank, world
+from offload.errors import ConfigError
+from offload.optim.ranks import any_rank, on_all_ranks, world
 from offload.tiers import parse_place
 
 log = logging.getLogger("offload")
@@ -68,14 +68,8 @@ def mark_folder(folder: str) -> None:
 
 def _on_first_rank(work: Callable[[], None]) -> None:
     """Have rank 0 do something, and wait for that; what it fails with is raised on all ranks."""
-    failure = None
-    try:
-        if world()[1] == 0:
-            work()
-    except (OSError, OffloadError) as error:
-        failure = error
-    if any_rank(failure is not None):
-        raise failure or CheckpointError("rank 0 could not mark the folder; see what it says")
+    is_first = world()[1] == 0
+    on_all_ranks(work if is_first else tuple, "rank 0 could not mark the folder; see what it says")
 
 
 def resume_folder(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = ()) -> None:
@@ -94,6 +88,8 @@ def mirror_folder(
     is_new: bool = True,
 ) -> None:
     """Have the mirror copy a folder with what is in it; see `end_folder` and `WholeFolder`. No collective."""
+    if optimizer.engine.config.mirror is None:
+        return
     folder = os.path.abspath(folder)
     above = os.path.abspath(above) if above else os.path.dirname(folder)
     name = os.path.relpath(folder, above)

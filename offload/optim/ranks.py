@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,26 @@ def any_rank(note: bool) -> bool:
     notes = torch.tensor([note], dtype=torch.int32, device=device)
     torch.distributed.all_reduce(notes)
     return bool(notes)
+
+
+def on_all_ranks(work: Callable[[], object], other: str) -> None:
+    """Do one rank's work; what it fails with is raised on all ranks, so that none waits for ever. Collective.
+
+    Args:
+        work: This rank's.
+        other: What this rank says where another one's work has failed.
+
+    Raises:
+        CheckpointError: Another rank's work has failed.
+        Exception: This rank's has.
+    """
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        failure = error
+    if any_rank(failure is not None):
+        raise failure or CheckpointError(other)
 
 
 def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> SaveRequest:
