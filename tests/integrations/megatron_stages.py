@@ -1,4 +1,4 @@
-"""Trains the cases of `megatron_runs.py` with the model cut into two pipeline stages; run by `test_megatron_stages.py`.
+"""Trains cases of `megatron_runs.py` with the model in two pipeline stages; run by `test_megatron_stages.py`.
 
     python megatron_stages.py FOLDER CASES
 
