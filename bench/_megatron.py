@@ -98,8 +98,9 @@ def play_copies() -> None:
 class Megatron(Plain):
     """Megatron's loop of one rank: its gradients in a buffer of fp32, its distributed, precision-aware optimizer.
 
-    Settings are empty for no optimizer; {"offload": ...} has ours below Megatron's, with that config, and {"offload":
-    None} Megatron's own CPU offload of all state, by torch's fused AdamW.
+    Settings are {"offload": ...} for ours below Megatron's, with that config, and {"offload": None} for Megatron's
+    own CPU offload of all state, by torch's fused AdamW. Without any there is no update in Megatron's step, which
+    takes the norm of gradients and gathers weights.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -114,9 +115,7 @@ class Megatron(Plain):
         tokens = request["seq"]
         self.places = torch.arange(tokens).expand(1, tokens)
         self.mask = torch.ones(1, 1, tokens, tokens).tril() < 0.5
-        if not self.has_optimizer:
-            return
-        if settings["offload"] is None:
+        if settings.get("offload") is None:
             play_copies()
         else:
             self.door.enable(settings["offload"])
@@ -143,6 +142,9 @@ class Megatron(Plain):
         gc.collect()  # Megatron makes its offload twice, and the first one has references in a circle
         for inner in self.door.inner_optimizers(self.optimizer):
             self.engine = inner.engine
+        if not self.has_optimizer:
+            (distributed,) = self.optimizer.chained_optimizers
+            distributed.optimizer.step = lambda: None
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
         self.model.zero_grad_buffer()
@@ -154,14 +156,12 @@ class Megatron(Plain):
         self.finalize([self.model])
 
     def step(self) -> None:
-        if self.has_optimizer:
-            took, _, _ = self.optimizer.step()
-            assert took
-            self.optimizer.zero_grad()
+        took, _, _ = self.optimizer.step()
+        assert took
+        self.optimizer.zero_grad()
 
     def close(self) -> None:
-        if self.has_optimizer:
-            for inner in self.door.inner_optimizers(self.optimizer):
-                inner.close()
+        for inner in self.door.inner_optimizers(self.optimizer):
+            inner.close()
         self.door.disable()
         torch.distributed.destroy_process_group()
