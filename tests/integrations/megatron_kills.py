@@ -29,7 +29,9 @@ from megatron_saving import whole_in
 
 PROGRAM = Path(__file__).with_name("megatron_saving.py")
 LAYOUTS = ("in_place", "stock")
-RANKS, STEPS, KILLS = 2, 12, 3
+RANKS, STEPS, KILLS = 2, 30, 5
+NEXT_STEPS = 5
+"""Behind the newest checkpoint, in which a run saves and is killed."""
 
 
 class Run:
@@ -68,8 +70,8 @@ class Run:
     def die(self) -> None:
         """Have one rank or both killed while they save."""
         at = max(self.there, default=0)
-        after = range(at + 1, STEPS - 1)
-        saves = {step: self.rng.random() < 0.5 for step in self.rng.sample(after, min(len(after), 3))}
+        drawn = self.rng.sample(range(at + 1, at + 1 + NEXT_STEPS), 3)
+        saves = {step: self.rng.random() < 0.5 for step in sorted(drawn)}
         dies_at = self.rng.choice([*saves])
         delay_s, rank = self.rng.random() * 1.2 * self.took_s, self.rng.choice((0, 1, None))
         session = self.session(saves, {"signal": "SIGKILL", "steps": dies_at, "delay_s": delay_s}, rank)
@@ -96,7 +98,7 @@ class Run:
     def end(self) -> Session:
         """Train to the end; weights, state and losses have to be those of the undisturbed run."""
         at = max(self.there, default=0)
-        drawn = [step for step in range(at + 1, STEPS) if self.whole is not None and self.rng.random() < 0.3]
+        drawn = [step for step in range(at + 1, STEPS) if self.whole is not None and self.rng.random() < 0.2]
         last = {step: self.rng.random() < 0.5 for step in drawn}
         session = self.session(last)
         check(session.codes == [0] * RANKS, f"it ended by {session.codes}: {session.errors[-5000:]}")

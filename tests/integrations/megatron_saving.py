@@ -49,8 +49,7 @@ class Saving(Training):
         torch.distributed.barrier()
         checkpoints = import_module("megatron.core.dist_checkpointing")
         strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
-        options = {"async_sharded_save": behind, "content_metadata": self.meta}
-        request = checkpoints.save(self.sharded(False), str(folder), strategy, **options)
+        request = checkpoints.save(self.sharded(False), str(folder), strategy, **self.options(behind))
         if behind:
             request.add_finalize_fn(saved)
             self.queue.schedule_async_request(request)
