@@ -241,6 +241,13 @@ class Training:
         kind = getattr(found, f"FullyParallel{verb}StrategyWrapper")
         return kind(strategy, self.parallel.get_data_parallel_group(with_context_parallel=True))
 
+    def options(self, behind: bool) -> dict[str, Any]:
+        """Return what `dist_checkpointing.save` is told."""
+        found = {"async_sharded_save": behind, "content_metadata": self.meta}
+        strategies = import_module("megatron.core.dist_checkpointing.strategies.torch")
+        # Releases after 0.16.1 save behind training by a package of its own where nothing is said.
+        return {**found, "async_strategy": "mcore"} if hasattr(strategies, "get_async_strategy") else found
+
     def save(self, folder: str) -> None:
         """Save, and go on for two steps where that is done behind; count how often state is read for it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -249,7 +256,7 @@ class Training:
             state = self.distributed.optimizer.engine.state
             read, state.read = state.read, lambda *arguments: reads.append(arguments) or read(*arguments)
         queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
-        options = {"async_sharded_save": self.case.behind, "content_metadata": self.meta}
+        options = self.options(self.case.behind)
         strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
         request = checkpoints.save(self.sharded(False), folder, strategy, **options)
         if self.case.behind:
