@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError, DtypeCode, OffloadConfig, Parameter, combinations
+from offload import ConfigError, DtypeCode, OffloadConfig, Parameter
+from offload.combinations import (
+    MEGATRON_BUFFER,
+    MEGATRON_CHANGES,
+    MEGATRON_FSDP,
+    MEGATRON_GATHERS,
+    MEGATRON_REDUCES,
+    MEGATRON_ROUNDED,
+    MEGATRON_WEIGHTS,
+    MEGATRON_WHOLE,
+)
 from offload.integrations import shared
 from offload.integrations.megatron import backward, in_place
 from offload.integrations.megatron.inner import MegatronAdamW
@@ -87,10 +97,10 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     global _undo
     settings = OffloadConfig.from_dict(shared.fields(config), "config")
     if not settings.keeps_grads:
-        combinations.MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
+        MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
     if layout not in ("stock", "in_place"):
         raise ConfigError("layout", layout, 'use "stock" or "in_place"')
-    combinations.MEGATRON_GATHERS.check("overlap", settings.overlap)
+    MEGATRON_GATHERS.check("overlap", settings.overlap)
     disable()
     shared.check_relied_on("megatron.core", "pip install --no-deps megatron-core", TESTED, RELIED_ON)
     package, distributed = import_module(_PACKAGE), import_module(_DISTRIBUTED)
@@ -103,7 +113,7 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
         for owner, name, stand_in, *given in (
             (chained, "__init__", init_chained, settings),
             (chained, "sharded_state_dict", _sharded_chain, layout),
-            (kind, "sharded_state_dict", _sharded_state_dict),
+            (kind, "sharded_state_dict", sharded_state_dict),
             (kind, "load_state_dict", _load_state_dict),
             (group, "start_grad_sync", backward.start_grad_sync),
             (group, "finish_grad_sync", backward.finish_grad_sync),
@@ -129,18 +139,18 @@ def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
 def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any) -> Any:
     """Stand in for `_get_megatron_optimizer_based_on_param_groups`: refuse what cannot be, by name."""
     if model_chunks[0].ddp_config.use_megatron_fsdp:
-        combinations.MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
+        MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
     for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if not getattr(config, name):
-            combinations.MEGATRON_WHOLE.refuse(name, False)
+            MEGATRON_WHOLE.refuse(name, False)
     if model_chunks[0].ddp_config.fp8_param_gather:
-        combinations.MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
+        MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) is not torch.float32:
-            combinations.MEGATRON_ROUNDED.refuse(name, getattr(config, name))
+            MEGATRON_ROUNDED.refuse(name, getattr(config, name))
     for name, parameter in _named(model_chunks).items():
         if parameter.requires_grad and parameter.dtype is torch.float32:
-            combinations.MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
+            MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
     return original(config, model_chunks, *arguments, **options)
 
 
@@ -168,10 +178,10 @@ def init_chained(chained: Any, original: Callable[..., None], config: OffloadCon
             each.optimizer.folder += f"-{number}" if number else ""
             text = "optimizer %d of %d has %d of %d parameters of this rank: host_memory %s, gpu_memory %s"
             log.info(text, number + 1, len(own), numel, sum(numels), part.host_memory, part.gpu_memory)
-        _open(each, part)
+        open_engine(each, part)
 
 
-def _open(distributed: Any, config: OffloadConfig) -> None:
+def open_engine(distributed: Any, config: OffloadConfig) -> None:
     """Open the engine of a `DistributedOptimizer`'s inner one.
 
     Raises:
@@ -180,9 +190,9 @@ def _open(distributed: Any, config: OffloadConfig) -> None:
     inner, chunk = distributed.optimizer, distributed.model_chunks[0]
     if config.overlaps_backward:
         if not chunk.ddp_config.overlap_grad_reduce:
-            combinations.MEGATRON_REDUCES.refuse("overlap", config.overlap)
+            MEGATRON_REDUCES.refuse("overlap", config.overlap)
         if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
-            combinations.MEGATRON_CHANGES.refuse("overlap", config.overlap)
+            MEGATRON_CHANGES.refuse("overlap", config.overlap)
     names = {parameter: name for name, parameter in _named(distributed.model_chunks).items()}
     numbers = {id(shard): number for number, shard in enumerate(inner.shards)}
     parameters: dict[int, tuple[torch.Tensor, Parameter]] = {}
@@ -194,10 +204,9 @@ def _open(distributed: Any, config: OffloadConfig) -> None:
             raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
         cut = where.start, weight.numel(), tuple(weight.shape)
         parameters[numbers[id(shard)]] = weight, Parameter(name, shard.numel(), dtype, group, *cut)
-    ranks = torch.distributed.get_world_size()
-    config = config.for_rank(torch.distributed.get_rank()) if ranks > 1 else config
-    described = dict(parameters[number] for number in range(len(numbers)))
-    inner.open(described, config, distributed.buffers[0].grad_dtype)
+    if torch.distributed.get_world_size() > 1:
+        config = config.for_rank(torch.distributed.get_rank())
+    inner.open(dict(parameters[number] for number in sorted(parameters)), config, distributed.buffers[0].grad_dtype)
     if config.overlaps_backward:
         backward.listeners.add(inner)
 
@@ -211,7 +220,7 @@ def _sharded_chain(
     return original(chained, model, is_loading, **options)
 
 
-def _sharded_state_dict(
+def sharded_state_dict(
     distributed: Any, original: Callable[..., Any], model: Any, is_loading: bool = False, **options: Any
 ) -> Any:
     """Stand in for `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded."""

@@ -297,7 +297,7 @@ def test_updates_in_backward_that_none_would_count_are_refused(row: Row, changed
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(**found), config=SimpleNamespace(**found))
     distributed = SimpleNamespace(optimizer=None, model_chunks=[chunk], grad_scaler=found["grad_scaler"])
     with pytest.raises(ConfigError) as refused:
-        switch._open(distributed, OffloadConfig(overlap="backward", paths=["."]))
+        switch.open_engine(distributed, OffloadConfig(overlap="backward", paths=["."]))
     assert row.advice in str(refused.value)
 
 
@@ -309,7 +309,7 @@ def test_budgets_are_divided_among_experts_and_the_rest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened: dict[str, OffloadConfig] = {}
-    monkeypatch.setattr(switch, "_open", lambda each, config: opened.update({each.optimizer.folder: config}))
+    monkeypatch.setattr(switch, "open_engine", lambda each, config: opened.update({each.optimizer.folder: config}))
     members = [SimpleNamespace(optimizer=inner_of(torch.zeros(numel))) for numel in (300, 100)]
     config = OffloadConfig(host_memory=4096, gpu_memory=400, paths=["."])
     with caplog.at_level("INFO", "offload"):
@@ -337,7 +337,7 @@ def test_what_a_save_gathers_is_said_beforehand(
         caplog.clear()
         names = "distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient"
         metadata = dict(zip(names, (sharding, on_first), strict=True))
-        given = switch._sharded_state_dict(
+        given = switch.sharded_state_dict(
             distributed, lambda *_, **options: options, {}, is_loading, metadata=metadata
         )
         assert given == {"metadata": metadata}
