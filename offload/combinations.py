@@ -214,6 +214,8 @@ MEGATRON_CHANGES = Row(ATTACHED, '`overlap` "backward"',
     "a loss scale of Megatron-Core's (`--fp16`, `--loss-scale`); `--calculate-per-token-loss`",
     'use "off": Megatron scales all gradients in place between their reduction and the step, so that no update that '
     'was made before would count')
+MEGATRON_MIRRORS = Row(ATTACHED, "`mirror`", 'Megatron-Core with `layout="stock"`',
+    'leave it out, or use enable(..., layout="in_place"): checkpoints that are all Megatron\'s are not mirrored')
 MEGATRON_WHOLE = Row(ATTACHED, "`offload.integrations.megatron`",
     "an optimizer of Megatron-Core's that is not distributed, precision-aware and offloaded to the CPU",
     "give --use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer, which OptimizerConfig "

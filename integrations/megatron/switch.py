@@ -17,6 +17,7 @@ from offload.combinations import (
     MEGATRON_CHANGES,
     MEGATRON_FSDP,
     MEGATRON_GATHERS,
+    MEGATRON_MIRRORS,
     MEGATRON_REDUCES,
     MEGATRON_ROUNDED,
     MEGATRON_WEIGHTS,
@@ -100,6 +101,8 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
         MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
     if layout not in ("stock", "in_place"):
         raise ConfigError("layout", layout, 'use "stock" or "in_place"')
+    if layout == "stock" and settings.mirror is not None:
+        MEGATRON_MIRRORS.refuse("mirror", settings.mirror)
     MEGATRON_GATHERS.check("overlap", settings.overlap)
     disable()
     shared.check_relied_on("megatron.core", "pip install --no-deps megatron-core", TESTED, RELIED_ON)

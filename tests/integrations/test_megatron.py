@@ -30,6 +30,7 @@ from offload.combinations import (
     MEGATRON_CHANGES,
     MEGATRON_FSDP,
     MEGATRON_GATHERS,
+    MEGATRON_MIRRORS,
     MEGATRON_REDUCES,
     MEGATRON_ROUNDED,
     MEGATRON_WEIGHTS,
@@ -275,6 +276,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made(row: Row, changed: di
         (MEGATRON_GATHERS, {"overlap": "both", "paths": ["."]}),
         (MEGATRON_BUFFER, {"keep_grads": False}),
         (MEGATRON_BUFFER, {"gradient_memory": 0, "paths": ["."]}),
+        (MEGATRON_MIRRORS, {"mirror": "/", "paths": ["."]}),
     ],
 )
 def test_settings_that_megatron_has_no_place_for_are_refused(row: Row, config: dict[str, Any]) -> None:
