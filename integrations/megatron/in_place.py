@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -73,35 +73,32 @@ def save(
     if not asked:
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
     place, inner = os.path.abspath(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
-
-    def on_all(work: Callable[..., object], *given: Iterable[Any]) -> None:
-        on_all_ranks(lambda: [*map(work, *given)], FAILED)
-
     begin_folder(place)
-    on_all(functools.partial(_begin, place), asked, asked.values())
-    await_ours = functools.partial(on_all, lambda each: each.engine.checkpoints.wait(), inner)
+    on_all_ranks(functools.partial(_begin, place, asked), FAILED)
+    wait = functools.partial(on_all_ranks, lambda: [each.engine.checkpoints.wait() for each in inner], FAILED)
     options["content_metadata"] = {**(options.get("content_metadata") or {}), KEY: SHARDING}
     if not options.get("async_sharded_save"):
-        await_ours()
+        wait()
     request = original(sharded_state_dict, checkpoint_dir, *rest, **options)
     end = functools.partial(end_folder, inner[0], place)
     if request is None:
         end()
     else:
-        request.finalize_fns[:] = [await_ours, *request.finalize_fns, end]
+        request.finalize_fns[:] = [wait, *request.finalize_fns, end]
     return request
 
 
-def _begin(place: str, id: str, distributed: Any) -> None:
+def _begin(place: str, asked: Mapping[str, Any]) -> None:
     """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's."""
-    engine, folder = distributed.optimizer.settled(), os.path.join(place, distributed.optimizer.folder)
-    checkpoints, (ranks, rank) = engine.checkpoints, world()
-    for known in checkpoints.kept:
-        if not os.path.isdir(known):  # Megatron, or its user, has deleted it
-            checkpoints.release(known, after_mirror=True)
-    request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
-    is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
-    checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
+    ranks, rank = world()
+    for id, distributed in asked.items():
+        engine, folder = distributed.optimizer.settled(), os.path.join(place, distributed.optimizer.folder)
+        for known in engine.checkpoints.kept:
+            if not os.path.isdir(known):  # Megatron, or its user, has deleted it
+                engine.checkpoints.release(known, after_mirror=True)
+        request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
+        is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
+        engine.checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
 
 
 def load(

@@ -197,8 +197,7 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
         if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
             MEGATRON_CHANGES.refuse("overlap", config.overlap)
     names = {parameter: name for name, parameter in _named(distributed.model_chunks).items()}
-    numbers = {id(shard): number for number, shard in enumerate(inner.shards)}
-    parameters: dict[int, tuple[torch.Tensor, Parameter]] = {}
+    parameters: dict[tuple[int, int], tuple[torch.Tensor, Parameter]] = {}
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]
         where = distributed._get_model_param_range_map(weight)["param"]
@@ -206,10 +205,10 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
         if shard.numel() != where.end - where.start or shard.dtype is not weight.dtype:
             raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
         cut = where.start, weight.numel(), tuple(weight.shape)
-        parameters[numbers[id(shard)]] = weight, Parameter(name, shard.numel(), dtype, group, *cut)
+        parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, *cut)
     if torch.distributed.get_world_size() > 1:
         config = config.for_rank(torch.distributed.get_rank())
-    inner.open(dict(parameters[number] for number in sorted(parameters)), config, distributed.buffers[0].grad_dtype)
+    inner.open(dict(parameters[place] for place in sorted(parameters)), config, distributed.buffers[0].grad_dtype)
     if config.overlaps_backward:
         backward.listeners.add(inner)
 
