@@ -22,7 +22,7 @@ import torch
 
 from offload import CheckpointError, SaveRequest
 from offload.integrations.shared import POINTER, is_to_copy
-from offload.optim.folders import begin_folder, end_folder, resume_folder
+from offload.optim.folders import begin_folder, end_folder
 from offload.optim.ranks import on_all_ranks, world
 
 KEY, SHARDING = "distrib_optim_sharding_type", "offload_in_place"
@@ -125,7 +125,6 @@ def load_state(distributed: Any, id: str) -> None:
             engine.finish(on_gpu=True)
 
     on_all_ranks(part, FAILED)
-    resume_folder(distributed.optimizer, _loading[0])
 
 
 def _names(distributed: Any) -> dict[str, str]:
