@@ -74,7 +74,7 @@ def save(
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
     place, inner = os.path.abspath(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
     begin_folder(place)
-    on_all_ranks(functools.partial(_begin, place, asked), FAILED)
+    on_all_ranks(functools.partial(begin_saves, place, asked), FAILED)
     wait = functools.partial(on_all_ranks, lambda: [each.engine.checkpoints.wait() for each in inner], FAILED)
     options["content_metadata"] = {**(options.get("content_metadata") or {}), KEY: SHARDING}
     if not options.get("async_sharded_save"):
@@ -88,7 +88,7 @@ def save(
     return request
 
 
-def _begin(place: str, asked: Mapping[str, Any]) -> None:
+def begin_saves(place: str, asked: Mapping[str, Any]) -> None:
     """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's."""
     ranks, rank = world()
     for id, distributed in asked.items():

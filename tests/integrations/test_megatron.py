@@ -366,7 +366,7 @@ def save_in_place(distributed: SimpleNamespace, place: Path) -> str:
     distributed.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
     distributed.optimizer.step()
     id = uuid.uuid4().hex
-    in_place._begin(str(place), {id: distributed})
+    in_place.begin_saves(str(place), {id: distributed})
     distributed.optimizer.engine.checkpoints.wait()
     return id
 
