@@ -607,9 +607,9 @@ class OffloadConfig:
     overlap: str = setting(
         "off",
         OneOf(*OVERLAPS),
-        """Where a step is hidden: "off", "forward" (in the next forward pass), "backward", "both", or "auto" (each is tried,
-        and the fastest kept). The numbers are the same; [step.md](step.md#where-a-step-is-hidden) says what each takes,
-        and where it works.""",
+        """Where a step is hidden: "off", "forward" (in the next forward pass), "backward", "both", or "auto" (each is
+        tried, and the fastest kept). The numbers are the same; [step.md](step.md#where-a-step-is-hidden) says what
+        each takes, and where it works.""",
         plan=None,
         train=Flag(
             "hide the optimizer's step in the next forward pass, in backward, in both, or wherever that should pay "
