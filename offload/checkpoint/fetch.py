@@ -83,7 +83,7 @@ def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[i
     places = [place for place in committed if is_checkpoint(f"{mirror}/{name}/{place}")]
     total = sum(nbytes for _, nbytes in found)
     done = 0
-    mark_begun(target)
+    mark_begun(target, marker)
     for place in places:
         ours = f"{name}/{place}".rstrip("/")
         _fetch_checkpoint(f"{mirror}/{ours}", os.path.join(above, ours))

@@ -15,11 +15,12 @@ import stat
 from enum import Enum
 
 import msgspec
+from msgspec.structs import replace
 
 from offload.checkpoint.folder import open_folder
 from offload.errors import CheckpointError
 from offload.processes import Process
-from offload.tiers.place import Folder
+from offload.tiers.place import Folder, saying
 
 BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
@@ -42,11 +43,17 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         process: Which began the save; None where the kernel does not say, and once all is whole in a mirror.
+        depth: How many folders of its name a mirror keeps; those above are the run's.
+        beside: What belongs to it and lies elsewhere in the run's folder, by names in that.
+        shared: Small files there that every save writes over.
         files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
         whole_s: In a mirror, when all became whole, since the epoch.
     """
 
     process: Process | None = None
+    depth: int = 1
+    beside: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     files: dict[str, tuple[int, int]] = {}
     whole_s: float = 0.0
 
@@ -55,15 +62,23 @@ class Marker(msgspec.Struct, omit_defaults=True):
         return msgspec.json.encode(self)
 
 
-def mark_begun(folder: str) -> None:
-    """Say of a folder, which is made if need be, that it is not whole from now on.
+ALONE = Marker()
+"""What a marker says of a folder to which nothing else belongs."""
+
+
+def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
+    """Say of a folder, which is made if need be, that it is not whole from now on, and what belongs to it.
+
+    Args:
+        folder: The folder.
+        belongs: Has `depth`, `beside` and `shared`.
 
     Raises:
         CheckpointError: It cannot be written to.
     """
     place = open_folder(folder)
     place.prepare()
-    place.write(BEGUN, Marker(Process.this()).encode())
+    place.write(BEGUN, replace(belongs, process=Process.this(), files={}, whole_s=0.0).encode())
     place.delete(WHOLE)
 
 
@@ -71,16 +86,16 @@ def mark_whole(folder: str) -> None:
     """Say of a folder that it is whole, once all that is in it is durable.
 
     Raises:
-        CheckpointError: It cannot be written to.
-        OSError: Something in it cannot be made durable.
+        CheckpointError: It has no marker of a begun save any more, or something in it cannot be made durable.
     """
-    for above, _, names in os.walk(folder):
-        for path in (*(os.path.join(above, name) for name in names), above):
-            with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
-                if stat.S_ISREG(mode := os.lstat(path).st_mode) or stat.S_ISDIR(mode):
-                    _make_durable(path)
-    os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
-    _make_durable(folder)
+    with saying("mark as whole", folder):
+        for above, _, names in os.walk(folder):
+            for path in (*(os.path.join(above, name) for name in names), above):
+                with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
+                    if stat.S_ISREG(mode := os.lstat(path).st_mode) or stat.S_ISDIR(mode):
+                        _make_durable(path)
+        os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
+        _make_durable(folder)
 
 
 def unmark(folder: str) -> None:
@@ -93,6 +108,11 @@ def mark_of(folder: str) -> Mark:
     if os.path.exists(os.path.join(folder, BEGUN)):
         return Mark.BEGUN
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
+
+
+def whole_around(folder: str) -> str:
+    """Return which of a directory and the one above it is marked as whole; "" if neither is."""
+    return next((place for place in (folder, os.path.dirname(folder)) if mark_of(place) is Mark.WHOLE), "")
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:

@@ -52,7 +52,7 @@ from offload.checkpoint.manifest import (
     seal_progress,
     unseal_progress,
 )
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import Mark, mark_of, whole_around
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import commit_to_replace, is_read, judge, remove, store_folder
@@ -128,6 +128,8 @@ class Mirror:
         """Checkpoints to mirror, in their order; the first may be under way."""
         self._is_claimed = False
         self._seen = Seen()
+        self._failed: WholeFolder | None = None
+        """What was begun of a framework's folders last, unless it is whole: a mirror that is full has to get room."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
@@ -168,9 +170,8 @@ class Mirror:
         if self._path is None:
             return
         source = os.fspath(saved.path)
-        marks = [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
-        is_within = Mark.BEGUN in marks or Mark.WHOLE in marks[:2]
-        if not is_within:  # else it goes with the folder that it is in
+        is_within = Mark.BEGUN in [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
+        if not is_within and not whole_around(source):  # else it goes with the folder that it is in
             self.queue_task(Task(source, self._part(saved, self._target(source), is_new)))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
@@ -365,6 +366,10 @@ class Mirror:
         files, part = task.files, task.part
         if task.failure is not None:
             raise task.failure
+        if files is not None:
+            failed, self._failed = self._failed, files.whole
+            if failed is not None and failed.name != files.whole.name:
+                delete_copy(failed, files.mirror, unless=Mark.WHOLE)
         is_wanted = files is not None and files.begin()
         is_copied = part is not None and self._copy_part(part)
         if files is not None and is_wanted:
@@ -374,6 +379,7 @@ class Mirror:
         if is_copied or is_wanted:
             log.info("%s is mirrored in %s", task.source, files.target if files is not None else self._path)
         if files is not None:
+            self._failed = None
             for gone in self._seen.gone(files.whole):
                 log.info("%s has gone, and goes from the mirror", gone.source())
                 delete_copy(gone, files.mirror)

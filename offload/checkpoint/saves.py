@@ -11,11 +11,12 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -26,6 +27,7 @@ from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.contents import read_commit
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, extra_name
+from offload.checkpoint.marker import whole_around
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
@@ -234,17 +236,20 @@ class Saves:
         """Whether checkpoints that have been released wait for their mirror."""
         return bool(self._leaving)
 
-    def mirror_folder(self, whole: WholeFolder, rank: int, ranks: int, *, is_new: bool) -> None:
+    def mirror_folder(self, folder: str, rank: int, ranks: int, *, is_new: bool) -> None:
         """Have the mirror copy a framework's folder behind training; see `Mirror.offer_folder`. On any thread.
 
         What cannot be begun is logged: the folder is as good as without a mirror.
         """
+        if not self._is_mirrored:
+            return
         try:
+            whole = WholeFolder.at(folder)
             saved = self._saved_in(whole, rank, ranks) if whole.checkpoint else None
             if saved is None or saved.ranks == ranks:
                 self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
         except CheckpointError as cause:
-            log.warning("%s is not mirrored: %s", whole.source(), cause)
+            log.warning("%s is not mirrored: %s", folder, cause)
 
     def _saved_in(self, whole: WholeFolder, rank: int, ranks: int) -> SaveRequest:
         """Return the checkpoint that is in a framework's folder, as this rank's to mirror."""
@@ -438,6 +443,23 @@ class Saves:
             save_numbers += [kept.save_number] if kept.save_number is not None else []
         return save_numbers
 
+    @contextlib.contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Have saves release no older checkpoint meanwhile."""
+        keep, self._keep = self._keep, sys.maxsize
+        try:
+            yield
+        finally:
+            self._keep = keep
+
+    def release_older(self) -> list[int]:
+        """Release what a save has displaced while `keeping_all`; as for `release`, but what is in use stays."""
+        save_numbers = []
+        for kept in self.kept[: max(0, len(self.kept) - self._keep)]:
+            with contextlib.suppress(CheckpointError):  # as the log says
+                save_numbers += self.release(kept.folder, after_mirror=True)
+        return save_numbers
+
     def release_deleted(self) -> list[int]:
         """Release the kept checkpoints that somebody else has released, as whoever deletes their folders does.
 
@@ -535,6 +557,9 @@ class Saves:
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the checkpoint that was loaded, if it is not: the session that saved it may have been killed."""
+        if whole := whole_around(checkpoint.path):
+            self.mirror_folder(whole, rank, ranks, is_new=False)
+            return
         if NOT_MIRRORED in checkpoint.metadata:
             return
         refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]

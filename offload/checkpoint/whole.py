@@ -14,11 +14,14 @@ import os
 import resource
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
+from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import OWN
+from offload.checkpoint.manifest import COMMIT_NAME, OWN
 from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_in
 from offload.errors import CheckpointError
 from offload.processes import Process
@@ -30,6 +33,9 @@ MOST_OPEN = 256
 
 No more than an eighth of what the process may have open: two folders' are, and training goes on beside them.
 """
+
+NOTE_BYTES = 64 << 20
+"""Bytes after which what has been copied is noted, though few files have been."""
 
 BESIDE = "offload-beside"
 """In a mirror, what a folder has the files beside it in, so that one that is not whole replaces none of others."""
@@ -48,15 +54,33 @@ class WholeFolder:
         above: The run's folder.
         name: Of the folder, in which the marker lies.
         checkpoint: Of the folder with a checkpoint of ours, which is copied as such; "" for none.
-        beside: Files that belong to it and lie elsewhere in the run's folder: copied last, in this order.
-        shared: Small files there that every save writes over: copied as they are when they are opened, behind those.
+        belongs: What its marker says of files beside it: those are copied last, in their order, and shared ones, as
+            they are when they are opened, behind them.
     """
 
     above: str
     name: str
     checkpoint: str = ""
-    beside: Sequence[str] = ()
-    shared: Sequence[str] = ()
+    belongs: Marker = field(default_factory=Marker)
+
+    @classmethod
+    def at(cls, folder: str) -> WholeFolder:
+        """Return the one that lies in a directory.
+
+        Raises:
+            CheckpointError: It has checkpoints of several optimizers, or its marker cannot be read.
+        """
+        folder = os.path.abspath(folder)
+        places = [place for place, _, names in os.walk(folder) if COMMIT_NAME in names and is_checkpoint(place)]
+        if len(places) > 1:
+            found = ", ".join(sorted(os.path.relpath(place, folder) for place in places))
+            raise CheckpointError(f"it has checkpoints of several optimizers, {found}")
+        belongs = mark_in(open_folder(folder))[1]
+        above = folder
+        for _ in range(belongs.depth):
+            above = os.path.dirname(above)
+        name, *inside = (os.path.relpath(place, above) for place in (folder, *places))
+        return cls(above, name, "".join(inside), belongs)
 
     def source(self, name: str = "") -> str:
         """Return where something lies; the folder itself if nothing is named."""
@@ -75,7 +99,8 @@ class WholeFolder:
             if inside == self.checkpoint:
                 names[:], files = ([name for name in each if not OWN.fullmatch(name)] for each in (names, files))
             found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
-        return [*sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)}), *self.beside, *self.shared]
+        own = sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)})
+        return [*own, *self.belongs.beside, *self.belongs.shared]
 
 
 def _unless_gone(error: OSError) -> None:
@@ -100,7 +125,9 @@ class _File:
     content: bytes | None = None
 
     def open(self) -> bool:
-        """Open it; return whether it is something that can be copied."""
+        """Open it, unless it has been read; return whether it is something that can be copied."""
+        if self.content is not None:
+            return True
         try:
             self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -123,7 +150,7 @@ class _File:
         """Read it, so that it is copied as it is now."""
         with open(self.path, "rb") as file:
             self.content = file.read()
-        self.state = len(self.content), self.state[1]
+            self.state = len(self.content), os.fstat(file.fileno()).st_mtime_ns
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -158,10 +185,10 @@ class FolderCopy:
             for name in whole.files():
                 file = _File(whole.source(name))
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
+                    if name in whole.belongs.shared:
+                        file.read()
                     if len(self.files) >= most_open or file.open():
                         self.files[name] = file
-                    if name in whole.shared:
-                        file.read()
         except BaseException:
             self.close()
             raise
@@ -175,7 +202,7 @@ class FolderCopy:
             return False
         folder.prepare()
         self._copied = known if mark is Mark.BEGUN else {}
-        self._note(folder)
+        self._note(folder, BEGUN)
         folder.delete(WHOLE)
         for name in marker.files.keys() - self.files.keys():  # of another folder of that name
             if name.startswith(f"{self.whole.name}/"):
@@ -193,13 +220,16 @@ class FolderCopy:
                 return (found.st_size, found.st_mtime_ns) == state
         return file is not None and file.state == state
 
-    def _note(self, folder: Folder) -> None:
-        folder.write(BEGUN, Marker(Process.this(), self._copied).encode())
+    def _note(self, folder: Folder, mark: str) -> None:
+        process, whole_s = (Process.this(), 0.0) if mark == BEGUN else (None, time.time())
+        marker = replace(self.whole.belongs, process=process, files=self._copied, whole_s=whole_s)
+        folder.write(mark, marker.encode())
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
         marked, folders = open_folder(self.target), dict[str, Folder]()
-        lies_beside = {*self.whole.beside, *self.whole.shared}
+        lies_beside = {*self.whole.belongs.beside, *self.whole.belongs.shared}
+        noted = nbytes = 0
         for name, file in self.files.items():
             if name in self._copied or (file.descriptor < 0 and not file.open()):
                 continue
@@ -211,13 +241,16 @@ class FolderCopy:
             file.write_to(folders[place])
             file.close()
             self._copied[name] = file.state
-            self._note(marked)
+            nbytes += file.state[0]
+            if len(self._copied) > noted + noted // 16 or nbytes > NOTE_BYTES:  # not all of many names for each
+                self._note(marked, BEGUN)
+                noted, nbytes = len(self._copied), 0
             yield file.state[0]
 
     def commit(self) -> None:
         """Mark the folder there as whole."""
         folder = open_folder(self.target)
-        folder.write(WHOLE, Marker(None, self._copied, time.time()).encode())
+        self._note(folder, WHOLE)
         folder.delete(BEGUN)
 
     def close(self) -> None:
@@ -226,15 +259,15 @@ class FolderCopy:
             file.close()
 
 
-def delete_copy(whole: WholeFolder, mirror: str) -> None:
-    """Delete from a mirror a folder that is gone, unless no mirror has made it.
+def delete_copy(whole: WholeFolder, mirror: str, unless: Mark = Mark.NONE) -> None:
+    """Delete from a mirror a folder of no use, unless no mirror has made it, or it is marked so.
 
     Raises:
         OffloadError: Something could not be deleted.
     """
     folder = open_folder(f"{mirror}/{whole.name}")
-    if mark_in(folder)[0] is not Mark.NONE:
-        folder.write(BEGUN, Marker(Process.this(), {}).encode())
+    if mark_in(folder)[0] not in (Mark.NONE, unless):
+        folder.write(BEGUN, Marker(Process.this()).encode())
         folder.remove_tree()
 
 
