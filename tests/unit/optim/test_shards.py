@@ -171,7 +171,11 @@ def test_who_fails_on_one_mesh_is_heard_on_the_next() -> None:
     heard: list[Exception | None] = []
 
     def mesh(failed: list[tuple[int, str]]) -> Any:
-        return SimpleNamespace(ranks=2, failures=lambda error: (heard.append(error), failed)[1])
+        def failures(error: Exception | None) -> list[tuple[int, str]]:
+            heard.append(error)
+            return failed
+
+        return SimpleNamespace(ranks=2, failures=failures)
 
     optimizer: Any = object.__new__(Muon)
     optimizer._weights = SimpleNamespace(dealt={0: mesh([(1, "no room")]), 1: mesh([])})
