@@ -398,8 +398,8 @@ def release(
 
     Args:
         checkpoint: The checkpoint.
-        note: The reason, for whoever looks for it.
-        missing: Free its slots even if it is not in its folder: the caller knows that it is gone.
+        note: The reason, for a user who looks for the checkpoint.
+        missing: Free its slots even if it is not in its folder: the caller knows that it was deleted.
         is_needed: Returns whether somebody needs its slots.
 
     Returns:

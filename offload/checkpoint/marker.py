@@ -67,11 +67,7 @@ ALONE = Marker()
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
-    """Mark a folder, which is made if need be, as not whole: a save begins; and note what belongs to it.
-
-    Args:
-        folder: The folder.
-        belongs: Has `depth`, `beside` and `shared`.
+    """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
 
     Raises:
         CheckpointError: It cannot be written to.

@@ -148,11 +148,7 @@ class Mirror:
         return f"{(self._path or '').rstrip('/')}/{name}"
 
     def check(self, folder: str) -> None:
-        """Verify that a checkpoint's folder is not its mirror.
-
-        Raises:
-            ConfigError: It is.
-        """
+        """Raise `ConfigError` if a checkpoint's folder is the mirror, or would be mirrored in itself."""
         if self._path is None:
             return
         if parse_place(folder).parts() in [parse_place(p).parts() for p in (self._path, self._target(folder))]:
@@ -161,12 +157,7 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a checkpoint to be mirrored next, in place of others that have not been begun.
-
-        Args:
-            saved: With which it was saved; `path` as its folder calls itself.
-            is_new: See `Part`.
-        """
+        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `Part`."""
         if self._path is None:
             return
         source = os.fspath(saved.path)
@@ -571,12 +562,7 @@ class PartCopy:
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit the part, as that of a self-contained copy.
-
-        Args:
-            extra: The part's `extra`.
-            cancelled: Set when nobody is to wait for other ranks any more.
-        """
+        """Commit the part, as that of a self-contained copy; stop waiting for other ranks if `cancelled` is set."""
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             content = open_folder(self.source.path).read(weights)

@@ -274,13 +274,8 @@ class Saves:
     def open(self, folder: Folder, request: SaveRequest, manifest: Manifest, *, needs_buffers: bool) -> PendingSave:
         """Prepare a save, and make it `pending`.
 
-        On the engine thread, where no Ctrl-C can come between making a thing and noting it.
-
-        Args:
-            folder: The folder of the checkpoint, prepared.
-            request: What the caller has asked for.
-            manifest: This rank's part, without the tiles.
-            needs_buffers: Whether some tiles have to be gathered first.
+        On the engine thread, where no Ctrl-C can come between making a thing and noting it. The folder is prepared;
+        the manifest has no tiles yet; with `needs_buffers` some tiles have to be gathered in copy buffers first.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.
@@ -576,13 +571,10 @@ class Saves:
         session: Session | None = None,
         empty: Collection[int] = (),
     ) -> _StoreLocks | None:
-        """Lock all stores, and open for writing those that the session can reuse; None if one cannot be locked.
+        """Lock all stores of a checkpoint; with a session, open for writing those that it can reuse instead.
 
-        Args:
-            stores: The stores.
-            checkpoint: The checkpoint that refers to them.
-            session: Opens stores for writing; None if they are only to be locked.
-            empty: Numbers of the paths on which the session has written nothing yet: it can give up its stores there.
+        It can on `empty` paths, where it has written nothing yet and gives its own store up. None if one store cannot
+        be locked.
         """
         locked = _StoreLocks()
         try:

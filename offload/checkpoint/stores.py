@@ -325,12 +325,7 @@ def leftover_bytes(paths: Sequence[str]) -> int:
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Find out who uses and reads a store, and which of its pins keep it.
-
-    Args:
-        store: The store.
-        locked: Whether the caller has its lock, but does not use it.
-    """
+    """Find out who uses and reads a store, and which pins keep it; a lock of the caller (`locked`) is no use."""
     nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
     pins: tuple[Pin, ...] = ()
     missing: tuple[Pin, ...] = ()
@@ -377,12 +372,8 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
 
     The store is judged again under the lock. One without a lock file may be on a file system without locks, and is
     deleted only if it is empty. One that is just being made looks like a leftover until its session has locked it;
-    the session then makes it again. Only files that stores are made of are deleted.
-
-    Args:
-        leftover: The store.
-        missing: See `Leftover.may_go`.
-        ended: See `Leftover.may_go`.
+    the session then makes it again. Only files that stores are made of are deleted. For `missing` and `ended` see
+    `Leftover.may_go`.
     """
     store = leftover.folder
     lock = store.take_lock()

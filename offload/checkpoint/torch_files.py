@@ -87,12 +87,9 @@ Places = dict[int, int]
 
 
 def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
-    """Write the bytes of tensors into a file that `torch.save` has written with holes in their place.
+    """Write the bytes of the tensors in `pickled` into a file in which `torch.save` has left holes for them.
 
-    Args:
-        path: The file.
-        pickled: The object that was saved.
-        left_out: Tensors in it whose bytes stay holes: each a single run of memory.
+    Tensors in `left_out`, each a single run of memory, stay holes.
 
     Returns:
         Where each storage begins in the file; None, with nothing written, if the file does not match the object.
