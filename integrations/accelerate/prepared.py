@@ -45,7 +45,7 @@ FOLDER = "optimizer_state"
 
 
 class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
-    """What `accelerator.prepare` returns for an optimizer, once `enable` has been told of it."""
+    """The optimizer that `accelerator.prepare` has returned, after `enable` has been called with it."""
 
     pointer: dict[str, Any] | None = None
     """What `state_dict` returns in place of all state while `save_state` runs."""

@@ -1,8 +1,8 @@
-"""New weights of ZeRO-1 and 2 that ranks gather while a step goes on into the next forward pass.
+"""Gathers new weights of ZeRO-1 and 2 while a step goes on into the next forward pass.
 
-DeepSpeed gathers all of them at the end of its step. Here that is left out, and they are gathered bucket by bucket,
-in the order in which modules used them last on any rank; a module waits for the buckets that its weights lie in. A
-bucket is the same range of all ranks' parts of a flat tensor, so one collective brings what each rank has updated.
+DeepSpeed gathers all of them at the end of its step. Here it does not, and they are gathered bucket by bucket, in the
+order in which modules used them last on any rank; a module waits for the buckets that its weights lie in. A bucket is
+the same range of all ranks' parts of a flat tensor, so one collective sends what each rank has updated to all.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Where a shard's gradients lie between their reduction and the step, and who waits for them.
+"""A shard's gradients between their reduction and the step: where they lie, and when callers wait for them.
 
-Memory for them is the engine's, so its plan counts it. `SlotGradients`: in its gradient slots in host memory, where
-they are summed; gradients that come from a GPU are copied there. `ArrivingGradients`: each is given to the engine,
-which adds it: with weights on a GPU in host memory for what the CPU updates, and on the GPU for the rest; with
-`gradient_memory` in a few buffers, and on the paths.
+Their memory is the engine's, so its plan counts it. `SlotGradients` lie in the engine's gradient slots in host
+memory, where they are summed; gradients from a GPU are copied there. `ArrivingGradients` are each given to the
+engine, which adds them: with weights on a GPU in host memory for what the CPU updates, and on the GPU for the rest;
+with `gradient_memory` in a few buffers, and on the paths.
 
 Invariants:
-  * what is handed out is complete: all copies and sums that it depends on have ended;
-  * DeepSpeed uses the memory of a reduced gradient again once it has been taken, on the stream that was current then.
-    So the engine of weights on a GPU is given a copy, made on that stream, to be read whenever that suits.
+  * a gradient that is returned is complete: all copies and sums that it depends on have ended;
+  * DeepSpeed reuses the memory of a reduced gradient once `take` has returned, on the stream that was current then.
+    So the engine of weights on a GPU is given a copy, made on that stream, which it may read later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks of a process group tell each other, so that none waits for another for ever."""
+"""Collectives by which ranks fail together, so that none waits for another for ever."""
 
 from __future__ import annotations
 

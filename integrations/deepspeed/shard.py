@@ -6,7 +6,7 @@ kept), remembers which pieces have one, and updates all of those in one step.
 
 Invariants:
   * a piece takes part in a step if and only if a gradient has arrived since the last one;
-  * the first gradient of a window (what lies between two steps) replaces what is there, later ones are added;
+  * the first gradient of a window (the time between two steps) replaces the last window's, later ones are added;
   * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero.
 
 Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
@@ -38,7 +38,7 @@ class FlatState:
 
     Attributes:
         tensors: By the rule's names, the master first; shape [numel of the flat tensor] each.
-        step: The most updates that a piece of it has had.
+        step: The largest update count of its pieces.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -360,7 +360,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Check that a client's optimizer is an Adam or a Lion whose hyperparameters can be taken over.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: The optimizer is another one, or has unsupported hyperparameters.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"

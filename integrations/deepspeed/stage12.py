@@ -1,8 +1,8 @@
 """ZeRO-1 and ZeRO-2 whose optimizer state is the engine's.
 
 DeepSpeed has one flat tensor for each parameter group here and builds it in its constructor, so the masters that it
-makes are let go right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves: the
-copies that `step()` makes from it then change nothing.
+makes are freed right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves, so
+that the copies that `step()` makes from it to the weights change nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed's tags as folders that are whole or not: marked, mirrored, and saved when a SIGTERM comes."""
+"""DeepSpeed's tags as folders: marked when they are whole, mirrored, and saved on a SIGTERM."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ url_to_fs, split_protocol = _FSSPEC.url_to_fs, _FSSPEC.split_protocol
 AVERAGING = "StochasticWeightAveraging", "WeightAveraging"
 
 SUFFIX = ".offload-"
-"""What comes between a checkpoint's name and a number in the name of the folder beside it."""
+"""In the name of the folder beside a checkpoint: the text between the checkpoint's name and a number."""
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: marked as whole when all is written, and older ones deleted behind that; SIGTERM."""
+"""A Trainer's checkpoints: marked as whole before older ones are deleted, and saved on a SIGTERM."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def _save_checkpoint(
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
     model_folder = os.path.dirname(folder)
-    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(model_folder)))  # `global_step_N/actor`
+    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(model_folder)))  # a mirror keeps both names
     begin_folder(model_folder, Marker(depth=2 if is_one_of_step else 1))
     with _with_optimizer(manager, _Saving(own, folder, _folders_of(manager))):
         original(manager, local_path, *arguments, **options)

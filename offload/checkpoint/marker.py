@@ -31,7 +31,7 @@ log = logging.getLogger("offload")
 
 
 class Mark(Enum):
-    """What a folder says of itself."""
+    """Whether a folder is whole, by its marker files."""
 
     NONE = "no marker"
     BEGUN = "a save has begun, and has not ended"
@@ -39,7 +39,7 @@ class Mark(Enum):
 
 
 class Marker(msgspec.Struct, omit_defaults=True):
-    """What is in a marker.
+    """The content of a marker file.
 
     Attributes:
         process: Which began the save; None where the kernel does not say, and in a mirror once the copy is whole.
@@ -63,14 +63,14 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
 
 ALONE = Marker()
-"""What a marker says of a folder to which nothing else belongs."""
+"""The marker of a folder to which no other files belong."""
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
     """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
 
     Raises:
-        CheckpointError: It cannot be written to.
+        CheckpointError: The folder cannot be written to.
     """
     opened = open_folder(folder)
     opened.prepare()
@@ -82,7 +82,7 @@ def mark_whole(folder: str) -> None:
     """Make everything in a folder durable, then mark it as whole.
 
     Raises:
-        CheckpointError: It has no marker of a begun save any more, or something in it cannot be made durable.
+        CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
     """
     with saying("mark as whole", folder):
         for above, _, names in os.walk(folder):
@@ -95,12 +95,12 @@ def mark_whole(folder: str) -> None:
 
 
 def unmark(folder: str) -> None:
-    """Delete a folder's marker of a begun save, where nobody could tell when the folder is whole."""
+    """Delete a folder's marker of a begun save, as no process can tell when this folder is whole."""
     open_folder(folder).delete(BEGUN)
 
 
 def mark_of(folder: str) -> Mark:
-    """Return what a directory says of itself."""
+    """Return whether a directory is whole, by its markers."""
     if os.path.exists(os.path.join(folder, BEGUN)):
         return Mark.BEGUN
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
@@ -112,10 +112,10 @@ def whole_around(folder: str) -> str:
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return what a folder says of itself, in a bucket too, and what is in its marker.
+    """Return whether a folder, of a bucket too, is whole, and the content of its marker.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The marker cannot be read.
     """
     for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):
         content = folder.read(name)
@@ -134,7 +134,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
     Args:
         above: The folder that they are in; one that is not there has none.
-        names: What they are called.
+        names: Pattern of their names.
         into: The folder, on the same file system, to move them to; None to leave them in `above`.
 
     Returns:

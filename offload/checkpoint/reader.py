@@ -1,4 +1,4 @@
-"""Reading a checkpoint by parameter name and range, whoever wrote it and however it was cut.
+"""Reading a checkpoint by parameter name and range, however many ranks have written it.
 
 A checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against the others, and the stores
 that they name are opened, all before anything of the state is read. State is then read tile by tile through a bounded
@@ -135,7 +135,7 @@ class _Flight(NamedTuple):
 
 
 class StateSource(Protocol):
-    """What state can be loaded from: a checkpoint, or a file of another format."""
+    """A source from which state can be loaded: a checkpoint, or a file of another format."""
 
     @property
     def path(self) -> str:
@@ -341,7 +341,7 @@ class Checkpoint:
         """Return the `extra` that a rank's caller gave; None if it gave none.
 
         Raises:
-            CheckpointError: It is not there or damaged.
+            CheckpointError: The file is missing or damaged.
         """
         return read_extra(self._folder, self.manifests[rank])
 

@@ -73,7 +73,7 @@ class Session(Protocol):
         Args:
             number: That of its path.
             store: Its id.
-            used_bytes: What of it is cut into slots already.
+            used_bytes: The bytes at its start that are divided into slots already.
         """
 
     def replace_tier(self, number: int, tier: Tier) -> None:
@@ -139,7 +139,7 @@ class PendingSave:
         return waits.wait_for(self.done.wait, self._awaited, timeout_s)
 
     def _awaited(self) -> str:
-        """Return what the save waits for, for the log; "" where the committing thread logs it."""
+        """Return what the save waits for, for the log; "" if the committing thread logs that itself."""
         job = self.job
         if job is not None and job.awaited:
             return ""
@@ -213,7 +213,7 @@ class Saves:
         """Note that the caller asks for a save; on the caller's thread, with nothing pending.
 
         Raises:
-            ConfigError: It goes to the mirror itself.
+            ConfigError: The checkpoint would be saved to the mirror itself.
         """
         if not request.copy:
             self.mirror.check(os.fspath(request.path))
@@ -266,7 +266,7 @@ class Saves:
             release(kept, "", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of what was saved."""
+        """Return the mirror's figures."""
         return self.mirror.metrics()
 
     # On the engine thread
@@ -417,7 +417,7 @@ class Saves:
             Numbers of the saves whose slots the machine is to release.
 
         Raises:
-            CheckpointError: None is kept there, or it is being read or cannot be deleted.
+            CheckpointError: No checkpoint is kept there, or it is being read, or cannot be deleted.
         """
         candidates = [kept for kept in self.kept if kept.folder == folder]
         if not candidates:
@@ -717,11 +717,7 @@ class Saves:
 
 
 def check_mirror(config: OffloadConfig) -> None:
-    """Verify that checkpoints can be copied to where the user wants them.
-
-    Raises:
-        ConfigError: They cannot.
-    """
+    """Raise `ConfigError` if checkpoints cannot be copied to the mirror that the user wants."""
     if config.mirror is not None:
         parse_place(config.mirror, "mirror").check("mirror")
 

@@ -1,10 +1,10 @@
-"""Files of torch's that are saved without the bytes of some tensors, which are written to their places afterwards.
+"""Files of `torch.save` that are written without the bytes of some tensors, which are filled in afterwards.
 
-Tensors that have the right shape and no memory behind them are pickled under `torch.serialization.skip_data`. That
-leaves the file as it should be, with holes where their bytes belong: these need no memory and no second file. The
-checksums that a zip file has of each tensor stay 0: torch looks at none.
+Tensors of the right shape that take no memory are pickled under `torch.serialization.skip_data`. The file is then
+complete but for holes where their bytes belong, so that state needs neither memory nor a second file. The checksums
+of tensors in the zip file stay 0; torch does not read them.
 
-Not here: what a file's layout is. Whatever is pickled, the memory of its tensors is found again.
+Not here: the structure of what is saved. The tensors of any pickled object are found again by their storages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a format of state says of itself. Layout, plan, kernels and checkpoints ask it; none knows a format by name.
+"""`StateFormat`: what layout, plan, kernels and checkpoints need to know of a format; none asks for its name.
 
-What is computed from stored state is defined in `offload.kernels.reference`, and done in csrc/kernels/formats/ and
-`offload.kernels.triton_kernels`.
+`offload.kernels.reference` defines how stored state is decoded and encoded; csrc/kernels/formats/ and
+`offload.kernels.triton_kernels` do it.
 """
 
 from __future__ import annotations

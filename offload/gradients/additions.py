@@ -162,7 +162,7 @@ class Additions:
         """Wait until all gradients that were sent have been added.
 
         Raises:
-            OffloadError: One could not be added.
+            OffloadError: A gradient could not be added.
         """
         self._wait_for_all()
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""Questions about paths: what they are, whether two are the same, and who is using a store."""
+"""The file system of paths: its type, identities, durable and locked files, and which process uses a store."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
     """Make the names in a directory durable, where its file system can.
 
     Raises:
-        OSError: It could not be done.
+        OSError: The directory cannot be opened, or an error occurred on its device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -209,7 +209,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
         follow: Whether it may be a symbolic link. Links among its directories are always followed.
 
     Raises:
-        OSError: It is not there, cannot be opened, or is not a regular file (EINVAL; ELOOP for a link).
+        OSError: The file does not exist, cannot be opened, or is not a regular file (EINVAL; ELOOP for a link).
     """
     # Opening a device may have effects, so the type is checked before; then again, as the name may have changed.
     _check_regular(os.stat(path, follow_symlinks=follow), path)
@@ -253,7 +253,7 @@ def read_json(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool = 
 
     Raises:
         OSError: As `read_regular`.
-        ValueError: It is not JSON in UTF-8, or nested too deeply.
+        ValueError: The content is not JSON in UTF-8, or nested too deeply.
     """
     content = read_regular(path, limit_bytes, follow=follow)
     try:

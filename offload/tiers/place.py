@@ -20,7 +20,7 @@ TEMPORARY = ".tmp-"
 _MAX_FILE_BYTES = 64 << 30
 """Largest file of a checkpoint: the `extra` of its caller may be large."""
 _LARGE = ("manifest-", "extra-", "model-")
-"""How the names of such files begin."""
+"""Prefixes of the names of such files."""
 _MAX_RECORD_BYTES = 16 << 20
 """Largest of the other files, which hold small records."""
 

@@ -63,8 +63,8 @@ _log = logging.getLogger(__name__)
 class RemoteTier(Owned):
     """Slots as objects of an S3-compatible store, moved by threads of the tier's own.
 
-    The store is everything below `<prefix>/offload-<uuid>/`; `close` deletes it. A store that was left behind stays
-    until somebody deletes it. A process forked from this one cannot use the tier: every method raises there, except
+    The store is everything below `<prefix>/offload-<uuid>/`; `close` deletes it. The store of a session that was
+    killed stays until a person deletes it. A forked process cannot use the tier: every method raises there, except
     `close`, which does nothing.
 
     Args:

@@ -38,7 +38,7 @@ LOCK_DIRECTORIES = ("/dev/shm", "/tmp")
 count: all processes of a machine have to use the same one, however they were started."""
 
 LINGER_S = 1e-3
-"""How long a turn outlasts its last request: the next ones come when the caller has seen the last completions."""
+"""Seconds that a turn is kept after its last request: the next may come when the caller has seen the completions."""
 
 _log = logging.getLogger(__name__)
 
