@@ -60,6 +60,7 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     """Whether a scheduler has stepped since the last step: a SIGTERM's checkpoint waits for that."""
 
     def step(self, *arguments: Any, **options: Any) -> Any:
+        """Make Accelerate's step; save on a SIGTERM, unless a scheduler steps next."""
         result = super().step(*arguments, **options)
         if self.gradient_state.sync_gradients:
             is_waiting, self.is_scheduled = self.is_scheduled and bool(self.schedulers), False

@@ -76,7 +76,7 @@ def _run_module(name: str) -> None:
     try:
         exists = find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
+        if not f"{name}.".startswith(f"{error.name}."):  # its package exists, and imports one that does not
             raise
         exists = False
     if not exists:

@@ -474,7 +474,7 @@ class OffloadedOptimizer:
                 # The greatest of all ranks' counts: each node may have only the files of its own ranks.
                 saved_ranks = greatest(_ranks_by_files(os.path.join(load_dir, tag)), self.dp_process_group)
                 ranks = engine.seq_dp_world_size
-                if saved_ranks not in (0, ranks):  # or files are missing, or left by an earlier save
+                if saved_ranks not in (0, ranks):  # files may be missing, or left by an earlier save: ask the model's
                     in_model = _ranks_by_model(engine._get_ckpt_name(load_dir, tag))
                     saved_ranks = greatest(in_model, self.dp_process_group) or saved_ranks
                 if saved_ranks not in (0, ranks):
@@ -739,6 +739,7 @@ def _ranks_by_model(path: str) -> int:
 
 
 def _other_ranks(folder: str, saved_ranks: int, ranks: int) -> CheckpointError:
+    """Return the error for a folder that another number of ranks has saved."""
     universal = f"{folder.rstrip(os.sep)}_universal"
     return CheckpointError(
         f"{folder} was saved by {saved_ranks} ranks, and DeepSpeed cannot give its state to {ranks}; nothing was "

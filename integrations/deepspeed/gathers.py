@@ -113,6 +113,7 @@ class Gathers:
         self._wait_for(dict.fromkeys(number for parameter in parameters for number in self._ranges_of(parameter)))
 
     def _wait_for(self, ranges: Iterable[int]) -> None:
+        """Wait until ranges are gathered, or with one rank until their pieces are updated; the time is measured."""
         if self._exchange is not None:
             if self._exchange.is_under_way:
                 with self._pace.timed_wait():
@@ -159,9 +160,8 @@ class Gathers:
         if self._exchange is not None:
             self._exchange.begin(self._engine, [self._bucket(number) for number in self._gather_order])
         active = {*active}
-        self._wait_for(
-            [n for n in range(len(self._ranges)) if n not in used and active & {*self._pieces_by_range[n]}]
-        )
+        unseen = (number for number in range(len(self._ranges)) if number not in used)
+        self._wait_for([number for number in unseen if active & {*self._pieces_by_range[number]}])
 
     def _bucket(self, number: int) -> Bucket:
         """Return the exchange of one range: each rank sends its own part, and copies those of the others."""

@@ -35,7 +35,6 @@ class SlotGradients:
 
     Args:
         pieces: All pieces of the shard.
-        engine: The shard's.
         place: The device of the weights.
         dtypes: The dtype in which gradients are summed, for each flat tensor of weights.
     """
@@ -117,11 +116,8 @@ class SlotGradients:
     def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
         """Return a piece's gradient, complete, wherever it lies; zeros beyond the piece, and if it has none."""
         piece = self._pieces[number]
-        gradient = (
-            self._lent_gradients[number]
-            if number in self._lent_gradients
-            else self._read_unlent(number, arrived=arrived)
-        )
+        lent = self._lent_gradients.get(number)
+        gradient = self._read_unlent(number, arrived=arrived) if lent is None else lent
         wanted = piece.numel if numel is None else numel
         if gradient is None or gradient.numel() < wanted:
             whole = torch.zeros(wanted, dtype=self._dtypes[piece.flat], device=self._place)
@@ -182,6 +178,7 @@ class ArrivingGradients(SlotGradients):
         super().begin(kept)
 
     def _hand_over(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+        """Give a gradient to the engine; of memory that DeepSpeed will reuse, a copy, or wait until it is read."""
         given, gradient = gradient, gradient.to(self._place, self._dtypes[self._pieces[number].flat])
         stays = first and self._engine.gradients.stays(number)
         if gradient is given and self._reads_later and (stays or gradient.nbytes <= COPIED_BYTES):
@@ -200,9 +197,8 @@ class ArrivingGradients(SlotGradients):
         if not arrived or not self._engine.gradients.has_arrived(number):  # a step has used it
             return None
         self._engine.gradients.settle()
-        return (
-            self._first_gradients[number] if number in self._first_gradients else self._engine.gradients.slot(number)
-        )
+        first = self._first_gradients.get(number)
+        return self._engine.gradients.slot(number) if first is None else first
 
     def end(self) -> None:
         """Note that the window has ended; with `gradient_memory`, drop gradients now, as they may be on paths."""

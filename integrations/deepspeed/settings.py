@@ -128,6 +128,7 @@ def naming_the_object() -> Iterator[None]:
 
 
 def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for a key that is not known, with the nearest that is."""
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)

@@ -62,12 +62,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         kept = {name: getattr(self, name) for name in COPIED_AND_GATHERED}
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         parts, empty = self.parallel_partitioned_bit16_groups, [nothing for _ in self._flats]
-        stand_ins: tuple[list[Any], ...] = (
-            empty,
-            empty,
-            [[nothing for _ in part_of_ranks] for part_of_ranks in parts],
-            [],
-        )
+        stand_ins: tuple[list[Any], ...] = (empty, empty, [[nothing for _ in ranks] for ranks in parts], [])
         try:
             self.__dict__.update(zip(COPIED_AND_GATHERED, stand_ins, strict=True))
             self._gathers_later = True

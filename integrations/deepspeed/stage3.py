@@ -269,6 +269,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
+        """Return a state tensor of this rank's part, as a copy that `_write_back` stores after DeepSpeed's change."""
         number = self._number(param)
         state = self.shard.read(number, optim_state_key or "master", param.partition_numel())
         self._last_read = state
@@ -290,6 +291,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         self._write_back(param, optim_state_key)
 
     def _write_back(self, parameter: Any, key: str | None) -> None:
+        """Store the state tensor that was read last, after DeepSpeed has changed it."""
         if parameter.requires_grad:
             self.shard.write(self._number(parameter), key or "master", self._last_read)
 

@@ -97,7 +97,6 @@ def write_state(files: Mapping[str, Starts], shard: Shard, visit: Callable[[Take
 
     Args:
         files: Where tensors belong in each file, by its path.
-        shard: The shard that the state is of.
         visit: Calls a function with each run of the named tensors; see `Take`.
 
     Raises:
@@ -171,6 +170,7 @@ def digest(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(chunks: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
+    """Return sums of words by columns, as if each chunk were rows of `COLUMNS` words; they wrap around."""
     sums = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
     for words in chunks:
         rows = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)

@@ -180,6 +180,7 @@ def _clip(precision: Any, optimizer: Any, clip_val: float) -> None:
 
 
 def _absolute(path: Any) -> str:
+    """Return a checkpoint's path, made absolute if it is a local one."""
     name = str(path)
     scheme, _ = split_protocol(name)
     if scheme not in (None, "s3"):

@@ -208,7 +208,7 @@ def _weights_to_host(trainer: Any) -> None:
         FSDP_TRAINER.refuse("fsdp", said)
     if isinstance(model, fsdp.FSDPModule):  # a second `train`
         return
-    plugin.set_auto_wrap_policy(model)  # by names of classes, which FSDP2 changes
+    plugin.set_auto_wrap_policy(model)  # now, as it finds layers by the names of classes, which FSDP2 changes
     kinds = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
     layers = [module for module in model.modules() if type(module) in kinds]
     if plugin.activation_checkpointing:

@@ -308,9 +308,8 @@ class CommitJob:
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)
-            is_there = _is_committed(
-                folder, checkpoint.id
-            )  # first: rank 0 may release it now, and says so before that
+            # Before its standing: rank 0 may be releasing it now, and writes that down before `COMMIT` is deleted.
+            is_there = _is_committed(folder, checkpoint.id)
             verdict = standing(checkpoint.pin, "")
             if checkpoint.id in abandoned or verdict is Standing.RELEASED:  # or committed and released since
                 self._undo(folder, checkpoint.id, [store_folder(path, store) for path, store in checkpoint.stores])

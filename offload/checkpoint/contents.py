@@ -51,7 +51,7 @@ def read_commit(folder: Folder) -> CommitRecord:
 def read_released(folder: Folder) -> tuple[tuple[str, ...], str]:
     """Return the ids of checkpoints that a folder without a `COMMIT` held until they were released, and why.
 
-    None if the file `RELEASED` was not written by this package.
+    No ids and no reason if the file `RELEASED` was not written by this package.
     """
     content = folder.read(RELEASED_NAME)
     try:

@@ -46,11 +46,12 @@ class FolderLock:
         self._close(unlocks=True)
 
     def _close(self, *, unlocks: bool) -> None:
+        """Close the descriptor, if there is one; `unlocks` gives the lock up even if a child has the descriptor."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             _held.discard(self)
             with contextlib.suppress(OSError):
-                if unlocks:  # a child that is just being forked may have the descriptor, too
+                if unlocks:
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 

@@ -449,11 +449,9 @@ class Checkpoint:
                     yield rank, tile, problem
 
     def copy(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> None:
-        """Copy tiles of the first manifest, unchanged, to another store; they are durable when this returns.
+        """Copy tiles of the first manifest, unchanged, to offsets in another store; durable when this returns.
 
-        Args:
-            tiles: Each with its offset in the sink.
-            sink: A new store that reports to `queue`, with nothing else in flight.
+        The sink is a new store that reports to `queue`, with nothing else in flight.
 
         Raises:
             CheckpointError: A tile is damaged or cannot be read.
@@ -513,6 +511,7 @@ class Checkpoint:
             raise error
 
     def _close(self) -> None:
+        """Close the stores, on a thread of its own, once opening them has ended or cannot begin any more."""
         if self._opening.forestall():
             self._opening.wait()
         with contextlib.ExitStack() as ends:
@@ -539,6 +538,7 @@ class Checkpoint:
         return self.path if path is None else path
 
     def _tier(self, rank: int, store: int) -> Tier:
+        """Return the tier of a store of a rank's manifest, opened if it is not yet."""
         ref = self.manifests[rank].stores[store]
         key = self.store_path(rank, store), ref.store.hex
         if key not in self._tiers:
@@ -747,6 +747,7 @@ class Checkpoint:
         return self.manifests[rank].request(tile, self._address(buffer), verify=self._verify)
 
     def _damage(self, key: tuple[int, TileId], cause: TierError) -> CheckpointError:
+        """Return the error for a tile that cannot be read, with its parameters and its store."""
         rank, tile = key
         manifest = self.manifests[rank]
         store = manifest.stores[manifest.tiles[tile].store]

@@ -149,6 +149,7 @@ def folders_above(folder: str) -> tuple[str, ...]:
 
 
 def _is_named_above(folder: str, id: str) -> bool:
+    """Return whether a `RELEASED` in one of the two folders above a checkpoint's names it."""
     for above in folders_above(folder):
         with contextlib.suppress(ConfigError, CheckpointError, ValueError):  # what cannot be read names nothing
             if id in read_released(open_folder(above))[0]:

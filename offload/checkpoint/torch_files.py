@@ -75,8 +75,9 @@ class _Storages(pickle.Pickler):
 
 
 def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages in an object by their address; none if the object cannot be pickled a second time."""
     pickler = _Storages()
-    with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
+    with contextlib.suppress(Exception):
         pickler.dump(pickled)
         return pickler.storages
     return {}

@@ -177,7 +177,7 @@ class Additions:
     def _wait_for_all(self) -> None:
         for filling in self._ring:
             if filling is not None:
-                if not filling.sent:  # or not for certain: its sending was interrupted
+                if not filling.sent:  # `send` was interrupted: the thread may not have it
                     self._work.put(filling)
                 self._wait(filling)
 

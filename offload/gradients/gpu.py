@@ -413,6 +413,7 @@ class GpuGradients(GradientStore):
         self.additions.send(bucket.sending)
 
     def _check_dtype(self, record: _GradientRecord, dtype: DtypeCode) -> None:
+        """Raise `ConfigError` if a gradient's dtype is not that of its slot, or of the passes before."""
         item = int(ITEM_BYTES[dtype])
         if (record.slot.numel() and item != record.slot.element_size()) or (
             record.arrivals and dtype is not record.dtype
@@ -578,7 +579,7 @@ class GpuGradients(GradientStore):
         self._bring_sums()
         self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
-        for record in self.records:
+        for record in self.records:  # what was added in host memory is not in sums that were made on the device
             if record.was_added and not record.stays:
                 address, blocks = record.slot.data_ptr(), record.blocks.ctypes.data
                 self._kernel.gradient_blocks(address, record.dtype, record.numel, blocks)

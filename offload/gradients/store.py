@@ -305,6 +305,7 @@ class HostGradients(GradientStore):
         self._gather(position, address, dtype, target, target_dtype)
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Sum the squares of those gradients that have changed since they were summed."""
         tables, numbers = self._tables, np.array(positions, np.int64)
         for position in numbers[~self._are_as_gathered(numbers)].tolist():
             address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])

@@ -169,7 +169,7 @@ def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
     """Return `SEGMENT_DTYPE` with fields named as a rule's state tensors and scalars."""
     fields = {name: field[:2] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
     (_, states), (_, scalars) = fields.pop("state"), fields.pop("scalars")
-    if rule.packed_words:
+    if rule.packed_words:  # no format with scales stores such state
         fields[PACKED] = fields.pop("scales")
     for number, name in enumerate(rule.state):
         fields[name] = np.dtype(np.uint64), states + 8 * number

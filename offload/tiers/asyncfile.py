@@ -129,6 +129,8 @@ class AsyncIo:
     # On the loop's thread
 
     def _start(self, answer: Callable[[], Coroutine[Any, Any, None]], *, writes: bool = False) -> None:
+        """Start a coroutine on the loop, among the running tasks, and among the writes that a sync waits for."""
+
         def start() -> None:
             task = self._loop.create_task(answer())
             for group in (self._running, self._writing) if writes else (self._running,):

@@ -161,6 +161,7 @@ def _is_directory(entry: Path) -> bool:
 
 
 def _mount_source(directory: str) -> str:
+    """Return what is mounted where a directory lies, such as a server's export; "" if that is unknown."""
     mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
     directory_above = Path(directory)
     while str(directory_above) not in mounts and directory_above != directory_above.parent:

@@ -139,6 +139,7 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
         OSError: The file could not be written; `path` is as it was before.
     """
     unfinished = path.with_name(temporary)
+    # Not truncated before it is locked: another process may be writing it.
     with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666)) as file:
         _write_alone(file.fileno(), unfinished)
         try:
@@ -410,6 +411,7 @@ def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
 
 
 def _holder(store: str | os.PathLike[str], byte: int, is_own: Callable[[_LockFile], bool]) -> int | None:
+    """Return the pid of the process that has a byte of a store's lock, this one if `is_own` says so; None if none."""
     path = os.path.join(store, LOCK_NAME)
     with _table_lock:
         try:

@@ -138,10 +138,7 @@ class ObjectClient(Protocol):
     def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
         """Make an object whose content is `buffers`, one after the other; it is there whole or not at all.
 
-        Args:
-            key: Its name.
-            buffers: Its content.
-            crc32c: Checksum of the content, by which the store verifies what has arrived; None for none.
+        `crc32c` is the checksum by which the store verifies the content; None for no verification.
         """
 
     def create(self, key: str, content: bytes) -> None:
@@ -304,6 +301,7 @@ class S3Client:
             raise ConfigError("paths", path, f"the S3 client refuses its settings: {cause}") from cause
 
     def _make_client(self, session: Any, style: str) -> Any:
+        """Return botocore's client for S3, with a style of addressing: "path", "virtual" or "auto"."""
         settings: dict[str, Any] = {
             "connect_timeout": self.retry.connect_timeout_s,
             "read_timeout": self.retry.stall_timeout_s,
@@ -486,6 +484,7 @@ class S3Client:
                     _raise_unanswered(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
 
     def _get(self, key: str, buffers: Sequence[memoryview]) -> int:
+        """Get an object, in one attempt; return its size."""
         what = f"get {key}"
         room = sum(len(buffer) for buffer in buffers)
 

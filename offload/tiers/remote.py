@@ -412,6 +412,7 @@ class RemoteTier(Owned):
         self._queue.post(request.op, error, request.offset if error else checksum, started_s, time.monotonic())
 
     def _finish_syncs(self, written: int) -> None:
+        """Note that a write has ended, and complete the syncs that waited for it alone."""
         done = []
         with self._lock:
             self._writing.discard(written)

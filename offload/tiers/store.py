@@ -106,6 +106,7 @@ class Store:
         return True
 
     def _delete(self, *names: str, directory: bool = False) -> None:
+        """Delete files of the store, or the directory, unless its name means another one now; log a failure."""
         try:
             with StoreDirectory(self.directory) as files:
                 if files.identity != self._identity:
