@@ -203,7 +203,7 @@ class SavesBehind:
                     mirrored=False,  # a mirror has the engines' part alone
                     extra=partial(self._write_stub, pending, pending.frame.encode()),
                     on_commit=partial(self._write, pending, folder),
-                    on_done=partial(self._finish, pending, ""),
+                    on_done=partial(self._end_save, pending, ""),
                     id=pending.id,
                     rank=self._rank,
                     ranks=len(pending.others),
@@ -221,7 +221,7 @@ class SavesBehind:
                     pinned,
                     mirrored=False,
                     on_commit=partial(self._write, pending, pinned),
-                    on_done=partial(self._finish, pending, pinned),
+                    on_done=partial(self._end_save, pending, pinned),
                     id=pending.id,
                 )
                 checkpoints.save(request)
@@ -309,7 +309,7 @@ class SavesBehind:
             pending.error = failed
             raise
 
-    def _finish(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
+    def _end_save(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
         """Release the versions pinned in a folder ("" for none), make the tag whole or log its error, and tidy up.
 
         `error` says why there is no checkpoint of the engines.
@@ -338,7 +338,7 @@ class SavesBehind:
         """Write this rank's files where no state is left to copy, so that nothing is pinned."""
         with contextlib.suppress(Exception):  # noted in `pending.error`
             self._write(pending, "")
-        self._finish(pending, "", None)
+        self._end_save(pending, "", None)
 
     def _write_files(self, pending: PendingTag, folder: str) -> None:
         """Copy pinned state, and rounded weights, into this rank's and the model's file; then name this rank's."""

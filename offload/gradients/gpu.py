@@ -52,7 +52,7 @@ class _GradientRecord:
         stays: Whether the GPU updates part of the parameter, and so reads the gradient where it lies.
         parts: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that lies
             in one block.
-        there: The memory of the same numbers on the device.
+        device_place: The memory of the same numbers on the device.
         starts: First element of each of its segments, which may begin anywhere in a block.
         arrivals: Backward passes that have added to it since the last step.
         address: Where the first one lies on the device; 0 for none.
@@ -64,7 +64,7 @@ class _GradientRecord:
     slot: torch.Tensor
     stays: bool
     parts: npt.NDArray[np.uint64]
-    there: Place
+    device_place: Place
     starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
@@ -240,7 +240,7 @@ class GpuGradients(GradientStore):
         The calling thread has the lock. The stream is that of `caller` if it is given, as on the engine thread.
         """
         lanes = self.lanes
-        away = [(there, host) for there, host in self._regions if not there.address]
+        away = [(block, host) for block, host in self._regions if not block.address]
         if not away:
             return
         device = lanes.device
@@ -253,12 +253,12 @@ class GpuGradients(GradientStore):
         for address, (_, host) in zip(addresses, away, strict=True):
             lanes.copy(DeviceLane.H2D, address, host.address, host.nbytes)
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
-        for address, (there, _) in zip(addresses, away, strict=True):
-            there.address = address  # last, so that an interrupt leaves all of this to be repeated
+        for address, (block, _) in zip(addresses, away, strict=True):
+            block.address = address  # last, so that an interrupt leaves all of this to be repeated
 
     def return_borrowed(self) -> None:
         """Give borrowed device memory back, if there is any; block sums are in host memory until gradients arrive."""
-        if not all(there.lasts for there, _ in self._regions):
+        if not all(block.lasts for block, _ in self._regions):
             self._bring_sums()
 
     def _bring_sums(self) -> None:
@@ -267,16 +267,16 @@ class GpuGradients(GradientStore):
         with self._lock:
             self.leave()
             self._copy_sums()
-            for there, _ in self._regions:
-                if not there.lasts:
-                    there.address = 0
+            for block, _ in self._regions:
+                if not block.lasts:
+                    block.address = 0
             lanes.return_borrowed()
 
     def _copy_sums(self) -> None:
         """Put on lane `GRADIENTS`: copy all block sums that are on the device to host memory."""
-        for there, host in self._regions:
-            if there.address:
-                self.lanes.copy(DeviceLane.GRADIENTS, host.address, there.address, host.nbytes)
+        for block, host in self._regions:
+            if block.address:
+                self.lanes.copy(DeviceLane.GRADIENTS, host.address, block.address, host.nbytes)
 
     def bound_at(self) -> GradientsAt:
         """Return where the CPU reads gradients: in their slots if they arrived during backward, else where bound."""
@@ -352,7 +352,7 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
-        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.there.address, *target)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.device_place.address, *target)
         departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
@@ -394,11 +394,11 @@ class GpuGradients(GradientStore):
         if len(gradients) == 1:
             position, address, dtype = gradients[0]
             record = self.records[position]
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.there.address)
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_place.address)
             return
         for dtype in sorted({dtype for _, _, dtype in gradients}):
             pairs = [(self.records[n], address) for n, address, code in gradients if code is dtype]
-            rows = [(address, record.numel, record.there.address) for record, address in pairs]
+            rows = [(address, record.numel, record.device_place.address) for record, address in pairs]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
     def _send(self, bucket: _Bucket) -> None:
@@ -531,7 +531,8 @@ class GpuGradients(GradientStore):
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
                 device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
             device_parts = [
-                record.there.address + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
+                record.device_place.address + number * BLOCK_BYTES
+                for record, number in zip(records, first, strict=True)
             ]
             rows = np.stack([addresses, numels, np.array(device_parts, np.uint64)], axis=1)
             for dtype in np.unique(dtypes).tolist():
