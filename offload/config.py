@@ -46,6 +46,10 @@ OVERLAPS = ("off", "forward", "backward", "both", "auto")
 MAX_HOLDERS = 1 << 16
 
 
+_BITS = re.compile(r"[KMGT]i?b\s*$", re.ASCII)
+"""How a number of bits is written, as of networks; "gb" and "GB" are bytes."""
+
+
 def parse_bytes(field: str, value: object) -> int:
     """Return a size in bytes from an integer or a string such as "8GiB" or "500MB".
 
@@ -60,6 +64,10 @@ def parse_bytes(field: str, value: object) -> int:
         if found is None:
             raise ConfigError(field, value, allowed)
         number, unit = found
+        if _BITS.search(value):
+            raise ConfigError(
+                field, value, f'a small "b" behind a large letter means bits; {allowed}'
+            )
         if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
             said = value.strip().rstrip("iI")
             raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')

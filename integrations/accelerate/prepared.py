@@ -27,7 +27,7 @@ from offload.integrations.shared import (
     save,
     tell_last_pass,
 )
-from offload.optim.folders import begin_folder, end_folder, resume_folder
+from offload.optim.folders import begin_folder, end_folder
 from offload.optim.hiding import hide_steps
 
 try:
@@ -225,9 +225,7 @@ def _before_save(
 def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
     """Stand in for `Accelerator.load_state`."""
     with _sharded():
-        found = type(accelerator).load_state(accelerator, *arguments, **options)
-    resume_folder(ours(prepared[0]), prepared[0].loaded_from)
-    return found
+        return type(accelerator).load_state(accelerator, *arguments, **options)
 
 
 @contextlib.contextmanager

@@ -33,10 +33,11 @@ from functools import partial
 
 from offload import CheckpointError, SaveRequest
 from offload.checkpoint.marker import Mark, mark_of, mark_whole
-from offload.integrations.deepspeed import in_place, stream, tags
+from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import Shard
 from offload.integrations.deepspeed.stream import WEIGHT, SharedModel
+from offload.optim.folders import mirror_folder
 
 log = logging.getLogger("offload")
 
@@ -324,7 +325,9 @@ class SavesBehind:
                 with contextlib.suppress(OSError):  # which the tag has
                     if self._rank == 0:
                         self._publish(pending)
-                    tags.mirror(self._shard, pending.folder, pending.tag, is_whole=self._rank > 0)
+                    tag = os.path.join(pending.folder, pending.tag)
+                    if mark_of(tag) is not Mark.NONE:  # it is whole, or becomes so on rank 0 in this moment
+                        mirror_folder(self._shard, tag)
             else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from offload.checkpoint.marker import Mark, mark_of, unmark
+from offload.checkpoint.marker import Mark, Marker, mark_of, unmark
 from offload.optim.folders import begin_folder, mark_folder, mirror_folder
 from offload.optim.preemption import SigtermHandler
 from offload.optim.ranks import any_rank
@@ -31,7 +31,7 @@ def save_whole(optimizer: Any, engine: Any) -> None:
         folder = os.path.abspath(save_dir)
         tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
         whole = os.path.join(folder, tag)
-        is_one = begin_folder(whole)
+        is_one = begin_folder(whole, Marker(depth=1 + os.path.normpath(tag).count(os.sep), shared=BESIDE))
         if not is_one:
             unmark(whole)
         unmarked, optimizer.is_saved_behind = whole if is_one else "", False
@@ -44,7 +44,7 @@ def save_whole(optimizer: Any, engine: Any) -> None:
         finally:
             unmarked = ""
         if is_one and not optimizer.is_saved_behind:
-            mirror(optimizer.shard, folder, tag)
+            mirror_folder(optimizer.shard, whole)
         return found
 
     def mark() -> None:
@@ -61,8 +61,9 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         found = load(load_dir, tag, *arguments, **keywords)
         if found[0] is not None:
-            name = str(_latest(load_dir) if tag is None else tag)
-            mirror(optimizer.shard, os.path.abspath(load_dir), name, is_new=False)
+            whole = os.path.join(load_dir, str(_latest(load_dir) if tag is None else tag))
+            if mark_of(whole) is Mark.WHOLE:  # what has no checkpoint of ours, too
+                mirror_folder(optimizer.shard, whole, is_new=False)
         return found
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
@@ -71,22 +72,6 @@ def save_whole(optimizer: Any, engine: Any) -> None:
 def _latest(folder: Any) -> str:
     with open(os.path.join(folder, LATEST), encoding="utf-8") as file:
         return file.read().strip()
-
-
-def mirror(shard: Any, folder: str, tag: str, *, is_new: bool = True, is_whole: bool = False) -> None:
-    """Have the mirror copy a tag, if it is whole; no collective.
-
-    Args:
-        shard: Of this rank.
-        folder: Of all tags.
-        tag: Its name.
-        is_new: See `mirror_folder`.
-        is_whole: Whether it is, or becomes so on rank 0 in this moment; else its mark says that.
-    """
-    whole = os.path.join(folder, tag)
-    if is_whole or mark_of(whole) is Mark.WHOLE:
-        shared = [name for name in BESIDE if os.path.exists(os.path.join(folder, name))]
-        mirror_folder(shard, whole, above=folder, shared=shared, is_new=is_new)
 
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
+from offload.checkpoint.marker import Marker
 from offload.combinations import AVERAGED, BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
@@ -19,7 +20,7 @@ from offload.integrations.shared import (
     release,
     save,
 )
-from offload.optim.folders import begin_folder, end_folder, resume_folder
+from offload.optim.folders import begin_folder, end_folder
 from offload.optim.hiding import hide_steps
 
 try:
@@ -104,14 +105,14 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         folder = strategy.broadcast(self._free(path) if strategy.is_global_zero else None)
         optimizer, is_here = ours(strategy.optimizers[0]), split_protocol(path)[0] is None
         if is_here:
-            begin_folder(folder)
+            begin_folder(folder, Marker(beside=(os.path.basename(path),)))
         save(optimizer, folder)
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
         write()
         self._named[path] = folder
         strategy.barrier()
         if is_here:
-            end_folder(optimizer, folder, beside=[os.path.basename(path)])
+            end_folder(optimizer, folder)
         _delete(strategy, path, but=folder)
 
     def _free(self, path: str) -> str:
@@ -143,8 +144,6 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 "folder with the checkpoint, or load the weights alone, with LightningModule.load_from_checkpoint"
             ) from error
         self._named[path] = folder
-        if split_protocol(path)[0] is None:
-            resume_folder(optimizer, folder, beside=[os.path.basename(path)])
 
     def _remove(self, strategy: Any, filepath: Any) -> None:
         """Stand in for `Strategy.remove_checkpoint`, on all ranks."""

@@ -23,7 +23,6 @@ from offload.integrations import shared
 from offload.integrations.shared import POINTER
 from offload.integrations.transformers import saving
 from offload.integrations.transformers.saving import FOLDER
-from offload.optim.folders import resume_folder
 from offload.optim.hiding import hide_steps
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
@@ -458,6 +457,5 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
     loaded = _pointing(trainer, original, checkpoint)
     if loaded is not None and POINTER in loaded:
         ours.load_checkpoint(os.path.join(checkpoint, loaded[POINTER]))
-        resume_folder(ours, checkpoint)
     elif loaded is not None:  # of torch's, or of a Trainer that did not know us
         ours.load_state_dict(loaded)

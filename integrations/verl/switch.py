@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import Mark, Marker, mark_of
 from offload.combinations import VERL_CLIPS, VERL_GENERATES
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
-from offload.optim.folders import begin_folder, end_folder, resume_folder
+from offload.optim.folders import begin_folder, end_folder
 
 log = logging.getLogger("offload")
 
@@ -203,16 +203,12 @@ def _save_checkpoint(
         original(manager, local_path, *arguments, **options)
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
-    begin_folder(os.path.dirname(folder))
+    place = os.path.dirname(folder)
+    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(place)))  # which has a folder for each model
+    begin_folder(place, Marker(depth=2 if is_one_of_step else 1))
     with _standing_in(manager, _Saving(found, folder, _saved(manager))):
         original(manager, local_path, *arguments, **options)
-    end_folder(found, os.path.dirname(folder), above=_above(folder))
-
-
-def _above(folder: str) -> str:
-    """Return a run's folder, which has one of each step, in which each model has one."""
-    step = os.path.dirname(os.path.dirname(folder))
-    return os.path.dirname(step) if STEP.fullmatch(os.path.basename(step)) else step
+    end_folder(found, place)
 
 
 def _load_checkpoint(
@@ -227,5 +223,3 @@ def _load_checkpoint(
         raise CheckpointError(f"{place} is not whole, as its save was interrupted, or is under way: load another")
     with _standing_in(manager, _Loading(manager.optimizer, place, _saved(manager))):
         original(manager, local_path, *arguments, **options)
-    if (found := shared.ours(manager.optimizer)) is not None:
-        resume_folder(found, place, above=_above(os.path.join(place, FOLDER)))

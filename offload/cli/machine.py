@@ -157,7 +157,7 @@ def parse_speed(field: str, value: str) -> float:
     Raises:
         ConfigError: It is none.
     """
-    allowed = 'give bytes a second, such as "3.5GB/s"'
+    allowed = 'give bytes a second, such as "3.5GB/s" (a network\'s 25 Gb/s are "3.125GB/s")'
     size, slash, unit = value.strip().rpartition("/")
     if not slash or unit.lower() != "s":
         raise ConfigError(field, value, allowed)

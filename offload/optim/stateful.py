@@ -373,8 +373,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: It is in a bucket, or its name can be none.
-            CheckpointError: The folder cannot be written, or from the end, see `wait_checkpoint`.
-            OSError: From the end: a file cannot be made durable.
+            CheckpointError: The folder cannot be written, or from the end: a file cannot be made durable, or see
+                `wait_checkpoint`.
         """
         return folders.checkpoint_folder(self, os.fspath(folder))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,6 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
-from offload.checkpoint.whole import WholeFolder
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.layout import Layout
 from offload.plan.budget import CHECKPOINT_BUFFERS
@@ -205,20 +205,20 @@ class Checkpoints:
         saves = self._parts.saves
         return any(save is not None and save.request.id == id for save in (saves.pending, saves.last))
 
-    def mirror_folder(self, whole: WholeFolder, rank: int = 0, ranks: int = 1, *, is_new: bool = True) -> None:
+    def mirror_folder(self, folder: str, rank: int = 0, ranks: int = 1, *, is_new: bool = True) -> None:
         """Have `OffloadConfig.mirror` get a framework's folder, if there is a mirror; what cannot be begun is logged.
 
         Its files are opened, and the folder may be deleted when this returns. It is marked as whole in the mirror
         when all of it is there. What goes from the run's folder goes from the mirror, once this is whole there.
 
         Args:
-            whole: The folder, which nobody writes to any more. All ranks name the same.
+            folder: A directory that has been marked, which nobody writes to any more. All ranks name the same.
             rank: This rank, of those that have saved the checkpoint in it.
             ranks: How many these are.
             is_new: Whether it has just been saved; else a session that was killed may have copied some of it.
         """
-        begin = partial(self._parts.saves.mirror_folder, whole, rank, ranks, is_new=is_new)
-        waits.apart(begin, "offload-mirror-folder", lambda: f"{whole.source()} to be opened")
+        begin = partial(self._parts.saves.mirror_folder, folder, rank, ranks, is_new=is_new)
+        waits.apart(begin, "offload-mirror-folder", lambda: f"{folder} to be opened")
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
@@ -295,6 +295,17 @@ class Checkpoints:
         A checkpoint whose folder is merely not there is kept: it may have been moved.
         """
         self._release(self._parts.saves.release_deleted)
+
+    @contextlib.contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Have saves release no older checkpoint meanwhile; what is too many then goes behind that.
+
+        Where an exception ends it, it goes at the next save.
+        """
+        saves = self._parts.saves
+        with saves.keeping_all():
+            yield
+        self._release(saves.release_older)
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
         with self._thread.turn():

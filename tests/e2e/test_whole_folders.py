@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import offload
 from offload import cli
 from offload.checkpoint import fetch as fetches
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.marker import WHOLE, Mark, Marker, mark_of
+from offload.checkpoint.mirror import Mirror
 from offload.optim import folders
+from offload.tiers.directories import DirectoryFolder
 
 
 class Loop:
@@ -27,7 +32,7 @@ class Loop:
     def __init__(self, folder: Path) -> None:
         self.run, self.path, self.mirror = (folder / name for name in ("run", "path", "mirror"))
         for place in (self.run, self.path, self.mirror):
-            place.mkdir()
+            place.mkdir(exist_ok=True)
         self.weight = torch.nn.Parameter(torch.ones(64, 64))
         config = offload.OffloadConfig(host_memory=0, paths=[str(self.path)], mirror=str(self.mirror))
         self.optimizer = offload.AdamW([("weight", self.weight)], offload=config)
@@ -49,6 +54,11 @@ class Loop:
         fetched = self.mirror.parent / "fetched"
         assert cli.main(["fetch", str(self.mirror), str(fetched), "--name", name, "--quiet"]) == 0
         return fetched / name
+
+    def again(self) -> Loop:
+        """Return another session's, as after a kill."""
+        self.__init__(self.run.parent)  # type: ignore[misc]
+        return self
 
     def mirrored(self) -> set[str]:
         self.optimizer.wait_mirror(60)
@@ -237,13 +247,74 @@ def test_what_cannot_be_listed_is_no_part_that_may_be_missing(loop: Loop, monkey
         loop.optimizer.wait_mirror(60)
 
 
-def test_a_folder_outside_of_the_runs_is_not_mirrored(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_loads_it_goes_on_with_its_mirror(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a folder of several, and of what lies beside it."""
+    (loop.run / "all.ckpt").write_text("beside")
+    monkeypatch.setattr(Mirror, "mirror_task", lambda self, task: None)  # as if it was killed
+    folder = loop.run / "step-1" / "actor"
+    folders.begin_folder(str(folder), Marker(depth=2, beside=("all.ckpt",)))
+    loop.optimizer.save_checkpoint(folder / "optimizer")
+    loop.optimizer.wait_checkpoint()
+    (folder / "model").write_text("model")
+    folders.end_folder(loop.optimizer, str(folder))
+    loop.optimizer.wait_mirror(60)
+    loop.optimizer.close()
+    monkeypatch.undo()
+    assert os.listdir(loop.mirror) == []
+    again = loop.again()
+    again.optimizer.load_checkpoint(folder / "optimizer")
+    assert again.mirrored() == {"step-1"}
+    fetched = again.fetch("step-1/actor")
+    assert (fetched / "model").read_text() == "model"
+    assert (fetched.parent.parent / "all.ckpt").read_text() == "beside"
+    found = open_folder(fetched).read(WHOLE)
+    assert found is not None
+    assert msgspec.json.decode(found, type=Marker).beside == ("all.ckpt",)
+
+
+def test_the_one_before_stays_until_a_new_one_is_whole(loop: Loop) -> None:
+    """With room for one checkpoint, too, whose turn comes when the new folder is marked."""
+
+    def cut(folder: Path) -> None:
+        loop.optimizer.wait_checkpoint()
+        raise RuntimeError(f"{folder} is cut short")
+
     loop.save("step-1")
-    loop.mirrored()
-    folders.mirror_folder(loop.optimizer, str(loop.path.parent / "run" / "step-1"), above=str(loop.path))
-    assert loop.mirrored() == {"step-1"}
-    assert "does not lie in" in caplog.text
-    assert {*os.listdir(loop.mirror.parent)} == {"mirror", "path", "run"}
+    with pytest.raises(RuntimeError, match="cut short"):
+        loop.save("step-2", more=cut)
+    assert is_checkpoint(loop.run / "step-1" / "optimizer")
+    loop.save("step-3")
+    assert loop.optimizer.engine.checkpoints.kept == (str(loop.run / "step-3" / "optimizer"),)
+    loop.save("step-4", more=lambda _: is_checkpoint(loop.run / "step-3" / "optimizer") or pytest.fail("released"))
+    loop.optimizer.wait_mirror(60)
+    loop.save("step-5")
+    assert not is_checkpoint(loop.run / "step-3" / "optimizer")
+
+
+def test_what_failed_gives_its_room_to_the_next(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = DirectoryFolder.write
+
+    def full(self: Any, name: str, *rest: Any, **options: Any) -> None:
+        if name == "model" and "step-1" in self.path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, name, *rest, **options)
+
+    monkeypatch.setattr(DirectoryFolder, "write", full)
+    loop.save("step-1")
+    with pytest.raises(offload.CheckpointError, match="No space"):
+        loop.optimizer.wait_mirror(60)
+    assert {*os.listdir(loop.mirror)} == {"step-1"}
+    loop.save("step-2")
+    assert loop.mirrored() == {"step-2"}
+
+
+def test_a_folder_within_itself_is_refused_by_name(loop: Loop) -> None:
+    with (
+        pytest.raises(offload.CheckpointError, match="mark as whole"),
+        loop.optimizer.checkpoint_folder(loop.run / "step-1"),
+        loop.optimizer.checkpoint_folder(loop.run / "step-1"),
+    ):
+        pass
 
 
 def test_what_ranks_of_a_mirror_tell_each_other_is_not_fetched(loop: Loop) -> None:

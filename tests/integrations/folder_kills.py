@@ -44,7 +44,7 @@ from offload.checkpoint.reader import Checkpoint
 
 HERE = Path(__file__).resolve().parent
 STEPS = 12
-LONGEST_S = 60.0
+LONGEST_S = 240.0
 """Seconds after which what runs is killed, which is a failure."""
 
 
@@ -153,8 +153,8 @@ def start(
                         os.kill(_read(notes / f"{number}.json")[0]["pid"], signal.SIGTERM)
         if time.monotonic() > min(until_s, told_s + 2 if told_s else until_s):
             for number, child in enumerate(children if told_s == 0 else ()):
-                if child.poll() is None:
-                    os.kill(_read(notes / f"{number}.json")[0]["pid"], signal.SIGUSR1)
+                if child.poll() is None and (said := _read(notes / f"{number}.json")):
+                    os.kill(said[0]["pid"], signal.SIGUSR1)
                     time.sleep(1)
             for child in children:
                 child.kill()

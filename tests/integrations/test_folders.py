@@ -24,7 +24,7 @@ import offload
 from offload import cli
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.fetch import find_whole
-from offload.checkpoint.marker import Mark, mark_begun, mark_of, set_aside
+from offload.checkpoint.marker import Mark, Marker, mark_begun, mark_of, set_aside
 from offload.checkpoint.mirror import Mirror, Task
 from offload.checkpoint.whole import FolderCopy, WholeFolder
 from offload.optim import folders
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
 
 def opened(run: Path, name: str = "step-1", mirror: Path | None = None) -> FolderCopy:
     beside = [f"{name}.ckpt"] if (run / f"{name}.ckpt").exists() else []
-    whole = WholeFolder(str(run), name, "", beside, ["latest"])
+    whole = WholeFolder(str(run), name, "", Marker(beside=tuple(beside), shared=("latest",)))
     return FolderCopy(whole, str(mirror or run.parent / "mirror"))
 
 
@@ -263,7 +263,6 @@ def test_a_whole_one_is_not_copied_again_at_a_resume(loop: Loop) -> None:
     before = {path: path.stat().st_mtime_ns for path in loop.mirror.rglob("*") if path.is_file()}
     loop.__init__(loop.root)  # type: ignore[misc]
     loop.optimizer.load_checkpoint(folder / "optimizer")
-    folders.resume_folder(loop.optimizer, str(folder))
     loop.optimizer.wait_mirror()
     assert loop.optimizer.metrics()["mirrored_bytes"] == 0
     assert {path: path.stat().st_mtime_ns for path in loop.mirror.rglob("*") if path.is_file()} == before
@@ -276,7 +275,6 @@ def test_what_is_loaded_from_the_mirror_is_not_mirrored_into_it(loop: Loop) -> N
     there = sorted(loop.mirror.rglob("*"))
     loop.__init__(loop.root)  # type: ignore[misc]
     loop.optimizer.load_checkpoint(loop.mirror / "step-1" / "optimizer")
-    folders.resume_folder(loop.optimizer, str(loop.mirror / "step-1"))
     loop.optimizer.wait_mirror()
     assert loop.optimizer.metrics()["mirrored_bytes"] == 0
     assert sorted(loop.mirror.rglob("*")) == there
@@ -388,7 +386,11 @@ def test_a_deepspeed_tag_is_called_as_deepspeed_calls_it(tmp_path: Path, tag: An
         save_checkpoint=save,
         load_checkpoint=lambda *given: ("path", {}),
     )
-    checkpoints = SimpleNamespace(mirror_folder=lambda whole, *rest, **more: mirrored.append(whole.name))
+
+    def mirror(folder: str, *rest: int, **more: bool) -> None:
+        mirrored.append(WholeFolder.at(folder).name)
+
+    checkpoints = SimpleNamespace(mirror_folder=mirror)
     shard = SimpleNamespace(engine=SimpleNamespace(checkpoints=checkpoints, config=SimpleNamespace(mirror="mirror")))
     tags.save_whole(SimpleNamespace(wait_checkpoint=bool, is_saved_behind=False, shard=shard), engine)
     engine.save_checkpoint(str(tmp_path), tag)

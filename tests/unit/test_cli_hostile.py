@@ -140,6 +140,8 @@ def test_devices_and_pipes_are_not_written_to(places: list[str]) -> None:
         (["train", "--what", "a\nb\nc\nd"], "(see `offload train --help`)"),
         (["gc"], "(see `offload gc --help`)"),
         (["plan", "--params", "8B", "--host", "-64GiB"], "--host: '-64GiB' cannot be used; give bytes as an integer"),
+        (["plan", "--params", "8B", "--host", "64Gb"], "--host: '64Gb' cannot be used; a small \"b\" behind a large"),
+        (["machine", "--host", "64GiB", "--link", "25Gb/s"], '(a network\'s 25 Gb/s are "3.125GB/s")'),
         (["--what"], "(see `offload --help`)"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
