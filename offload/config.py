@@ -65,9 +65,7 @@ def parse_bytes(field: str, value: object) -> int:
             raise ConfigError(field, value, allowed)
         number, unit = found
         if _BITS.search(value):
-            raise ConfigError(
-                field, value, f'a small "b" behind a large letter means bits; {allowed}'
-            )
+            raise ConfigError(field, value, f'a small "b" behind a large letter means bits; {allowed}')
         if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
             said = value.strip().rstrip("iI")
             raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')
@@ -850,3 +848,18 @@ class OffloadConfig:
             own = place.for_rank(rank, field)
             paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
         return dataclasses.replace(self, paths=paths)
+
+    def for_part(self, part: int, whole: int) -> OffloadConfig:
+        """Return this config for one of several engines in a process, which has `part` of `whole` of their state.
+
+        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`; all else is each one's own.
+        """
+
+        def share(given: Any) -> Any:
+            if isinstance(given, dict):
+                return {node: share(nbytes) for node, nbytes in given.items()}
+            return given * part // max(whole, 1) if isinstance(given, int) else given
+
+        paths = [dataclasses.replace(path, max_bytes=share(path.max_bytes)) for path in self.path_configs]
+        budgets = {name: share(getattr(self, name)) for name in ("host_memory", "gpu_memory")}
+        return dataclasses.replace(self, paths=paths, **budgets)

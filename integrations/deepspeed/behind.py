@@ -322,7 +322,7 @@ class SavesBehind:
             if pinned:
                 self._release(pinned)
             if pending.error is None:
-                with contextlib.suppress(OSError):  # which the tag has
+                with contextlib.suppress(OSError, CheckpointError):  # which the tag has
                     if self._rank == 0:
                         self._publish(pending)
                     tag = os.path.join(pending.folder, pending.tag)
@@ -421,7 +421,7 @@ class SavesBehind:
                     os.fsync(file.fileno())
                     os.rename(file.name, latest)
             _sync(pending.folder)
-        except OSError as failed:
+        except (OSError, CheckpointError) as failed:
             pending.error = failed
             raise
         pending.is_named = True

@@ -61,17 +61,12 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         found = load(load_dir, tag, *arguments, **keywords)
         if found[0] is not None:
-            whole = os.path.join(load_dir, str(_latest(load_dir) if tag is None else tag))
+            whole = os.path.dirname(found[0])
             if mark_of(whole) is Mark.WHOLE:  # what has no checkpoint of ours, too
                 mirror_folder(optimizer.shard, whole, is_new=False)
         return found
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
-
-
-def _latest(folder: Any) -> str:
-    with open(os.path.join(folder, LATEST), encoding="utf-8") as file:
-        return file.read().strip()
 
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:
