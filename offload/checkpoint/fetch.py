@@ -27,7 +27,7 @@ def find_whole(mirror: str) -> list[str]:
     """Return the names of the folders that are whole in a mirror, in the order in which they became so.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The mirror cannot be read.
     """
     names = {name for name, _ in open_folder(mirror).walk()}
     folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{WHOLE}")]
@@ -45,13 +45,13 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
 
     Args:
         mirror: Directory, or "s3://bucket/prefix".
-        name: Of the folder in it.
-        above: The run's folder, a directory, made if it is not there.
+        name: Name of the folder in the mirror.
+        above: The run's folder, a directory, made if it does not exist.
         show: Called with the bytes copied so far, and all bytes.
 
     Raises:
-        CheckpointError: It is not whole there, or something here would be replaced, or cannot be written; what has
-            been copied is marked as not whole.
+        CheckpointError: The folder is not whole in the mirror, or a local file would be replaced, or cannot be
+            written; what has been copied is marked as not whole.
     """
     name = os.path.normpath(name)
     if os.path.isabs(name) or ".." in name.split("/"):

@@ -33,7 +33,7 @@ log = logging.getLogger("offload")
 
 
 class Mark(Enum):
-    """What a folder says of itself."""
+    """Whether a folder is whole, by its marker files."""
 
     NONE = "no marker"
     BEGUN = "a save has begun, and has not ended"
@@ -41,7 +41,7 @@ class Mark(Enum):
 
 
 class Marker(msgspec.Struct, omit_defaults=True):
-    """What is in a marker.
+    """The content of a marker file.
 
     Attributes:
         process: Which began the save; None where the kernel does not say, and in a mirror once the copy is whole.
@@ -65,21 +65,17 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
 
 ALONE = Marker()
-"""What a marker says of a folder to which nothing else belongs."""
+"""The marker of a folder to which no other files belong."""
 
 DAMAGED = Marker(depth=0)
 """What stands for a marker that is there and cannot be read."""
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
-    """Mark a folder, which is made if need be, as not whole: a save begins; and note what belongs to it.
-
-    Args:
-        folder: The folder.
-        belongs: Has `depth`, `beside` and `shared`.
+    """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
 
     Raises:
-        CheckpointError: It cannot be written to.
+        CheckpointError: The folder cannot be written to.
     """
     opened = open_folder(folder)
     opened.prepare()
@@ -91,7 +87,7 @@ def mark_whole(folder: str) -> None:
     """Make everything in a folder durable, then mark it as whole.
 
     Raises:
-        CheckpointError: It has no marker of a begun save any more, or something in it cannot be made durable.
+        CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
     """
     with saying("mark as whole", folder):
         for above, _, names in os.walk(folder):
@@ -108,7 +104,7 @@ def mark_whole(folder: str) -> None:
 
 
 def unmark(folder: str) -> None:
-    """Delete a folder's marker of a begun save, where nobody could tell when the folder is whole."""
+    """Delete a folder's marker of a begun save, as no process can tell when this folder is whole."""
     open_folder(folder).delete(BEGUN)
 
 
@@ -118,7 +114,7 @@ def is_inside(name: str) -> bool:
 
 
 def mark_of(folder: str) -> Mark:
-    """Return what a directory says of itself."""
+    """Return whether a directory is whole, by its markers."""
     if os.path.exists(os.path.join(folder, BEGUN)):
         return Mark.BEGUN
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
@@ -141,10 +137,10 @@ def is_interrupted(folder: str) -> bool:
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return what a folder says of itself, in a bucket too, and what is in its marker, which may be `DAMAGED`.
+    """Return whether a folder, of a bucket too, is whole, and the content of its marker, which may be `DAMAGED`.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The marker cannot be read.
     """
     for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):
         content = folder.read(name)
@@ -165,7 +161,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
     Args:
         above: The folder that they are in; one that is not there has none.
-        names: What they are called.
+        names: Pattern of their names.
         into: The folder, on the same file system, to move them to; None to leave them in `above`.
 
     Returns:

@@ -3,19 +3,20 @@
 One thread a session copies one checkpoint at a time, the newest that has been committed by then. While a checkpoint
 is copied it is not released (`is_needed`), and its manifest stays in its folder.
 
-Ranks. Rank 0 decides what is mirrored, and the others copy their parts of it once its progress file is there. A rank
-has to know before it releases anything for the next checkpoint, so that one's `COMMIT` says so, too; between `claim`
-and the end of a save rank 0 begins nothing. It may begin one in the moment in which a newer one comes, so that the
-others pass over none by themselves: only when it has begun a newer one, or a `COMMIT` says that it has not begun it.
+Ranks. Rank 0 decides which checkpoint is mirrored, and the others copy their parts of it once rank 0's progress file
+exists. A rank has to know the decision before it releases anything for the next checkpoint, so the `COMMIT` of that
+names it, too; between `claim` and the end of a save rank 0 begins to mirror nothing. As rank 0 may begin one while a
+newer one arrives, the others skip a checkpoint only when rank 0 has begun a newer one, or a `COMMIT` says that rank 0
+has not begun it.
 
-Parts. Each rank copies its own, as it is, and commits it there. A progress file in the folder names the rank's stores
-there and how many tiles are durable in each. Whoever copies the same part after a crash copies the other tiles into a
-store of its own; a store that was interrupted is not written to again, so no kind of path has to take one over. Ranks
+Parts. Each rank copies its own part, unchanged, and commits it there. A progress file in the folder names the rank's
+stores there, and how many tiles are durable in each. After a crash the same part is continued: the other tiles are
+copied into a new store. An interrupted store is not written to again, so no kind of path has to support that. Ranks
 tell each other by such files:
 
-    rank 0's progress file is there: the others are to copy their parts
-    it has gone, and there is no `COMMIT`: rank 0 has given up
-    a rank's failure file is there: the others are to give up; it stays until the folder mirrors another checkpoint
+    rank 0's progress file exists: the others are to copy their parts
+    it does not, and there is no `COMMIT`: rank 0 has given up
+    a rank's failure file exists: the others are to give up; it is kept until the folder mirrors another checkpoint
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ KNOWN_S = 5.0
 """Seconds for which whoever releases a checkpoint waits until it is known which stores the mirror reads."""
 
 BATCH_BYTES = 256 << 20
-"""Bytes after which what has been copied is made durable and noted; also what a store grows by."""
+"""Bytes after which copied tiles are made durable and noted; also the step in which a store grows."""
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """What is to be mirrored: this rank's part of a checkpoint, and on rank 0 the framework's files around it.
+    """One thing to mirror: this rank's part of a checkpoint, and on rank 0 the framework's files around it.
 
     Attributes:
         source: The folder.
@@ -156,11 +157,7 @@ class Mirror:
         return f"{(self._path or '').rstrip('/')}/{name}"
 
     def check(self, folder: str) -> None:
-        """Verify that a checkpoint's folder is not its mirror.
-
-        Raises:
-            ConfigError: It is.
-        """
+        """Raise `ConfigError` if a checkpoint's folder is the mirror, or would be mirrored in itself."""
         if self._path is None:
             return
         if parse_place(folder).parts() in [parse_place(p).parts() for p in (self._path, self._target(folder))]:
@@ -169,12 +166,7 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a checkpoint to be mirrored next, in place of others that have not been begun.
-
-        Args:
-            saved: With which it was saved; `path` as its folder calls itself.
-            is_new: See `Part`.
-        """
+        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `Part`."""
         if self._path is None:
             return
         source = os.fspath(saved.path)
@@ -278,7 +270,7 @@ class Mirror:
         return any(task.is_taken and task.id == id for task in self._tasks)
 
     def is_needed(self, checkpoint: KeptCheckpoint) -> bool:
-        """Return whether a checkpoint is being mirrored, or somebody else than the mirror reads its stores."""
+        """Return whether a checkpoint is being mirrored, or its stores have a reader other than the mirror."""
         if self.has_taken(checkpoint.id):
             return True
         self._is_known.wait(KNOWN_S)
@@ -497,7 +489,7 @@ class Part:
         """Return whether rank 0 has begun, and has not given up.
 
         Raises:
-            CheckpointError: It has failed before this rank could see that it had begun.
+            CheckpointError: Rank 0 has failed before this rank could see that it had begun.
         """
         names = self.folder.names()
         if self.is_new and self.failure_name(0) in names:
@@ -522,12 +514,12 @@ class PartCopy:
     """The work on one part: `begin`, every batch of `copy`, `commit`; then `keep` or `abandon`, and `close`.
 
     Attributes:
-        part: Of which checkpoint.
+        part: The part to copy.
         source: The checkpoint, with this rank's part open.
         io_backend: Backend of a store in a directory.
-        progress: How far it is.
-        sink: The store that is written to.
-        job: The commit.
+        progress: The stores that have been written, with the tiles in them.
+        sink: The store that is being written.
+        job: The commit, once it has begun.
     """
 
     part: Part
@@ -602,12 +594,7 @@ class PartCopy:
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit the part, as that of a self-contained copy.
-
-        Args:
-            extra: The part's `extra`.
-            cancelled: Set when nobody is to wait for other ranks any more.
-        """
+        """Commit the part, as that of a self-contained copy; stop waiting for other ranks if `cancelled` is set."""
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             content = open_folder(self.source.path).read(weights)

@@ -73,7 +73,7 @@ class Session(Protocol):
         Args:
             number: That of its path.
             store: Its id.
-            used_bytes: What of it is cut into slots already.
+            used_bytes: The bytes at its start that are divided into slots already.
         """
 
     def replace_tier(self, number: int, tier: Tier) -> None:
@@ -141,7 +141,7 @@ class PendingSave:
         return waits.wait_for(self.done.wait, self._awaited, timeout_s)
 
     def _awaited(self) -> str:
-        """Return what the save waits for, for the log; "" where the committing thread logs it."""
+        """Return what the save waits for, for the log; "" if the committing thread logs that itself."""
         job = self.job
         if job is not None and job.awaited:
             return ""
@@ -217,7 +217,7 @@ class Saves:
         """Note that the caller asks for a save; on the caller's thread, with nothing pending.
 
         Raises:
-            ConfigError: It goes to the mirror itself.
+            ConfigError: The checkpoint would be saved to the mirror itself.
         """
         if not request.copy:
             self.mirror.check(os.fspath(request.path))
@@ -273,7 +273,7 @@ class Saves:
             release(kept, "", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of what was saved."""
+        """Return the mirror's figures."""
         return self.mirror.metrics()
 
     # On the engine thread
@@ -281,13 +281,8 @@ class Saves:
     def open(self, folder: Folder, request: SaveRequest, manifest: Manifest, *, needs_buffers: bool) -> PendingSave:
         """Prepare a save, and make it `pending`.
 
-        On the engine thread, where no Ctrl-C can come between making a thing and noting it.
-
-        Args:
-            folder: The folder of the checkpoint, prepared.
-            request: What the caller has asked for.
-            manifest: This rank's part, without the tiles.
-            needs_buffers: Whether some tiles have to be gathered first.
+        On the engine thread, where no Ctrl-C can come between making a thing and noting it. The folder is prepared;
+        the manifest has no tiles yet; with `needs_buffers` some tiles have to be gathered in copy buffers first.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.
@@ -431,7 +426,7 @@ class Saves:
             Numbers of the saves whose slots the machine is to release.
 
         Raises:
-            CheckpointError: None is kept there, or it is being read or cannot be deleted.
+            CheckpointError: No checkpoint is kept there, or it is being read, or cannot be deleted.
         """
         candidates = [kept for kept in self.kept if kept.folder == folder]
         if not candidates:
@@ -627,13 +622,10 @@ class Saves:
         session: Session | None = None,
         empty: Collection[int] = (),
     ) -> _StoreLocks | None:
-        """Lock all stores, and open for writing those that the session can reuse; None if one cannot be locked.
+        """Lock all stores of a checkpoint; with a session, open for writing those that it can reuse instead.
 
-        Args:
-            stores: The stores.
-            checkpoint: The checkpoint that refers to them.
-            session: Opens stores for writing; None if they are only to be locked.
-            empty: Numbers of the paths on which the session has written nothing yet: it can give up its stores there.
+        It can on `empty` paths, where it has written nothing yet and gives its own store up. None if one store cannot
+        be locked.
         """
         locked = _StoreLocks()
         try:
@@ -778,11 +770,7 @@ class Saves:
 
 
 def check_mirror(config: OffloadConfig) -> None:
-    """Verify that checkpoints can be copied to where the user wants them.
-
-    Raises:
-        ConfigError: They cannot.
-    """
+    """Raise `ConfigError` if checkpoints cannot be copied to the mirror that the user wants."""
     if config.mirror is not None:
         parse_place(config.mirror, "mirror").check("mirror")
 

@@ -118,7 +118,7 @@ class _File:
     """A file to copy.
 
     Attributes:
-        path: Where it lies.
+        path: Its path.
         descriptor: -1 while the file is not open.
         state: Size in bytes, and time of the last change in ns.
         content: What was in it when it was read; None for a file that is copied through its descriptor.
