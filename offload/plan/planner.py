@@ -290,7 +290,7 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
 
 
 def _moved_to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
-    """Return a mix whose GPU updates these parts (count, bytes) of the CPU's: of each node, last of streamed state."""
+    """Return a mix whose GPU updates these parts (count, bytes) of the CPU's, by node; streamed state last."""
     cpu_bytes = base.host[0].nbytes + base.streamed[0].nbytes
     left = (
         1 - sum(nbytes for _, nbytes in parts) / cpu_bytes
