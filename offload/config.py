@@ -65,9 +65,7 @@ def parse_bytes(field: str, value: object) -> int:
             raise ConfigError(field, value, allowed)
         number, unit = found
         if _BITS.search(value):
-            raise ConfigError(
-                field, value, f'a small "b" behind a large letter means bits; {allowed}'
-            )
+            raise ConfigError(field, value, f'a small "b" behind a large letter means bits; {allowed}')
         if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
             said = value.strip().rstrip("iI")
             raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')

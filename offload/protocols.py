@@ -107,14 +107,7 @@ class Completion(NamedTuple):
 class Queue(Protocol):
     """The one queue that all lanes of a session report to (`offload._native.CompletionQueue`)."""
 
-    def post(
-        self,
-        op: int,
-        error: int = 0,
-        detail: int = 0,
-        started_s: float = 0.0,
-        finished_s: float = 0.0,
-    ) -> None:
+    def post(self, op: int, error: int = 0, detail: int = 0, started_s: float = 0.0, finished_s: float = 0.0) -> None:
         """Report one completion; any thread."""
 
     def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float]]:

@@ -24,14 +24,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        total: int,
-        *,
-        title: str,
-        quiet: bool,
-        unit: str = "step",
-        after_s: float = 0.0,
-        line_s: float = 5.0,
+        self, total: int, *, title: str, quiet: bool, unit: str = "step", after_s: float = 0.0, line_s: float = 5.0
     ) -> None:
         self._title = title
         self._quiet = quiet

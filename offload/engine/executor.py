@@ -545,9 +545,6 @@ class Calls:
 
     It is started with the first call. `submit`, `take_error` and `close` belong to one thread.
 
-    Args:
-        completions: Gets the ends of calls.
-
     Attributes:
         ops: Operations that have been submitted; the executor removes one when its end is reported.
     """

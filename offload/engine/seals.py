@@ -44,11 +44,7 @@ class DamagedError(Exception):
 
 
 class Seals:
-    """The seals of one session's state in memory, and which tiles in staging slots are not verified yet.
-
-    Args:
-        memory: Where the staging slots are.
-    """
+    """The seals of one session's state in memory, and which tiles in staging slots are not verified yet."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
@@ -148,7 +144,6 @@ class Seals:
         """Verify a slot that something other than an update is about to use, and forget its seal.
 
         Args:
-            slot: The slot.
             subgroup: The subgroup whose state it holds; None if the content will be overwritten.
 
         Raises:

@@ -108,7 +108,6 @@ class Tables:
         An fp32 weight is its own master: nothing is taken, but a saved version of it is old (`is_rewritten`).
 
         Args:
-            parameter: Its position.
             how: LOAD_MASTER, or MATCH_MASTER, which adds nothing to that.
         """
         for subgroup, position in self._layout.places[parameter]:
@@ -257,7 +256,6 @@ class Tables:
         """Return the gradients and fp32 weights that a step reads, which may have changed since a speculative update.
 
         Args:
-            subgroup: The subgroup.
             table: Of the speculative update, whose rows agree with the step's.
             begun: The step's rows.
 
@@ -283,7 +281,6 @@ class Tables:
         """Return copies between a subgroup's bound weights and an image of them.
 
         Args:
-            subgroup: The subgroup.
             weights_address: Address of the image.
             chosen: For each segment, whether to include it; None for all.
             weights: Address of each parameter's weight; None for where they are bound now.
@@ -303,7 +300,6 @@ class Tables:
         """Note that a subgroup's masters have been taken from their weights, or replaced; its state is kept.
 
         Args:
-            subgroup: The subgroup.
             parameters: Those whose masters; None for all.
         """
         chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]

@@ -47,24 +47,9 @@ class View:
 
 
 class StateViews:
-    """Views of one session's state; for visitors, on the engine thread.
+    """Views of one session's state; for visitors, on the engine thread."""
 
-    Args:
-        plan: Homes and placements.
-        tables: Addresses of the weights.
-        kernel: Fills undefined state.
-        memory: The session's host memory.
-        lanes: Lanes of the device that the weights are on.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        tables: Tables,
-        kernel: CpuUpdateKernel,
-        memory: HostMemory,
-        lanes: Lanes,
-    ) -> None:
+    def __init__(self, plan: Plan, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory, lanes: Lanes) -> None:
         self.plan = plan
         self._tables = tables
         self._kernel = kernel
@@ -119,8 +104,6 @@ class StateViews:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
 
         Args:
-            run: The run of a visit.
-            view: Addresses of its state and weights.
             taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
@@ -151,9 +134,6 @@ class StateViews:
         If its master is set, a 16-bit weight becomes the rounded master; the stored master has the same rounding.
 
         Args:
-            run: The run of a visit.
-            view: Addresses of its state and weights.
-            segment: The segment.
             sets_master: Whether the caller sets its master.
         """
         layout = self.plan.layout
@@ -180,9 +160,6 @@ class StateViews:
         If that update has to take the master from the weight, the segment is yielded in pieces with computed masters.
 
         Args:
-            run: The run of a visit.
-            view: Addresses of its state and weights.
-            segment: The segment.
             views: The segment's state, from `piece`.
         """
         due = SegmentFlag(0) if run.fresh else self._tables.due(run.visit.subgroup, segment)

@@ -37,11 +37,7 @@ GATE = DeviceLane.LEAVING
 
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
-    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses.
-
-    Args:
-        update: Runs the CPU's update for a while and returns its rate.
-    """
+    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses."""
     import torch
 
     with contextlib.ExitStack() as ends:

@@ -222,9 +222,6 @@ def _shown(
     known proportion stays.
 
     Args:
-        known: The known rates.
-        latency_s: The known latency of an operation.
-        intervals: The direction's operations.
         spans: When it was busy.
         others: When the other direction was busy.
     """

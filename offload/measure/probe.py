@@ -157,11 +157,9 @@ def probe_gpu(
     """Measure copies, each way alone and both ways, updates on the GPU, and the CPU's update beside copies.
 
     Args:
-        lanes: The session's.
         cpu: Returns the probe of the CPU's update.
         key: Key in `_known` of the CPU's measurements.
         threads: Number of threads in these.
-        plan: The session's.
     """
     state = plan.layout.device_state
     room = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)

@@ -202,11 +202,7 @@ def tell(rates: ProductRates) -> None:
 
 
 def tell_once(dtypes: Iterable[torch.dtype]) -> None:
-    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here.
-
-    Args:
-        dtypes: Types of those weights.
-    """
+    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here."""
     if tell.cache_info().currsize:  # warned already, perhaps about another type
         return
     for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):

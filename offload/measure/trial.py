@@ -117,10 +117,6 @@ class _Session:
     """The machine and the executor of a small plan.
 
     Args:
-        kernel: Makes updates.
-        tiers: A tier for each path.
-        queue: The session's.
-        plan: The small plan.
         address: Its staging memory.
         beside: Memory for the rest of an update: state at home, gradients, weights.
     """

@@ -54,12 +54,7 @@ def memory_cost(
 
 
 class Borrowed:
-    """Memory that its owner lends, with the methods of an arena.
-
-    Args:
-        address: Its first byte.
-        nbytes: Its size.
-    """
+    """Memory that its owner lends, with the methods of an arena."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address

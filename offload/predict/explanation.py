@@ -124,12 +124,7 @@ ONE_MORE = "one more path like the fastest"
 
 
 def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
-    """Return the changes that make a step shorter by the closed form, with the seconds that they save, most first.
-
-    Args:
-        plan: What lives where.
-        rates: Speed of every lane; one entry for each path of the plan.
-    """
+    """Return the changes that make a step shorter by the closed form, with the seconds that they save, most first."""
     now_s, placement = estimate(plan, rates).step_s, "auto" if plan.uses_gpu else "cpu"
     helpful = []
     for what, nbytes, budgets, faster in changes(plan, rates, int(HOST_SHARE * plan.state_bytes)):
@@ -158,8 +153,6 @@ def changes(plan: Plan, rates: Rates, host_bytes: int, gpu_bytes: int = 0) -> It
     """Yield changes that may make a step of a plan shorter, to be tried.
 
     Args:
-        plan: What lives where.
-        rates: Speed of every lane; one entry for each path of the plan.
         host_bytes: Most bytes by which to raise host memory for state.
         gpu_bytes: Most bytes by which to raise GPU memory for state.
     """

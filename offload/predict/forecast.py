@@ -67,13 +67,7 @@ class Forecast:
         return self.carried_on(plan, rates).step_s, predict(plan.unborrowed, rates).step_s
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
-        """Warn of a step that took far longer than expected; not each time, but the first, second, fourth, and so on.
-
-        Args:
-            plan: What lives where.
-            rates: The rates known before the step.
-            step_s: The step's seconds.
-        """
+        """Warn of a step that took far longer than expected: of the first, second, fourth, and so on."""
         if step_s <= FAR_S:
             return
         expected_s = estimate(plan, rates).step_s
@@ -176,8 +170,6 @@ def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> 
 
     Args:
         prediction: Made with the rates `then`.
-        then: The rates at that time.
-        now: The rates now.
         factor: Factor by which the whole step takes longer now.
     """
     busy_s = {lane: s * _rate(then, lane) / _rate(now, lane) for lane, s in prediction.busy_s.items()}

@@ -61,12 +61,7 @@ class VirtualLanes:
     """Lanes, a clock and a heap of completions.
 
     Args:
-        plan: What the operations belong to.
-        rates: Speed of every lane; one entry for each path of the plan.
         servers: Operations that each lane works on at once, every one at its share of the lane's rate.
-
-    Raises:
-        ConfigError: If `rates` has not one entry for each path.
     """
 
     def __init__(self, plan: Plan, rates: Rates, servers: int = 1) -> None:

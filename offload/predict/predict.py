@@ -140,11 +140,6 @@ def _rest_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
     That is the busiest lane's time for the rest, over the busiest lane's time for all. The step still updates state
     at home in memory and pushes new weights to the GPU. State that the GPU would have updated is not copied to it and
     back; instead, its new weights are pushed by the CPU.
-
-    Args:
-        prediction: Of the step.
-        plan: What it predicts.
-        moved_bytes: Bytes that the step moves over the paths.
     """
     early = plan.updated_in_backward
     of_gpu = [subgroup for subgroup in early if plan.updates_on_gpu(subgroup.index)]

@@ -102,11 +102,7 @@ class _Lane(Generic[T]):
 
 
 class SharedPath(Generic[T]):
-    """The reads and writes of one path.
-
-    Args:
-        rates: The path's.
-    """
+    """The reads and writes of one path."""
 
     def __init__(self, rates: PathRates) -> None:
         at_once = max(1, round(rates.at_once))

@@ -63,11 +63,7 @@ class Work(Generic[What]):
 
 
 class Streams(Generic[What]):
-    """Work that has been put on streams and has not begun, and the choice of what begins next.
-
-    Args:
-        order: How each engine chooses between streams.
-    """
+    """Work that has been put on streams and has not begun, and the choice of what begins next."""
 
     def __init__(self, order: Order) -> None:
         self.order = order

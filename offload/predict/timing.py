@@ -35,14 +35,9 @@ class TimingExecutor(VirtualLanes):
     """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
 
     Args:
-        plan: What the operations belong to.
-        rates: Speed of every lane; one entry for each path of the plan.
         order: How the GPU's copy engines choose between streams.
         piece_bytes: Size of the pieces that copies are cut into; after each, an engine may go to another stream. None
             for whole copies.
-
-    Raises:
-        ConfigError: If `rates` has not one entry for each path.
     """
 
     gradient_stream = "leaving"

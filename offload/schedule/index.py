@@ -1,8 +1,24 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
-A slot is taken by `claim`, then named by `commit`, given back by `abandon` or, if its write has failed, by `refuse`.
-Checkpoints set room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes may `take_over`
-stores and `adopt` tiles.
+Checkpoints set room aside (`reserve`, `give_back`) before they `hold` slots. A session that resumes may `take_over`
+stores and `adopt` tiles. A slot::
+
+    free          | claim                                     | claimed
+    claimed       | commit                                    | live
+    claimed       | hold                                      | held
+    claimed       | abandon                                   | free
+    claimed       | refuse                                    | lost
+    live          | drop or commit of the tile's next version | free
+    live          | hold                                      | live and held
+    live and held | drop or commit of the tile's next version | held
+    live and held | hold or adopt                             | live and held
+    live and held | let_go                                    | live
+    held          | hold                                      | held
+    held          | adopt                                     | live and held
+    held          | let_go                                    | free
+
+`forget` is a `drop` that also gives back reserved room. Holds are counted: `let_go` here ends the last one. `refuse`
+of a slot whose room is there, since its path is full, is an `abandon`.
 
 Slots that steps and checkpoints need come first: they are `cut`, and their room is allocated (`allocated`), before
 others may have any. All others are *lent*: to speculative versions, to activations, and to state that is moved from
@@ -120,7 +136,6 @@ class TileIndex:
         all paths and its tiles arrive together (smooth weighted round robin).
 
         Args:
-            nbytes: Size of the payload.
             avoid: Numbers of paths.
             lent: Whether no step needs the slot: it is one of those that were reserved with `lent`.
 

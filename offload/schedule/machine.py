@@ -114,13 +114,7 @@ class Listener:
 
 
 class Machine:
-    """Runs sweeps over the subgroups of a plan.
-
-    Args:
-        plan: Homes and staging slots.
-        index: Slots of the stores.
-        listener: Receives warnings and the fatal error.
-    """
+    """Runs sweeps over the subgroups of a plan."""
 
     def __init__(self, plan: Plan, index: TileIndex, listener: Listener | None = None) -> None:
         self.plan = plan
@@ -356,10 +350,7 @@ class Machine:
             scratch.adopt(plan)
 
     def _begin(self, sweep: Sweep, confirmed: Iterable[int] = ()) -> None:
-        """Begin a sweep that is not open: each visit joins the queue of what it waits for.
-
-        `confirmed`: subgroups that the step has changed already, by speculative versions that are live now.
-        """
+        """Begin a sweep that is not open; of `confirmed` subgroups the step's versions are live already."""
         invariant(self._sweep is None, "a sweep begins while another is under way")
         invariant(self.finished_sweep is None, "a sweep begins before the last one was taken")
         subgroups = [visit.subgroup for visit in sweep.visits]
@@ -858,9 +849,7 @@ class Machine:
             self._forget_waiting()
 
     def _gives_up(self) -> bool:
-        """Return whether a broken machine ends its sweep now: after `Stop`, or once only a save's operations, which
-        touch no caller's memory, are in flight.
-        """
+        """Return whether a broken machine ends its sweep: after `Stop`, or when no caller's memory is in use."""
         if self.broken is None:
             return False
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._issued.in_flight.values())

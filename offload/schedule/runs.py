@@ -1,13 +1,21 @@
 """Visits whose state is whole in memory: the copy or device that each waits for, and its run. Pure.
 
-A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
+A visit on the GPU copies the state from host memory to one more staging slot, on the GPU, and back; state at home on
+the GPU is not copied. The visit ends with its run, and the copy back goes on beside later visits. A visit on the CPU
+of a subgroup whose weights lie on the GPU has a weight slot in host memory. Weights that it reads are copied to it
+first. Weights that it changes are pushed to the GPU from there: the visit ends when the push is on its lane. The slot
+is free when the push has ended, perhaps during the next sweep. A visit::
 
-    RESIDENT or READY -> BUSY (copy in, run, copy out) -> RESIDENT or DIRTY
+    ended   | begin                                  | waiting or copying or copied or running
+    waiting | its state is read or its copy out ends | copying or running
+    waiting | another visit frees what it needs      | copying or running
+    copying | its copy ends                          | copied or running
+    copied  | another visit frees what it needs      | running
+    running | its run ends                           | pushing or ended
+    pushing | its copy out ends                      | ended
 
-The visit ends with its run; the copy out goes on beside later visits. State at home on the GPU is not copied.
-A visit on the CPU of a subgroup whose weights lie on the GPU has a weight slot in host memory: weights that it reads
-are fetched to it first, those that it changes are pushed to the GPU from there, and the visit ends when the push is
-on its lane. The slot is free when the push has ended, perhaps during the next sweep.
+"Copied" is also a visit of fresh state, which needs a slot only. A copy out may be that of the subgroup's last visit.
+A waiting visit may also go on when it is admitted, a save has written its state, or its gradients are in a buffer.
 
 Invariants, verified by `Runs.check`:
   * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
@@ -46,8 +54,6 @@ def update_visits(
     """Return the visits of a step that updates these subgroups, each on the device that the plan says.
 
     Args:
-        plan: What lives where.
-        order: The subgroups.
         reloads: Whether a subgroup's masters are to be copied from its weights.
     """
     visits = []
@@ -111,14 +117,7 @@ class Runner:
 
 
 class Runs:
-    """The visits of the sweep under way whose state is whole in memory and that have not ended.
-
-    Args:
-        plan: What lives where.
-        staging: Where their state is.
-        issued: Takes their operations.
-        scratch: The scratch that they read.
-    """
+    """The visits of the sweep under way whose state is whole in memory and that have not ended."""
 
     def __init__(self, plan: Plan, staging: Staging, issued: Issued, scratch: Mapping[ScratchKind, Scratch]) -> None:
         self._staging = staging

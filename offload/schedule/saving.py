@@ -98,13 +98,7 @@ class RunningSave:
 
 
 class Saver:
-    """The save under way, and what finished ones hold.
-
-    Args:
-        index: Slots of the stores.
-        issued: Takes the save's operations.
-        runs: Queues visits that have waited for a tile to be written.
-    """
+    """The save under way, and what finished ones hold."""
 
     def __init__(self, index: TileIndex, issued: Issued, runs: Runs) -> None:
         self.under_way: RunningSave | None = None
@@ -156,7 +150,6 @@ class Saver:
         """Start a save.
 
         Args:
-            request: The save.
             plan: Homes of all subgroups; none is fresh.
             unsaved: Streamed subgroups whose newest version is not whole on storage. They are flushed, now or
                 already; `flushed` reports the end.

@@ -19,6 +19,23 @@ A *round* (one forward pass) starts with the first fill after all was discarded.
 will be filled: those that will not fit are written at once, while buffers are free. In backward, tiles are read from
 the last one down before anybody asks, as buffers become free.
 
+The data of an owner ("clean" is in its buffer and on the paths, "stored" on the paths alone)::
+
+    nothing                     | want to fill                        | waiting
+    waiting                     | advance                             | newest
+    waiting                     | ready or discard                    | nothing
+    newest                      | advance                             | being written
+    being written               | written                             | clean
+    being written               | no path takes it                    | newest
+    clean                       | advance                             | newest or stored
+    stored                      | advance                             | being read
+    being read                  | read                                | clean
+    being read                  | read has failed                     | stored
+    newest or clean or stored   | discard                             | nothing
+    being written or being read | discard                             | discarded
+    discarded                   | written or read                     | nothing or waiting
+    discarded                   | no path takes it or read has failed | nothing
+
 Invariants, verified by `check`:
   * a buffer belongs to at most one owner;
   * an owner's data is in a buffer, or whole on the paths, or both, until it is discarded;
@@ -45,11 +62,7 @@ from offload.schedule.operations import Operation, ReadTile, WriteTile
 class Held:
     """Where an owner's data is, and who wants it.
 
-    Data goes through these states. When more is added to it in any of the last three, the state is "newest" again::
-
-        newest (in its buffer alone) -> being written -> clean (in both) -> stored (on the paths alone)
-                                                           ^                    |
-                                                           +--- being read <----+
+    The module has a table of its states.
 
     Attributes:
         order: Grows with each fill, of any owner.
@@ -96,25 +109,13 @@ class Held:
 class Scratch:
     """The scratch of one kind of one session.
 
-    Args:
-        kind: Gradients or activations.
-        plan: What buffers there are.
-        index: Slots of the stores.
-        issued: Takes the reads and writes.
-
     Attributes:
         homeless: A tile that no path has room for, where room was promised.
         is_full: Whether no path takes any more; until the next round.
         moved: Number of tiles that were read, and written, in this round; by the class of the operation.
     """
 
-    def __init__(
-        self,
-        kind: ScratchKind,
-        plan: Plan,
-        index: TileIndex,
-        issued: Issued,
-    ) -> None:
+    def __init__(self, kind: ScratchKind, plan: Plan, index: TileIndex, issued: Issued) -> None:
         self._kind = kind
         self._index = index
         self._issued = issued

@@ -1,12 +1,26 @@
 """Where each subgroup's state is: its phase, and the slot of staging memory that it has. Pure.
 
-Phases of a streamed subgroup (`ARROWS` has all)::
+Phases, with the usual course of streamed state first::
 
-    ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
-
-A resident subgroup is RESIDENT or BUSY, unless its state has left memory for storage::
-
-    RESIDENT -> FLUSHING -> ABSENT -> FETCHING -> RESIDENT
+    ABSENT   | it gets a slot, and its tiles are read  | FETCHING
+    FETCHING | all tiles are in the slot               | READY
+    READY    | its visit begins                        | BUSY
+    BUSY     | the visit has changed it                | DIRTY
+    DIRTY    | its slot is needed, or a save           | FLUSHING
+    FLUSHING | all tiles are written; it stays, cached | READY
+    READY    | its slot is given to another            | ABSENT
+    ABSENT   | it gets a slot, fresh or overwritten    | READY
+    BUSY     | the visit has read it only              | READY
+    DIRTY    | its visit begins                        | BUSY
+    DIRTY    | `TakeOver` replaces it by other state   | ABSENT
+    FLUSHING | the save that it is for has failed      | DIRTY
+    RESIDENT | its visit begins                        | BUSY
+    BUSY     | the visit has ended, at home            | RESIDENT
+    RESIDENT | a `Leave` has it written                | FLUSHING
+    FLUSHING | all tiles of a `Leave` are written      | ABSENT
+    FLUSHING | no path takes a tile of a `Leave`       | RESIDENT
+    FETCHING | all tiles are at home                   | RESIDENT
+    ABSENT   | it comes home, fresh or overwritten     | RESIDENT
 
 A subgroup whose state has never been changed is *fresh*: nothing is fetched for it, and its first visitor fills
 memory that is undefined.
@@ -44,16 +58,15 @@ class Phase(Enum):
 
 
 ARROWS: Mapping[Phase, Collection[Phase]] = {
-    Phase.ABSENT: (Phase.FETCHING, Phase.READY, Phase.RESIDENT),  # the last two: there is nothing to fetch
+    Phase.ABSENT: (Phase.FETCHING, Phase.READY, Phase.RESIDENT),
     Phase.FETCHING: (Phase.READY, Phase.RESIDENT),
     Phase.READY: (Phase.BUSY, Phase.ABSENT),
     Phase.BUSY: (Phase.READY, Phase.DIRTY, Phase.RESIDENT),
-    Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),  # ABSENT: exchanged for what lies on storage
-    # DIRTY: the flush was for a save that has failed; RESIDENT: state that was to leave memory stays there.
+    Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),
     Phase.FLUSHING: (Phase.READY, Phase.DIRTY, Phase.ABSENT, Phase.RESIDENT),
     Phase.RESIDENT: (Phase.BUSY, Phase.FLUSHING),
 }
-"""The phases that may follow each phase."""
+"""The phases that may follow each phase: the arrows of the module's table."""
 
 
 class Slots:
@@ -106,9 +119,6 @@ class Subgroup:
 
 class Staging:
     """Subgroups, their phases and slots, and who waits for a slot.
-
-    Args:
-        plan: What lives where.
 
     Attributes:
         subgroups: All, by number.
