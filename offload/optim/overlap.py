@@ -188,9 +188,9 @@ class Overlap:
                 if self.exchange is not None:
                     self.exchange.wait_for(bounds)
         except OffloadError:
-            self._reveal([*self.hidden_copies])
+            self._show([*self.hidden_copies])
             raise
-        self._reveal(bounds)
+        self._show(bounds)
 
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on after `step` has returned."""
@@ -202,9 +202,9 @@ class Overlap:
                     if self.exchange is not None:
                         self.exchange.finish()
         finally:
-            self._reveal([*self.hidden_copies])
+            self._show([*self.hidden_copies])
 
-    def _reveal(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
+    def _show(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
         """Copy updated weights from their hidden copies into the parameters."""
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
@@ -224,7 +224,7 @@ class Overlap:
         """After the engine was closed: copy hidden weights back, and raise the last step's error unless it was."""
         if self.exchange is not None:
             self.exchange.close()
-        self._reveal([*self.hidden_copies], closed=True)
+        self._show([*self.hidden_copies], closed=True)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.finish()
 
