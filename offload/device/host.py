@@ -22,9 +22,6 @@ SAMPLE_BYTES = 64 << 20
 class HostMemory:
     """All arenas of a session, and the addresses of state and slots in them.
 
-    Args:
-        lanes: Lanes of the device that uses the arenas.
-
     Attributes:
         arenas: All arenas that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None if the plan has none.

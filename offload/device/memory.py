@@ -42,11 +42,7 @@ class Place(NamedTuple):
 
 
 class DeviceMemory:
-    """The lasting blocks of one session. No work uses them while they are given back or taken again.
-
-    Args:
-        device: The device on which they lie.
-    """
+    """The lasting blocks of one session. No work uses them while they are given back or taken again."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -68,9 +68,6 @@ class NoDevice:
 class Lanes:
     """The lanes of a session's device; `GpuLanes` are those of a GPU. Without a device nothing needs an order.
 
-    Args:
-        device: The device.
-
     Attributes:
         cores_beside: Cores that update threads leave free for the threads that drive the device.
         pins: Whether host memory is pinned, and so allocated all at once.

@@ -73,12 +73,7 @@ class Copier(Protocol):
 
 
 class PieceCopies:
-    """Copies pieces of device memory to and from host memory; any thread.
-
-    Args:
-        device: The GPU.
-        lanes: Take copies of its pieces and buffers.
-    """
+    """Copies pieces of device memory to and from host memory; any thread."""
 
     def __init__(self, device: Device, lanes: Copier) -> None:
         self._device = device

@@ -39,9 +39,6 @@ class Pins(Protocol):
 class PinnedMemory:
     """Pins a session's arenas in chunks. Nothing is copied while an arena is pinned or unpinned.
 
-    Args:
-        device: The device that reaches the memory.
-
     Attributes:
         pinned_bytes: Host memory that is pinned now.
         unpinned_bytes: Host memory of these arenas that could not be pinned.

@@ -36,11 +36,7 @@ _RULES = {rule.code: rule for rule in RULES.values()}
 
 
 class PlainUpdateKernel(DeviceKernel):
-    """A `DeviceKernel` on any device of torch, the CPU included.
-
-    Args:
-        device: Which one.
-    """
+    """A `DeviceKernel` on any device of torch, the CPU included."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

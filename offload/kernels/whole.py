@@ -89,9 +89,6 @@ class WholeUpdate:
         subgroup: The subgroup, which knows the rule and how state is stored.
         parameters: The parameter of each row; none if state is only made from weights.
         groups: Hyperparameters by group.
-
-    Attributes:
-        table: As given.
     """
 
     def __init__(

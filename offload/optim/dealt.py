@@ -129,11 +129,7 @@ class Dealt:
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
     def deal(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
-        """Return an owner for each weight, the same on all ranks: the largest first, to the rank with least work.
-
-        Args:
-            works: For each weight, how much work its update is.
-        """
+        """Return an owner for each weight of `works`: most work first, to the rank with least; alike on all ranks."""
         owners = {}
         for weight in sorted(works, key=works.__getitem__, reverse=True):  # stable: the same order on all ranks
             rank = min(range(self.ranks), key=self._loads.__getitem__)

@@ -38,12 +38,6 @@ class Owner(Protocol):
 class EngineHolder:
     """Holds an optimizer's engine; can defer opening it until the first backward has shown what is free on the GPU.
 
-    Args:
-        config: This rank's settings.
-        rule: The optimizer's rule.
-        owner: The optimizer, by a weak reference.
-        limits: See `Engine`.
-
     Attributes:
         device: The device that all weights lie on.
         engine_if_open: The engine; None before it is opened.
@@ -57,7 +51,7 @@ class EngineHolder:
         self.use(NoDevice())
         self.engine_if_open: Engine | None = None
         self.is_deferred = False
-        self._owner = owner
+        self._owner = owner  # a weak reference
         self._closed = False
 
     def use(self, device: Device) -> None:

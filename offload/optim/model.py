@@ -105,13 +105,7 @@ class ModelRest:
         return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
 
     def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
-        """Write frozen weights to a file of their own; return bytes of all else, to be saved as the `extra`.
-
-        Args:
-            folder: The checkpoint's.
-            id: The save's.
-            rank: This rank, which the file is named by.
-            extra: The caller's own bytes, which the returned ones contain.
+        """Write frozen weights to a file of their own; return bytes of all else, with the caller's own, `extra`.
 
         Raises:
             CheckpointError: The file cannot be written, or a frozen weight was changed meanwhile.

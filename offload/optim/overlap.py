@@ -31,10 +31,6 @@ from offload.optim.weights import BoundParameter, Weights
 class Overlap:
     """Lets one optimizer's step go on after `step` has returned: modules wait for their weights.
 
-    Args:
-        holder: Holds the engine.
-        weights: The parameters.
-
     Attributes:
         models: The models whose forward passes wait for weights.
         has_followed: Whether there has been such a model.
@@ -230,11 +226,7 @@ class Overlap:
 
 
 class OptimizerLock:
-    """The lock of one optimizer; taking it waits until the last step is over.
-
-    Args:
-        owner: The optimizer, which this does not keep.
-    """
+    """The lock of one optimizer, which it does not keep alive; taking it waits until the last step is over."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner: Owner = weakref.proxy(owner)

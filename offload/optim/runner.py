@@ -171,16 +171,10 @@ class ClassRunner:
     # What is kept
 
     def rule_of(self, parameter: torch.Tensor, name: str, group: Mapping[str, Any], number: int) -> ClassRule:
-        """Return the rule of a parameter, after finding out which state the class keeps of one of its form.
-
-        Args:
-            parameter: The parameter.
-            name: Its name, for errors.
-            group: Its group.
-            number: The group's number.
+        """Return the rule of a parameter in a group, after finding out which state the class keeps of its form.
 
         Raises:
-            ConfigError: The class keeps a value that cannot be packed.
+            ConfigError: The class keeps a value that cannot be packed; names the parameter.
         """
         dtype = torch.float32 if self.masters else parameter.dtype
         self._groups.setdefault(number, deepcopy(_without_parameters(group)))
@@ -284,11 +278,6 @@ class ClassRunner:
         A trial with real tensors: twins of the smallest parameter of each dtype and number of dimensions, one more of
         the first, and one in a second group with half the rate. One optimizer of the class updates them together, and
         this runner each by itself. The results have to be equal.
-
-        Args:
-            parameters: The group's, with names; frozen ones are left out.
-            group: Their group.
-            number: The group's number.
 
         Raises:
             ConfigError: The results differ; or the class keeps something in attributes of its own.
@@ -409,12 +398,7 @@ class ClassRunner:
     # Updates
 
     def update(self, piece: Piece, group: int, values: Mapping[str, Any]) -> None:
-        """Run a step of the class on one parameter, in place: its master, gradient and packed state.
-
-        Args:
-            piece: The parameter and its tensors.
-            group: The group's number.
-            values: The group's hyperparameters before the step.
+        """Run a step of the class on one parameter, in place; `values` are its group's before the step.
 
         Raises:
             ConfigError: The class keeps other state than was found out, or leaves the group unlike other parameters.
@@ -441,14 +425,9 @@ class ClassRunner:
         values: Mapping[str, Any],
         call: Callable[[torch.optim.Optimizer], Any],
     ) -> Group:
-        """Call a method of the class on a view of one parameter and its state; return its group afterwards.
+        """Call a method of the class on a view of one parameter and its packed state; return its group afterwards.
 
-        Args:
-            view: The parameter.
-            parameter: Its description in the layout.
-            words: Its packed state, which is updated.
-            values: Its group.
-            call: Called with an optimizer of the class that has this parameter alone.
+        `call` is given an optimizer of the class that has this parameter alone, in a group of `values`.
 
         Raises:
             ConfigError: The class keeps other state than was found out.
@@ -482,15 +461,7 @@ class ClassRunner:
     def walk(
         self, method: str, parameter: Parameter, master: torch.Tensor, words: torch.Tensor, groups: Sequence[Group]
     ) -> None:
-        """Call a method of the class, such as `train`, for one parameter.
-
-        Args:
-            method: The method's name.
-            parameter: The parameter's description in the layout.
-            master: Its master, flat and fp32; changed in place.
-            words: Its packed state.
-            groups: Hyperparameters of all groups.
-        """
+        """Call a method such as `train` for one parameter; its master and packed state change in place."""
         weight = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
         piece = Piece(parameter, SegmentTensors(weight, (), None, None, SegmentFlag(0), None))
         values, view = groups[parameter.group], torch.nn.Parameter(piece.shaped(weight))
@@ -499,12 +470,9 @@ class ClassRunner:
         piece.shaped(master).copy_(view)
 
     def changes(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
-        """Return the hyperparameters of a group that a step has changed, also if none of its parameters was updated.
+        """Return the hyperparameters of a group that a step, or another method, has changed.
 
-        Args:
-            number: The group's number.
-            values: The group's hyperparameters.
-            method: The method that was called, if not a step.
+        `values` are those before. If no parameter of the group was updated, the class is called without any.
         """
         if number not in self._groups_after and (self._changes_groups or method != "step"):
             self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]

@@ -139,13 +139,6 @@ class StateEntry(dict[str, torch.Tensor]):
 class StateView(MutableMapping[Any, Any]):
     """State of all parameters that have been updated, read at each access from where it lives.
 
-    Args:
-        holder: Holds the engine that keeps the state.
-        weights: The parameters.
-        rule: The optimizer's rule.
-        lock: Held while the engine is used.
-        owner: The optimizer, which this does not keep alive.
-
     Attributes:
         copies: Watches the copies that users hold.
         changes: How many times any state has changed.

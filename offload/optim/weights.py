@@ -124,10 +124,7 @@ class Weights:
     ) -> tuple[Parameter, ...]:
         """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be.
 
-        Args:
-            groups: The optimizer's.
-            parameters: Which.
-            kept_as: See `OffloadedOptimizer._kept_as`.
+        `groups` are the optimizer's, for names; `kept_as` is `OffloadedOptimizer._kept_as`.
         """
         labels = {parameter: (name, group) for parameter, name, group in names(groups)}
         for parameter in parameters:
@@ -144,10 +141,7 @@ class Weights:
     def deal(self, mesh: Any, works: Mapping[torch.Tensor, float], names: Mapping[torch.Tensor, str]) -> None:
         """Deal weights to the ranks of a mesh: each is updated whole by one rank. A collective.
 
-        Args:
-            mesh: Of one dimension: `rows_over`, or that of `DTensor`s.
-            works: For each weight, how much work its update is, in any unit.
-            names: Names of weights.
+        `mesh` has one dimension: `rows_over`, or the `DTensor`s'. `works` has each weight's work in an update.
         """
         dealt = self.dealt.setdefault(mesh.get_group().group_name, Dealt(mesh))
         self.owners.update(dealt.deal(works))
@@ -326,28 +320,16 @@ class Weights:
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
     def gather_loaded(self, error: Exception | None) -> None:
-        """Exchange the rows that each rank has loaded, if weights are cut by rows; a collective then.
-
-        Args:
-            error: Why this rank could not load.
-
-        Raises:
-            Exception: `error`.
-            AnotherRankFailedError: Another rank could not load.
-        """
+        """Exchange the rows that each rank has loaded; if one could not, raise on all. `error` is this rank's."""
         self.agree_on_load(error)
         if error is not None:
             raise error
         self.gather()
 
     def agree_on_load(self, error: Exception | None = None) -> None:
-        """Raise on all ranks if one could not load; a collective, if weights are cut by rows or dealt.
+        """Raise `AnotherRankFailedError` if this rank could load (`error` is None) and another could not.
 
-        Args:
-            error: Why this rank could not; None if it could.
-
-        Raises:
-            AnotherRankFailedError: This rank could load, and another could not.
+        A collective, if weights are cut by rows or dealt.
         """
         if self.rows_over is None and not self.dealt:
             return

@@ -25,12 +25,7 @@ WALKS = ("train", "eval")
 
 
 class PackedState(StateView):
-    """State of a wrapped class, with the keys, types and shapes that the class uses.
-
-    Args:
-        runner: Runs the class.
-        parts: See `StateView`.
-    """
+    """State of a wrapped class, with the keys, types and shapes that the class uses; `parts` as for `StateView`."""
 
     def __init__(self, runner: ClassRunner, *parts: Any) -> None:
         super().__init__(*parts)

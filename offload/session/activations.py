@@ -65,8 +65,7 @@ class Written:
 class Uses:
     """Counts the uses of each tile: pieces that lie in it, and callers that fill or read it. On the engine thread.
 
-    Args:
-        parts: The session's, whose machine discards a tile when it has no use left.
+    A tile is discarded when it has no use left.
 
     Attributes:
         figures: Bytes and seconds since no tile had a use, by the names of metrics.
@@ -128,12 +127,7 @@ class _Asked(Wanted):
 
 
 class Activations:
-    """The activations of one session.
-
-    Args:
-        parts: The session's.
-        thread: Its engine thread.
-    """
+    """The activations of one session."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts

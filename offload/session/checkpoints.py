@@ -34,13 +34,7 @@ from offload.tiers.place import Folder
 
 
 class Checkpoints:
-    """The checkpoints of one session.
-
-    Args:
-        parts: The session's, whose state is saved.
-        thread: Its engine thread.
-        visits: Makes masters and moments of state that has none yet, before it is saved.
-    """
+    """The checkpoints of one session."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts

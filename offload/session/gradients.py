@@ -17,13 +17,7 @@ from offload.session.visits import Visits
 
 
 class Gradients:
-    """Where gradients lie, when they have arrived, and their norms.
-
-    Args:
-        parts: The session's, with the store of gradients that this passes calls to.
-        thread: Its engine thread.
-        visits: Wait for the pending step to have read a gradient.
-    """
+    """Where gradients lie, when they have arrived, and their norms."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts

@@ -85,11 +85,6 @@ class Parking:
 
     All methods belong to the engine thread.
 
-    Args:
-        parts: The session's.
-        sweeps: Makes the sweeps that read state back to homes.
-        wants: Buffers that callers want, for gradients and activations.
-
     Attributes:
         is_parked: Whether memory has been given back, and none taken again.
         figures: Of the last park that gave memory back, by the names of metrics.

@@ -31,10 +31,6 @@ MOST_CHANGES = 3
 class PlacementReview:
     """Decides when a session's placement is chosen again, and chooses it.
 
-    Args:
-        parts: The session's.
-        thread: Its engine thread.
-
     Attributes:
         due: Whether `review` is to choose at the next chance.
     """

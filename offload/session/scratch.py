@@ -45,11 +45,7 @@ class Wanted:
 
 
 class Wants:
-    """The scratch buffers that callers want from a session.
-
-    Args:
-        parts: The session's.
-    """
+    """The scratch buffers that callers want from a session."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts

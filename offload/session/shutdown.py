@@ -22,10 +22,6 @@ class Shutdown:
     Calls that may hang are made on a thread of their own, which keeps all that lanes still use: memory is freed only
     after the lanes that work on it have ended, however long that takes. `close` waits for that thread for a limited
     time. If a device answers later, the thread goes on and frees everything then.
-
-    Args:
-        parts: The session's, which are freed.
-        thread: The engine thread, which ends before.
     """
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:

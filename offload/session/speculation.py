@@ -90,10 +90,6 @@ class Speculation:
     updated before the first step, nor before a step that follows a clipped one.
 
     Callers post arrivals, and what a step would use now. The engine thread counts arrivals, and decides.
-
-    Args:
-        parts: The session's.
-        sweeps: Makes the open sweep.
     """
 
     def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:

@@ -19,13 +19,7 @@ from offload.session.visits import SegmentWork, Visits
 
 
 class State:
-    """The tensors that the rule keeps of each parameter, wherever they live.
-
-    Args:
-        parts: The session's.
-        thread: Its engine thread.
-        visits: Bring state into memory, subgroup by subgroup.
-    """
+    """The tensors that the rule keeps of each parameter, wherever they live."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts

@@ -13,11 +13,7 @@ from offload.session.step import StepAccount
 
 
 class Sweeps:
-    """The sweeps of one session; all methods belong to the engine thread.
-
-    Args:
-        parts: What they work on.
-    """
+    """The sweeps of one session; all methods belong to the engine thread."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts

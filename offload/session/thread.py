@@ -86,11 +86,7 @@ class Closing(Protocol):
 
 
 class EngineThread(Listener):
-    """The engine thread of one session.
-
-    Args:
-        parts: The session's machine, executor and memory, which are this thread's once the session is open.
-    """
+    """The engine thread of one session."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts

@@ -33,12 +33,7 @@ def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
 
 
 class Visits:
-    """Requests for sweeps of one session, and the rates that it learns from steps.
-
-    Args:
-        parts: The session's.
-        thread: Its engine thread.
-    """
+    """Requests for sweeps of one session, and the rates that it learns from steps."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts

@@ -169,12 +169,8 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def check_weights(model: nn.Module, late: combinations.Row) -> None:
     """Refuse to move weights that share memory, or that an optimizer has, which would go on with the old ones.
 
-    Args:
-        model: The model.
-        late: The error to raise if an optimizer has a weight.
-
     Raises:
-        ConfigError: Two weights share memory, or an optimizer has one.
+        ConfigError: Two weights share memory, or an optimizer has one (`late`).
     """
     names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     dense = (weight for weight in names if weight.layout == torch.strided and shards.is_dense(weight))
