@@ -236,7 +236,7 @@ class AcceleratorDevice(Driver):
             return torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
 
     def allocate(self, nbytes: int, caller: Hashable = None) -> int:
-        """See `Device.allocate`."""
+        """Allocate memory by torch's allocator, to be kept or (with `caller`) borrowed; see `Device.allocate`."""
         with self.current():
             # Freed memory is safe to use on the stream that it was allocated on; our lanes are other streams.
             with working_on(cast(Any, caller)) if caller is not None else contextlib.nullcontext():
@@ -350,7 +350,7 @@ class AcceleratorDevice(Driver):
         target_dtype: DtypeCode = DtypeCode.NONE,
         accumulate: bool = False,
     ) -> None:
-        """See `Device.gradient_blocks`."""
+        """Enqueue a gradient's sums of squares, and its copy or addition to a slot; see `Device.gradient_blocks`."""
         with self.current(), working_on(self.stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
 
@@ -365,7 +365,7 @@ class AcceleratorDevice(Driver):
             self._kernel.fingerprint_rows(dtype, rows)
 
     def close(self) -> None:
-        """See `Device.close`."""
+        """Wait for all streams, end the threads that report, and free all memory."""
         if self._closed:
             return
         with contextlib.suppress(OffloadError), self.current():

@@ -58,7 +58,6 @@ class Buckets:
     """The buckets of one DDP model: the state of its hook.
 
     Args:
-        model: The model.
         hook: The user's own hook, which reduces instead of DDP; None for the mean.
         state: The first argument of the user's hook.
 

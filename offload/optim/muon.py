@@ -91,6 +91,7 @@ class Muon(OffloadedOptimizer):
             super()._open(config)
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
+        """Deal matrices, then add and bind all; undo the dealing if that fails."""
         try:
             with self._on_all_ranks():
                 self._deal(parameters)

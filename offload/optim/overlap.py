@@ -148,6 +148,7 @@ class Overlap:
         self.exchange.begin(self._holder.engine, [self._make_bucket(bucket) for bucket in buckets])
 
     def _make_bucket(self, bounds: list[BoundParameter]) -> Bucket:
+        """Return weights as a bucket: dealt ones are broadcast, rows of the others gathered."""
         # By `.data`: writes must not count in the parameters' versions, which show what users change.
         weights = [self.hidden_copies.get(bound, bound.parameter.data) for bound in bounds]
 
@@ -383,8 +384,6 @@ class _Hook:
     """A module's hook, which waits for weights; in a copy of the model, or in another process, it does nothing.
 
     Args:
-        followed: The model.
-        module: The module.
         for_all: Whether to wait for the whole step, and not only for the weights that the module is about to use.
         is_compiled_part: Whether the module is inside a compiled one, which waits for all modules in it.
     """

@@ -174,9 +174,7 @@ class Preemption:
     def after_call(self, optimizer: StatefulOptimizer, told: bool | None) -> None:
         """At the end of a step: commit if a rank has had a SIGTERM, and pass it on; with `is_late` only note it.
 
-        Args:
-            optimizer: The optimizer whose state is saved.
-            told: Whether any rank has noted a signal, if ranks have exchanged that in this step; else None.
+        `told` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None.
         """
         handler = self._handler
         if handler is None or not (any_rank(handler.has_signal) if told is None else told):

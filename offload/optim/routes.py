@@ -484,6 +484,7 @@ class DepartureRoute(Route):
         self._pass = NO_PASS
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Send a gradient off, and end the pass for the engine when autograd does."""
         if not shards.placed_as(gradient, bound.parameter):
             return  # a partial gradient of tensor parallelism, which `bind` reduces
         gradient = shards.local(gradient)

@@ -91,8 +91,6 @@ class StandIn:
     """Replaces a method of one of `unsharders` until `remove`; in another process it only calls the method.
 
     Args:
-        group: The group.
-        name: The method's name.
         call: A method, which is not kept alive: it is called with the group, the replaced method, and its arguments.
     """
 

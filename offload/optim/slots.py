@@ -18,7 +18,6 @@ class GradientSlot:
 
     Args:
         flat: The slot's memory; see `GradientStore.slot`.
-        parameter: The parameter.
 
     Attributes:
         address: Address of the memory.

@@ -160,6 +160,7 @@ class Weights:
         return parameter in self.owners
 
     def _describe(self, parameter: torch.Tensor, name: str, group: int, rule: UpdateRule | None) -> Parameter:
+        """Return the engine's description of the elements of a parameter that this rank updates."""
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt = self._dealt_weight_of(parameter)
         elements = shards.own(parameter, cut) if dealt is None else dealt.copy  # that this rank updates
@@ -258,6 +259,7 @@ class Weights:
         return bound.parameter.dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
 
     def _note_changes(self, changed_names: Sequence[str]) -> None:
+        """Log, once, that weights were written to outside the optimizer."""
         if changed_names and not self._has_noted_changes:
             self._has_noted_changes = True
             # Whether a weight differs from its rounded master is found out only in the update.

@@ -109,6 +109,7 @@ class Checkpoints:
         overtaken = False
 
         def begin() -> None:
+            """Reserve and hand over the state, unless another request has come in between (`overtaken`)."""
             nonlocal overtaken
             machine = parts.machine
             overtaken = parts.saves.pending is not None or bool(self._unmade(request.replica))
@@ -373,6 +374,7 @@ class Checkpoints:
                 self._thread.drop_checkpoint_buffers()
 
             def begin() -> Sweep:
+                """Take over what can stay in place, and begin the sweep that copies the rest."""
                 self._thread.settle()
                 self._thread.note_save_end()
                 copied = [

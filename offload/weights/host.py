@@ -182,6 +182,7 @@ class WeightsInHostMemory:
         return self.file, begin
 
     def _hook(self, model: nn.Module) -> None:
+        """Replace the groups' methods that gather, and hook forward passes and state dicts of the model."""
         for group in self._groups:
             shards.StandIn(group, "unshard", self._begin_gather)
             shards.StandIn(group, "wait_for_unshard", self._end_gather)

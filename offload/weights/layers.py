@@ -48,7 +48,7 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
         ConfigError: A layer is not in the model.
     """
     chosen = _chosen(model, layers)
-    taken, found = set[nn.Module](), list[list[nn.Module]]()
+    taken, found_units = set[nn.Module](), list[list[nn.Module]]()
     for module in model.modules():
         if module in taken:
             continue
@@ -58,8 +58,8 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
         inner = [each for each in (module.modules() if is_layer else [module]) if each not in taken]
         taken.update(inner)
         if any(own_parameters(each) for each in inner):
-            found.append(inner)
-    return found
+            found_units.append(inner)
+    return found_units
 
 
 def _chosen(model: nn.Module, layers: Sequence[nn.Module] | None) -> set[nn.Module]:
@@ -77,7 +77,6 @@ class Groups:
     group have one dtype. Weights in no other group are the model's.
 
     Args:
-        model: The model.
         layers: Its layers; None for those that `find_layers` finds. Of layers inside each other the outermost count.
         others: Weights that are to be in no group.
 
@@ -95,14 +94,14 @@ class Groups:
         self._names = {module: name for name, module in model.named_modules()}
         self._paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
         self._uses = Counter(weight for weight in self._used(model))
-        chosen, found = _chosen(model, layers) - {model}, set[nn.Module]()
+        chosen, groups = _chosen(model, layers) - {model}, set[nn.Module]()
         for layer in self._names:
             if layer in chosen:
                 chosen.difference_update(layer.modules())
-                self._find(layer, found)
-        for module in (model, *found):
-            self._split(module, found)
-        self.modules = [*(module for module in reversed(self._names) if module in found), model]
+                self._find(layer, groups)
+        for module in (model, *groups):
+            self._split(module, groups)
+        self.modules = [*(module for module in reversed(self._names) if module in groups), model]
 
     def _used(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the weights in a module, each once for every name that it has there."""
@@ -114,23 +113,23 @@ class Groups:
         uses, paths = Counter(self._used(module)), self._paths[module]
         return all(self._uses[weight] == paths * number for weight, number in uses.items())
 
-    def _find(self, module: nn.Module, found: set[nn.Module]) -> None:
-        """Add a module to `found` if it can be a group, else those inside of it that can."""
+    def _find(self, module: nn.Module, groups: set[nn.Module]) -> None:
+        """Add a module to `groups` if it can be a group, else those inside of it that can."""
         if next(self._used(module), None) is None:
             return
         if is_called(module) and self._has_all_uses(module):
-            found.add(module)
+            groups.add(module)
             return
         for child in module.children():
-            self._find(child, found)
+            self._find(child, groups)
 
-    def _split(self, module: nn.Module, found: set[nn.Module]) -> None:
+    def _split(self, module: nn.Module, groups: set[nn.Module]) -> None:
         """Make modules inside of a group whose trainable weights have another dtype groups of their own."""
         members: dict[nn.Module, nn.Module] = {module: module}  # modules of the group, each with its parent
         waiting = [module]
         while waiting:
             parent = waiting.pop()
-            children = [child for child in parent.children() if child not in found and child not in members]
+            children = [child for child in parent.children() if child not in groups and child not in members]
             members.update(dict.fromkeys(children, parent))
             waiting += children
         own = {member: self._own_dtype(member) for member in members}
@@ -146,7 +145,7 @@ class Groups:
                 if not is_called(member) or not self._has_all_uses(member):
                     where = f"trainable weights of {own[member]}, in a layer of {parents_dtype}"
                     raise ConfigError(self._names[member], where, "give trainable weights of a layer one dtype")
-                found.add(member)
+                groups.add(member)
 
     def _own_dtype(self, module: nn.Module) -> torch.dtype | None:
         """Return the dtype of the trainable weights that a module has itself, not in children; None without any."""
