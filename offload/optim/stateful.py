@@ -47,7 +47,7 @@ _log = logging.getLogger("offload")
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state an engine keeps. Not here: gradients, and what is done with them."""
+    """An optimizer whose state an engine keeps. Gradients and steps are `OffloadedOptimizer`'s."""
 
     rule: UpdateRule
     """The state of each parameter, and how a step changes it."""
@@ -352,8 +352,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Wait until the checkpoint that was started last has been committed.
 
         Raises:
-            CheckpointError: It was not; a `TierError` that it failed with is the `__cause__`. Training may go on.
-            TimeoutError: It has not been by then.
+            CheckpointError: It failed; if a tier has failed, its `TierError` is the `__cause__`. Training may go on.
+            TimeoutError: It has not been committed by then.
         """
         self.engine.checkpoints.wait(timeout_s)
 

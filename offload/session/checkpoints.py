@@ -1,4 +1,4 @@
-"""Checkpoints of a session: written while it goes on, waited for, kept, released, and gone on from."""
+"""Checkpoints of a session: writing them in the background, waiting for them, keeping, releasing and loading them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Checkpoints:
     # Writing and keeping them
 
     def save(self, request: SaveRequest) -> None:
-        """Start a checkpoint of the state as it is now; it is written while the caller goes on.
+        """Start a checkpoint of the state as it is now; it is written in the background.
 
-        What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
-        update at the latest. Masters that are (fp32) weights are written before this returns, as their owner may
+        State on a path stays where it is, and its store slots are reserved; state in memory is written, before its
+        next update at the latest. Masters that are (fp32) weights are written before this returns, as the caller may
         change them. Without paths, or with `copy`, everything is written to the folder itself.
 
         Args:
-            request: Where to, and what goes beside the state.
+            request: The folder, and what is saved beside the state.
 
         Raises:
             ConfigError: Two parameters would have one name.
@@ -70,7 +70,7 @@ class Checkpoints:
             self._save(folder, request)
 
     def _manifest(self, request: SaveRequest) -> Manifest:
-        """Return the manifest of a checkpoint of the state as it is now, still without tiles."""
+        """Return the manifest of a checkpoint of the state as it is now; records of tiles are added later."""
         config, layout, tables = self._parts.config, self._parts.plan.layout, self._parts.tables
         layout = layout.renamed(request.names) if request.names else layout
         replica, rounds = request.replica, layout.state.format.rounds
@@ -183,8 +183,8 @@ class Checkpoints:
         """Wait until the checkpoint that was started last has been committed.
 
         Raises:
-            CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
-            TimeoutError: It has not been by then.
+            CheckpointError: It failed; if a tier has failed, its error is the cause. Training may go on.
+            TimeoutError: It has not been committed by then.
         """
         saves = self._parts.saves
         pending = saves.pending or saves.last
@@ -220,16 +220,16 @@ class Checkpoints:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
 
         Raises:
-            CheckpointError: It could not be mirrored. It is a checkpoint all the same, and training may go on.
-            TimeoutError: It has not been by then.
+            CheckpointError: It could not be mirrored. The checkpoint itself is whole, and training may go on.
+            TimeoutError: It has not been mirrored by then.
         """
         self._parts.saves.wait_for_mirror(timeout_s)
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
+        """Folders of the checkpoints whose state stays on the paths, oldest first; without those saved with `copy`.
 
-        Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
+        If there are `OffloadConfig.checkpoints_kept` of them, the next save without `copy` releases the oldest.
         """
         return tuple(checkpoint.folder for checkpoint in self._parts.saves.kept)
 

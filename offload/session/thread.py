@@ -3,12 +3,12 @@
 A caller posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What
 a request does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
 
-A step may be answered when it has begun (`PendingStep`). The next request is taken when it is over, and whoever asks
-for that waits until then.
+A step may be answered when it has begun (`PendingStep`). The next request is taken when that step is over, and its
+caller waits until then.
 
-A signal handler may interrupt a caller at any line. Whatever changes a session does so on the engine thread, and a
-caller's *turn* is one scope: what a handler asks for within it is answered within it, and the session is not closed
-before its end.
+A signal handler may interrupt a caller at any line. So all changes to a session are made on the engine thread, and a
+caller's *turn* is one scope: requests that a handler makes within it are answered within it, and the session is not
+closed before its end.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class EngineThread(Listener):
         self.broken: BaseException | None = None
         """Why the session cannot be used any more, or None."""
         self.closed = False
-        """Whether nobody may ask for anything any more."""
+        """Whether requests are refused, as the session has been closed."""
         self.lock = threading.RLock()
         """Held in a turn: only the thread that holds it may post a request."""
         self._owned = threading.Condition(self.lock)
@@ -127,7 +127,7 @@ class EngineThread(Listener):
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Open the session's parts and start the engine thread; after an error the caller closes the session."""
         caller = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
-        # On a thread of its own, so that no interrupt comes between what is made and taking note of it.
+        # On a thread of its own, so that no interrupt comes between making a part and noting it for its end.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller))
         self._opening = waits.BackgroundWork(work, "offload-open")
         self._opening.do(lambda: "the paths to be opened and probed")
