@@ -135,18 +135,18 @@ class CommitJob:
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
         claim: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is mirroring, or
             "", and begins to mirror no other until the save has ended.
-        told: Called on other ranks, before anything is released, with the id that `claim` has returned.
-        is_needed: Returns whether somebody needs the slots of an older checkpoint, which then stays.
-        read: Checkpoints that this session has resumed from, with their stores that have no lock and that it has only
-            read. It reads them no more. Those whose stores are gone now leave this list.
-        reader: What this session's notes of that are called there; see `note_reading`.
+        note_mirrored: Called on other ranks, before anything is released, with the id that `claim` has returned.
+        is_needed: Returns whether somebody needs the slots of an older checkpoint, which is then kept.
+        read: Checkpoints that this session has resumed from and reads no more, with those of their stores that have
+            no lock. A checkpoint is removed from this list once these stores are deleted.
+        reader: Name of the files by which this session has noted in those stores that it reads them.
         doubtful: Checkpoints of this session that were in doubt so far.
         abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
         released: Those of `older` and `doubtful` that were released.
         confirmed: Those of `doubtful` that were committed after all.
         committed: Whether the checkpoint has been committed.
         undone: Whether all files of the checkpoint have been deleted again.
-        awaited: What this rank waits for other ranks to do; "" if it does not wait.
+        awaited: In words, what this rank waits for other ranks to do; "" if it does not wait.
         timeout_s: Seconds that a rank waits for the others; by default `RANKS_TIMEOUT_S`.
     """
 
@@ -160,7 +160,7 @@ class CommitJob:
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
     claim: Callable[[], str] = str
-    told: Callable[[str], object] = str
+    note_mirrored: Callable[[str], object] = str
     is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
     read: list[KeptCheckpoint] = field(default_factory=list)
     reader: str = ""
@@ -204,6 +204,7 @@ class CommitJob:
             lock.drop()
 
     def _run(self) -> None:
+        """Write the checkpoint's small files in the order that the module describes; undo that if it fails."""
         folder, manifest = self.folder, self.manifest
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
@@ -229,20 +230,20 @@ class CommitJob:
                 folder.write(COMMIT_NAME, seal_commit(commit), begun=begun)
             else:
                 self._wait(
-                    lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
+                    lambda: "" if _is_committed(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
                     find_ended=self._ended_too_early,
                 )
         except CheckpointError:
-            if not self._is_named or (manifest.rank == 0 and self._is_not_there()):
+            if not self._is_named or (manifest.rank == 0 and self._is_commit_surely_missing()):
                 self.undo()
             raise
         self.committed = True
         try:
             if manifest.rank > 0 and (mirrored := read_commit(folder).mirrored) is not None:
-                self.told(mirrored)
+                self.note_mirrored(mirrored)
             self.request.on_commit()
-            self._settle()
-            self._tidy()
+            self._settle_doubt()
+            self._release_older()
         except Exception as error:  # the checkpoint has been committed all the same
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
@@ -255,7 +256,7 @@ class CommitJob:
         return store_folder(self.folder.path if ref.path is None else ref.path, ref.store)
 
     def _missing(self) -> str:
-        """Return, in words, whose manifests are not there yet; "" if all are."""
+        """Return, in words, the ranks whose manifests are not in the folder yet; "" if all are."""
         missing = self._without_manifest()
         return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
@@ -264,7 +265,7 @@ class CommitJob:
         return [r for r in range(manifest.ranks) if manifest_name(manifest.id, r) not in names]
 
     def _ended_too_early(self) -> list[int]:
-        """Return the ranks without which there will be no checkpoint, and that have ended."""
+        """Return the ranks whose processes have ended before they did what this commit needs of them."""
         ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will not come
         missing = self._without_manifest() if ended else []
         return [rank for rank in ended if rank == 0 or rank in missing]
@@ -297,16 +298,18 @@ class CommitJob:
         finally:
             self.awaited = ""
 
-    def _is_not_there(self) -> bool:
-        """Return whether a `COMMIT` whose writing has failed is surely not there, and will not come."""
-        return not self.folder.fails_late and _is_there(self.folder, self.manifest.id) is False
+    def _is_commit_surely_missing(self) -> bool:
+        """Return whether the folder lacks this `COMMIT`, and a write that has failed cannot take effect later."""
+        return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
-    def _settle(self) -> None:
+    def _settle_doubt(self) -> None:
         """Decide what has become of checkpoints in doubt, by the ids that rank 0 names in this `COMMIT`."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)
-            is_there = _is_there(folder, checkpoint.id)  # first: rank 0 may release it now, and says so before that
+            is_there = _is_committed(
+                folder, checkpoint.id
+            )  # first: rank 0 may release it now, and says so before that
             verdict = standing(checkpoint.pin, "")
             if checkpoint.id in abandoned or verdict is Standing.RELEASED:  # or committed and released since
                 self._undo(folder, checkpoint.id, [store_folder(path, store) for path, store in checkpoint.stores])
@@ -329,17 +332,17 @@ class CommitJob:
             except CheckpointError as error:
                 _log.warning("after a checkpoint that failed: %s", error)
 
-    def _tidy(self) -> None:
-        """Delete the folder's earlier checkpoints, and release older ones elsewhere; a failure costs room, not data.
+    def _release_older(self) -> None:
+        """Delete the folder's earlier checkpoints, and release older ones in other folders.
 
-        If a session was killed here, one of several stores may be gone already: releasing can be repeated.
+        A failure costs room, not data. Releasing can be repeated: a session may have been killed in the middle of it.
         """
-        own, path = self.manifest, self.folder.path
+        manifest, path = self.manifest, self.folder.path
         for checkpoint in self.older:
             if checkpoint.folder == path:
                 self._release(checkpoint)
         try:
-            if own.rank == 0:
+            if manifest.rank == 0:
                 replaced = read_commit(self.folder).replaced
                 if read_released(self.folder)[0]:
                     self.folder.delete(RELEASED_NAME)
@@ -350,11 +353,11 @@ class CommitJob:
                         self.folder.delete(name)
         except CheckpointError as error:
             _log.warning("%s", error)
-        others = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
-        for checkpoint in others[: max(0, len(others) + 1 - self.keep)]:
+        elsewhere = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
+        for checkpoint in elsewhere[: max(0, len(elsewhere) + 1 - self.keep)]:
             self._release(checkpoint)
-        # The folder may have a copy's store from before.
-        delete_free([*([path] if own.rank == 0 else ()), *self.paths])
+        # The folder may still have the store of a copy that was saved to it before.
+        delete_free([*([path] if manifest.rank == 0 else ()), *self.paths])
         for checkpoint in [*self.read]:
             if not self.is_needed(checkpoint):
                 drop_notes(checkpoint.stores, self.reader)
@@ -367,8 +370,8 @@ class CommitJob:
             self.released.append(checkpoint)
 
 
-def _is_there(folder: Folder, id: str) -> bool | None:
-    """Return whether a folder's `COMMIT` is of that save; None if it cannot be read."""
+def _is_committed(folder: Folder, id: str) -> bool | None:
+    """Return whether a folder's `COMMIT` is of the save `id`; None if it cannot be read."""
     try:
         content = folder.read(COMMIT_NAME)
         return content is not None and unseal_commit(content, folder.path).id == id
@@ -390,7 +393,8 @@ def release(
 ) -> bool:
     """Release a checkpoint: withdraw it from its folder, and take its pins off its stores.
 
-    `RELEASED` names it, then its `COMMIT` goes. It stays if neither is in its folder, which may have been moved.
+    `RELEASED` is written with its id, then its `COMMIT` is deleted. A checkpoint with neither file in its folder is
+    not released: the folder may have been moved.
 
     Args:
         checkpoint: The checkpoint.
@@ -399,7 +403,7 @@ def release(
         is_needed: Returns whether somebody needs its slots.
 
     Returns:
-        Whether its slots are free now. If not, the log says why.
+        Whether its slots are free now; if not, the log says why.
     """
     try:
         if is_needed(checkpoint):
@@ -422,10 +426,10 @@ def release(
                 )
             return False
         if verdict is not Standing.MISSING:
-            _withdraw(checkpoint, note, committed=verdict is Standing.HELD)  # then this is rank 0
+            _withdraw(checkpoint, note, committed=verdict is Standing.HELD)  # HELD: this is rank 0, as is seen above
         if is_needed(checkpoint):
             return False  # somebody opened it meanwhile
-        _forget(checkpoint)
+        _unpin_and_delete(checkpoint)
     except CheckpointError as error:
         _log.warning("%s could not be released: %s", checkpoint.folder, error)
         return False
@@ -435,12 +439,12 @@ def release(
 def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.PathLike[str]) -> bool:
     """Release the checkpoint in a folder that the caller deletes next, for all ranks and whichever session keeps it.
 
-    `RELEASED` goes with the folder, so another folder gets one, too, which stays. Sessions free the checkpoint's
-    slots when they look there next: at a commit or a resume, as `offload gc` does.
+    The folder's `RELEASED` is deleted with it, so another one is written in `noted_in`. Sessions read that at their
+    next commit or resume, and then free the checkpoint's slots; `offload gc` does, too.
 
     Args:
         folder: Of the checkpoint; one that holds none, or a copy of one that is elsewhere, is left as it is.
-        noted_in: The folder above it, or above that.
+        noted_in: The folder above `folder`, or the one above that.
 
     Returns:
         Whether it is released.
@@ -449,21 +453,21 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
         CheckpointError: Something there cannot be read or written, or is not ours.
         ConfigError: A folder has a name that none can have.
     """
-    place, above = open_folder(folder), open_folder(noted_in)
-    # What deletes a folder deletes a link in it, and not what the link is to.
-    is_linked = os.path.relpath(folder, noted_in) != os.path.relpath(place.path, above.path)
-    if is_linked or above.path not in folders_above(place.path) or place.read(COMMIT_NAME) is None:
+    target, above = open_folder(folder), open_folder(noted_in)
+    # Deleting a folder deletes a link in it, but not the folder that the link is to.
+    is_linked = os.path.relpath(folder, noted_in) != os.path.relpath(target.path, above.path)
+    if is_linked or above.path not in folders_above(target.path) or target.read(COMMIT_NAME) is None:
         return False
-    id, manifests = read_manifests(place)
+    id, manifests = read_manifests(target)
     refs = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
     pins = [pin for path, store in sorted(refs) for pin in read_pins(store_folder(path, store)) if pin.id == id]
-    if not all(is_same(pin.folder, place.path) for pin in pins):
+    if not all(is_same(pin.folder, target.path) for pin in pins):
         return False
     note = f"it was deleted, which {above.path} has noted"
     ids = (id, *read_released(above)[0])
     if len(ids) == 1 and above.read(RELEASED_NAME) is not None:
         raise CheckpointError(f"{above.path}/{RELEASED_NAME} is not ours to replace: move it away")
-    _withdraw(KeptCheckpoint(place.path, id, 0, (), None), note, committed=True)
+    _withdraw(KeptCheckpoint(target.path, id, 0, (), None), note, committed=True)
     above.write(RELEASED_NAME, seal_released(ids, "these checkpoints were deleted with their folders"))
     return True
 
@@ -477,7 +481,7 @@ def _standing_at_first_rank(checkpoint: KeptCheckpoint) -> Standing:
 
 
 def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None:
-    """Take a checkpoint out of its folder."""
+    """Delete a checkpoint's small files from its folder; if it is `committed`, its `COMMIT` first, under the lock."""
     folder = open_folder(checkpoint.folder)
     if committed:
         lock = FolderLock(folder)
@@ -492,6 +496,7 @@ def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None
 
 
 def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> None:
+    """Replace a folder's `COMMIT` by a `RELEASED` that names its checkpoint; the caller has the folder's lock."""
     commit = read_commit(folder)
     if commit.id != checkpoint.id:  # the checkpoint was replaced just now
         return
@@ -501,8 +506,8 @@ def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> N
     folder.delete(COMMIT_NAME)
 
 
-def _forget(checkpoint: KeptCheckpoint) -> None:
-    """Take the pins of a released checkpoint off its stores; delete those that no checkpoint needs any more."""
+def _unpin_and_delete(checkpoint: KeptCheckpoint) -> None:
+    """Take a released checkpoint's pins off its stores; delete locked stores that no checkpoint needs any more."""
     locks = {(path, store): lock for path, store, lock in checkpoint.locks}
     for path, store in checkpoint.stores:
         unpin(store_folder(path, store), checkpoint.id)

@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 def export_safetensors(
     checkpoint: str | os.PathLike[str], target: str | os.PathLike[str], progress: Progress = lambda done, whole: None
 ) -> None:
-    """Write a checkpoint's state as one safetensors file; it is there whole or not at all.
+    """Write a checkpoint's state as one safetensors file, which gets its name once it is complete.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or the file not written.
@@ -188,8 +188,8 @@ class SafetensorsSource:
         rules = [*NAMED.values()]
         self._rules = {
             name: max(kept, key=lambda rule: len(rule.state))
-            for name, found in tensors.items()
-            if (kept := [rule for rule in rules if found.issuperset(rule.state)])
+            for name, tensor_names in tensors.items()
+            if (kept := [rule for rule in rules if tensor_names.issuperset(rule.state)])
         }
         if not self._rules:
             names = " or ".join(dict.fromkeys(rule.state[0] for rule in rules))
@@ -225,7 +225,7 @@ class SafetensorsSource:
 
     @property
     def rounding(self) -> None:
-        """See `StateSource.rounding`."""
+        """None: a file of tensors says nothing of stochastic rounding."""
         return None
 
     def step_of(self, name: str) -> int:
@@ -282,7 +282,7 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause
 
     def lend(self, address: int, nbytes: int) -> None:
-        """See `StateSource.lend`; its own buffer is small."""
+        """Ignore lent memory: the buffer of this source is small."""
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
@@ -291,12 +291,12 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def _fill(file: io.FileIO, values: torch.Tensor) -> None:
-    """Fill values from a file's current position on."""
-    rest = _bytes_of(values)
-    while rest:
-        if not (count := file.readinto(rest)):
+    """Fill a contiguous tensor with a file's bytes from its current position on."""
+    unread = _bytes_of(values)
+    while unread:
+        if not (count := file.readinto(unread)):
             raise EOFError("it ends too early")
-        rest = rest[count:]
+        unread = unread[count:]
 
 
 def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -351,9 +351,9 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         raise CheckpointError(f"{os.fspath(path)} cannot be read as a distributed checkpoint: {cause}") from cause
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for key, entry in entries.items():
-        _, separator, rest = f".{key}".partition(".state.")
+        _, separator, state_name = f".{key}".partition(".state.")
         if separator and isinstance(entry, TensorStorageMetadata):
-            tensors[f"state.{rest}"] = key, tuple(entry.size)
+            tensors[f"state.{state_name}"] = key, tuple(entry.size)
     header, nbytes = _header({name: shape for name, (_, shape) in tensors.items()}, {})
     with open(scratch, "wb") as file:
         file.write(header)

@@ -43,7 +43,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         mirror: Directory, or "s3://bucket/prefix".
         name: Of the folder in it.
         above: The run's folder, a directory, made if it is not there.
-        show: Is told how many bytes of how many are there.
+        show: Called with the bytes copied so far, and all bytes.
 
     Raises:
         CheckpointError: It is not whole there, or something here would be replaced, or cannot be written; what has
@@ -70,69 +70,70 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
 
 
 def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
-    """Copy what `fetch` marks as whole."""
+    """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole."""
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
-    found = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
-    files = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file, _ in found}
-    there = [os.path.join(above, file) for file in files.values() if os.path.lexists(os.path.join(above, file))]
-    if there or (os.path.isdir(target) and os.listdir(target)):
-        raise CheckpointError(f"{[*there, target][0]} is there already: name another folder, or delete it")
+    sizes = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
+    files = {file: file.removeprefix(f"{BESIDE}/") if _lies_beside(file) else f"{name}/{file}" for file, _ in sizes}
+    existing = [os.path.join(above, file) for file in files.values() if os.path.lexists(os.path.join(above, file))]
+    if existing or (os.path.isdir(target) and os.listdir(target)):
+        raise CheckpointError(f"{[*existing, target][0]} is there already: name another folder, or delete it")
     if any(".." in file.split("/") for file in files):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
     committed = [file.removesuffix(COMMIT_NAME) for file in files if os.path.basename(file) == COMMIT_NAME]
-    places = [place for place in committed if is_checkpoint(f"{mirror}/{name}/{place}")]
-    total = sum(nbytes for _, nbytes in found)
+    checkpoints = [inside for inside in committed if is_checkpoint(f"{mirror}/{name}/{inside}")]
+    total = sum(nbytes for _, nbytes in sizes)
     done = 0
     mark_begun(target, marker)
-    for place in places:
-        ours = f"{name}/{place}".rstrip("/")
-        _fetch_checkpoint(f"{mirror}/{ours}", os.path.join(above, ours))
-        done += sum(nbytes for file, nbytes in found if _is_of(place, file))
+    for inside in checkpoints:
+        checkpoint = f"{name}/{inside}".rstrip("/")
+        _fetch_checkpoint(f"{mirror}/{checkpoint}", os.path.join(above, checkpoint))
+        done += sum(nbytes for file, nbytes in sizes if _is_in_checkpoint(inside, file))
         show(done, total)
-    found.sort(key=lambda each: _is_beside(each[0]))  # those beside it last, as they were written
-    for file, nbytes in found:
-        if not any(_is_of(place, file) for place in places):
+    sizes.sort(key=lambda item: _lies_beside(item[0]))  # those beside it last, as they were written
+    for file, nbytes in sizes:
+        if not any(_is_in_checkpoint(inside, file) for inside in checkpoints):
             path = os.path.join(above, files[file])
             fetch_file(f"{source.path}/{file}", path, nbytes)
             if (state := marker.files.get(files[file])) is not None:
-                os.utime(path, ns=(state[1], state[1]))  # by which a mirror knows that it has it
+                os.utime(path, ns=(state[1], state[1]))  # a mirror knows by this time that it has the file
             done += nbytes
             show(done, total)
 
 
-def _is_of(place: str, file: str) -> bool:
-    """Return whether a file belongs to the checkpoint of ours that is in a place."""
-    return file.startswith(place) and OWN.fullmatch(file.removeprefix(place)) is not None
+def _is_in_checkpoint(checkpoint: str, file: str) -> bool:
+    """Return whether a file belongs to the engine's checkpoint under a prefix, "" or one with "/" at its end."""
+    return file.startswith(checkpoint) and OWN.fullmatch(file.removeprefix(checkpoint)) is not None
 
 
-def _is_beside(file: str) -> bool:
-    """Return whether a file of a folder in a mirror lies beside that in the run's folder."""
+def _lies_beside(file: str) -> bool:
+    """Return whether a file that a mirror has in a folder lies beside this folder in the run's."""
     return file.startswith(f"{BESIDE}/")
 
 
 def fetch_file(source: str, target: str, nbytes: int) -> None:
-    place, _, last = source.rpartition("/")
+    """Copy a file of `nbytes` from a mirror, under a temporary name until all of it is there."""
+    folder, _, last = source.rpartition("/")
     with saying("write", target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(f"{target}{FETCHED}", "w+b") as file:
             if nbytes:
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # who writes to a map is not told that the disk is full
                 with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
-                    open_folder(place).read_into(last, [whole])
+                    open_folder(folder).read_into(last, [whole])
         os.rename(f"{target}{FETCHED}", target)
 
 
 def _fetch_checkpoint(source: str, target: str) -> None:
-    """Copy a checkpoint of ours, all ranks' parts."""
+    """Copy a checkpoint of the engine, all ranks' parts."""
     commit = read_commit(open_folder(source))
     requests = [
         SaveRequest(target, copy=True, id=commit.id, rank=rank, ranks=commit.ranks) for rank in range(commit.ranks)
     ]
     with ExitStack() as ends:
         copies = []
-        for request in requests:  # the first one's progress is what the others look for
-            part = (request.id, request.rank, request.ranks)
-            opened = ends.enter_context(Checkpoint(source, part=part))
+        for request in requests:  # rank 0's first: the others look for its progress file
+            save = (request.id, request.rank, request.ranks)
+            opened = ends.enter_context(Checkpoint(source, part=save))
             copies.append(copy := PartCopy(Part(request, source, is_new=True), opened, "auto"))
             copy.part.folder.prepare()
             copy.begin()
@@ -143,7 +144,7 @@ def _fetch_checkpoint(source: str, target: str) -> None:
 
 
 def _commit(copies: Sequence[PartCopy]) -> None:
-    """Commit the parts of all ranks, each of which waits for others."""
+    """Commit the parts of all ranks, each on a thread of its own: a rank's commit waits for the others'."""
 
     def commit(copy: PartCopy) -> None:
         try:

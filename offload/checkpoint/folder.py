@@ -59,13 +59,13 @@ _held: set[FolderLock] = set()
 """Locks of this process that have a descriptor."""
 
 
-def _let_go() -> None:
+def _close_in_child() -> None:
     """Close, in a forked child, the descriptors that would keep the locks beyond its parent's life."""
     for lock in [*_held]:
         lock._close(unlocks=False)
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_name(text: object) -> bool:

@@ -96,7 +96,7 @@ class TileRef(Row, frozen=True):
         return cls(store, record.location.offset, record.step, record.checksum)
 
     def record(self, path: int, nbytes: int) -> Record:
-        """Return it as a session has it, given the path number of its store."""
+        """Return this tile's record in a session's index, given the path number of its store."""
         return Record(Location(path, self.offset, nbytes), self.step, self.checksum)
 
 
@@ -155,13 +155,13 @@ class Manifest:
         return {tile: nbytes for subgroup in self.layout.subgroups for tile, _, nbytes in all_tiles(subgroup)}
 
     def request(self, tile: TileId, address: int, *, verify: bool = True) -> TileRequest:
-        """Return how a tile is read to memory, or written from there as it was, elsewhere; `op` is 0."""
+        """Return the request to read a tile to memory, or to write it unchanged to another store; `op` is 0."""
         ref, verify = self.tiles[tile], verify and self.checksums
-        known = ref.checksum if verify else None
-        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], known, verify)
+        expected = ref.checksum if verify else None
+        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], expected, verify)
 
     def parameters_of(self, tile: TileId) -> str:
-        """See `Layout.parameters_of`."""
+        """Return in words, for messages, which parameters a tile has elements of."""
         return self.layout.parameters_of(tile)
 
 
@@ -186,7 +186,7 @@ def model_name(id: str, rank: int) -> str:
 
 
 MODEL_KEY = "offload.model"
-"""In the metadata of a manifest: whether there is such a file, and what else a model has in `extra`."""
+"""Key in a manifest's metadata: whether there is a `model_name` file, and what of the model is in `extra`."""
 
 
 def names_of(id: str, rank: int) -> tuple[str, ...]:
@@ -515,11 +515,13 @@ def decode(content: bytes, where: str) -> Manifest:
 
 
 def _must(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raise `ValueError` about a field unless a condition holds."""
     if not holds:
         raise ValueError(f"{name} is {_short(value)}; it must be {allowed}")
 
 
 def _check_fields(body: _Body) -> None:
+    """Check that numbers in a manifest are within the sizes and tables that they refer to."""
     _must(body.rank < body.ranks, "rank", body.rank, f"below {body.ranks}")
     for p in body.parameters:
         check_text(p.name)
@@ -541,6 +543,7 @@ def _check_fields(body: _Body) -> None:
 
 
 def _tiles(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
+    """Return a manifest's tiles by id: they are listed in the layout's order."""
     tiles = {}
     names = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
     for tile, ref in zip(names, body.tiles, strict=True):
@@ -569,11 +572,11 @@ def _decode(body: _Body) -> Manifest:
 
     def subgroup(index: int, s: _Subgroup) -> Subgroup:
         segments = tuple(Segment(*row) for row in s.segments)
-        own = state if s.rule is None else StateSpec(rules[s.rule], state.format)
-        own = own if s.state_format is None else own.stored_in(FORMATS[s.state_format])
-        return Subgroup(index, s.group, s.dtype, own, s.numel, segments, s.tile_numel)
+        state_spec = state if s.rule is None else StateSpec(rules[s.rule], state.format)
+        state_spec = state_spec if s.state_format is None else state_spec.stored_in(FORMATS[s.state_format])
+        return Subgroup(index, s.group, s.dtype, state_spec, s.numel, segments, s.tile_numel)
 
-    of_parameter = {row[0]: rules[s.rule] for s in body.subgroups if s.rule is not None for row in s.segments}
+    rule_of_parameter = {row[0]: rules[s.rule] for s in body.subgroups if s.rule is not None for row in s.segments}
     parameters = tuple(
         Parameter(
             p.name,
@@ -586,7 +589,7 @@ def _decode(body: _Body) -> Manifest:
             p.stride,
             False,
             p.box,
-            of_parameter.get(n),
+            rule_of_parameter.get(n),
         )
         for n, p in enumerate(body.parameters)
     )

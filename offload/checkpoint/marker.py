@@ -1,8 +1,8 @@
-"""Whether a folder that a framework writes to is whole: files say that a save has begun, and that it has ended.
+"""Whether a folder that a framework writes to is whole: marker files say that a save has begun, and has ended.
 
-BEGUN is there: a save is under way, or was interrupted; it says which process began it
-WHOLE is there, alone: all that the folder had by then was durable
-neither is: nobody knows; folders of before, and those of others, have none
+BEGUN is there: a save is under way, or was interrupted; the marker says which process began it
+WHOLE is there, alone: everything that was in the folder when it was marked is durable
+neither is: nobody knows; the folder is older than these markers, or written by something else
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.tiers.place import Folder, saying
 BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
 SET_ASIDE = "incomplete-"
-"""How the name of a folder begins whose save was interrupted, once no process can end it."""
+"""Prefix of the new name of a folder whose save was interrupted, once the process that began it has ended."""
 
 log = logging.getLogger("offload")
 
@@ -42,10 +42,10 @@ class Marker(msgspec.Struct, omit_defaults=True):
     """What is in a marker.
 
     Attributes:
-        process: Which began the save; None where the kernel does not say, and once all is whole in a mirror.
-        depth: How many folders of its name a mirror keeps; those above are the run's.
-        beside: What belongs to it and lies elsewhere in the run's folder, by names in that.
-        shared: Small files there that every save writes over.
+        process: Which began the save; None where the kernel does not say, and in a mirror once the copy is whole.
+        depth: How many of the last parts of the folder's path a mirror keeps; what is above them is the run's folder.
+        beside: Files that belong to the folder but lie elsewhere in the run's folder, by their names in that.
+        shared: Small files in the run's folder that every save writes over.
         files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
         whole_s: In a mirror, when all became whole, since the epoch.
     """
@@ -67,7 +67,7 @@ ALONE = Marker()
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
-    """Say of a folder, which is made if need be, that it is not whole from now on, and what belongs to it.
+    """Mark a folder, which is made if need be, as not whole: a save begins; and note what belongs to it.
 
     Args:
         folder: The folder.
@@ -76,14 +76,14 @@ def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
     Raises:
         CheckpointError: It cannot be written to.
     """
-    place = open_folder(folder)
-    place.prepare()
-    place.write(BEGUN, replace(belongs, process=Process.this(), files={}, whole_s=0.0).encode())
-    place.delete(WHOLE)
+    opened = open_folder(folder)
+    opened.prepare()
+    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}, whole_s=0.0).encode())
+    opened.delete(WHOLE)
 
 
 def mark_whole(folder: str) -> None:
-    """Say of a folder that it is whole, once all that is in it is durable.
+    """Make everything in a folder durable, then mark it as whole.
 
     Raises:
         CheckpointError: It has no marker of a begun save any more, or something in it cannot be made durable.
@@ -99,7 +99,7 @@ def mark_whole(folder: str) -> None:
 
 
 def unmark(folder: str) -> None:
-    """Take the marker of a begun save away, where nobody could tell when it is whole."""
+    """Delete a folder's marker of a begun save, where nobody could tell when the folder is whole."""
     open_folder(folder).delete(BEGUN)
 
 
@@ -133,13 +133,13 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
     """Rename folders whose save was interrupted, so that nobody takes them for checkpoints, and log that.
 
-    Any number of processes may do so at a time: each finds none by the time this returns, as far as the machines
-    know that whoever began has ended.
+    Only folders are renamed whose saving process is known to have ended. Any number of processes may do this at a
+    time: when it returns in one of them, none of these folders has its old name.
 
     Args:
         above: The folder that they are in; one that is not there has none.
         names: What they are called.
-        into: Where they go, on that file system; None to stay in that folder.
+        into: The folder, on the same file system, to move them to; None to leave them in `above`.
 
     Returns:
         Their new names, of those that this process has renamed.
@@ -158,7 +158,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
 
 def _renamed(folder: str, wanted: str) -> list[str]:
-    """Rename a folder, to a name that is not taken; return that, or nothing where another process was first."""
+    """Rename a folder to a name that is not taken; return the new name, or nothing if another process was first."""
     for number in range(1000):
         target = f"{wanted}.{number}" if number else wanted
         with contextlib.suppress(OSError):  # there is one of that name, which has files

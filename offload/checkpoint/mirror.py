@@ -1,7 +1,7 @@
-"""A mirror: committed checkpoints are copied to a second place behind training, where each needs nothing else.
+"""A mirror: committed checkpoints are copied in the background to a second place, where each needs nothing else.
 
 One thread a session copies one checkpoint at a time, the newest that has been committed by then. While a checkpoint
-is copied nobody releases it (`is_needed`), and its manifest stays in its folder.
+is copied it is not released (`is_needed`), and its manifest stays in its folder.
 
 Ranks. Rank 0 decides what is mirrored, and the others copy their parts of it once its progress file is there. A rank
 has to know before it releases anything for the next checkpoint, so that one's `COMMIT` says so, too; between `claim`
@@ -82,8 +82,8 @@ class Task:
         part: None where no checkpoint of ours is in it.
         files: None where a checkpoint is mirrored alone, and on other ranks.
         failure: Why the files could not be opened.
-        is_taken: Whether rank 0 has decided to.
-        done: Set when nothing is done for it any more.
+        is_taken: Whether rank 0 has decided to mirror it.
+        done: Set when it has been mirrored, skipped or given up.
     """
 
     source: str
@@ -127,9 +127,9 @@ class Mirror:
         self._tasks: tuple[Task, ...] = ()
         """Checkpoints to mirror, in their order; the first may be under way."""
         self._is_claimed = False
-        self._seen = Seen()
+        self._run_folders = Seen()
         self._failed: WholeFolder | None = None
-        """What was begun of a framework's folders last, unless it is whole: a mirror that is full has to get room."""
+        """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
@@ -138,7 +138,7 @@ class Mirror:
         self._thread = waits.BackgroundWork(self._run, "offload-mirror")
 
     def metrics(self) -> dict[str, float]:
-        """Return its figures; none where there is no mirror."""
+        """Return the mirror's figures; none where there is no mirror."""
         return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
@@ -161,7 +161,7 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Mirror a checkpoint next, in the place of another one that has not begun.
+        """Queue a checkpoint to be mirrored next, in place of others that have not been begun.
 
         Args:
             saved: With which it was saved; `path` as its folder calls itself.
@@ -175,9 +175,9 @@ class Mirror:
             self.queue_task(Task(source, self._part(saved, self._target(source), is_new)))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
-        """Mirror a framework's folder next, as `offer` does a checkpoint; one that lies in the mirror is there.
+        """Queue a framework's folder to be mirrored next, as `offer` does a checkpoint; not one in the mirror itself.
 
-        On rank 0 its files are opened, so that they may be deleted when this returns.
+        On rank 0 its files are open when this returns, so that they may be deleted.
 
         Args:
             whole: The folder; all ranks name the same.
@@ -188,8 +188,8 @@ class Mirror:
         source, mirror = whole.source(), (self._path or "").rstrip("/")
         if not mirror or (saved is None and not is_first):
             return
-        parts, own = parse_place(source).parts(), parse_place(mirror).parts()
-        if parts[: len(own)] == own:
+        source_parts, mirror_parts = parse_place(source).parts(), parse_place(mirror).parts()
+        if source_parts[: len(mirror_parts)] == mirror_parts:
             return
         part = None if saved is None else self._part(saved, f"{mirror}/{whole.checkpoint}", is_new)
         files = failure = None
@@ -197,7 +197,7 @@ class Mirror:
             files = FolderCopy(whole, mirror) if is_first else None
         except OSError as cause:
             failure = cause
-        self._seen.note(whole)
+        self._run_folders.note(whole)
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
@@ -208,51 +208,52 @@ class Mirror:
         return Part(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
 
     def queue_task(self, task: Task) -> None:
+        """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread."""
         with self._lock:
-            is_there = bool(task.id) and any(each.id == task.id for each in self._tasks)
-            if not is_there:
+            is_queued = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
+            if not is_queued:
                 self._tasks = (*self._tasks, task)
-        if is_there:
-            self._end(task)
+        if is_queued:
+            self._close_task(task)
         elif task.is_first:
-            self._pass_over(task)
+            self._skip_before(task)
         self._thread.start()
         self._news.put(None)
 
-    def _pass_over(self, newer: Task) -> None:
-        """Mirror none of those that are before one, but what has been taken."""
+    def _skip_before(self, newer: Task) -> None:
+        """Remove the tasks before a newer one from the queue, except one that has been taken."""
         with self._lock:
-            before = self._tasks[: self._tasks.index(newer)] if newer in self._tasks else ()
-            passed = [each for each in before if not each.is_taken]
-            self._tasks = tuple(each for each in self._tasks if each not in passed)
-        for each in passed:
-            log.info("%s is not mirrored: there is a newer one", each.source)
-            self._end(each)
+            earlier = self._tasks[: self._tasks.index(newer)] if newer in self._tasks else ()
+            skipped = [task for task in earlier if not task.is_taken]
+            self._tasks = tuple(task for task in self._tasks if task not in skipped)
+        for task in skipped:
+            log.info("%s is not mirrored: there is a newer one", task.source)
+            self._close_task(task)
 
-    def _end(self, task: Task) -> None:
+    def _close_task(self, task: Task) -> None:
         if task.files is not None:
             task.files.close()
         task.done.set()
 
     def claim(self) -> str:
-        """See `CommitJob.claim`."""
+        """Begin to mirror no other checkpoint until `end_claim`; return the id of the one being mirrored, or ""."""
         with self._lock:
             self._is_claimed = True
             return next((task.id for task in self._tasks if task.is_taken and task.id), "")
 
     def end_claim(self) -> None:
-        """Take note that the save that has claimed has ended."""
+        """Let mirroring begin again: the save that has called `claim` has ended."""
         self._is_claimed = False
         self._news.put(None)
 
-    def told(self, id: str) -> None:
-        """See `CommitJob.told`."""
+    def note_mirrored(self, id: str) -> None:
+        """On ranks other than 0: note, when a `COMMIT` is read, that rank 0 mirrors the checkpoint `id` or none."""
         with self._lock:
             for task in self._tasks:
                 task.is_taken |= task.id == id
             last = self._tasks[-1:]
         for task in last:
-            self._pass_over(task)
+            self._skip_before(task)
         self._news.put(None)
 
     def has_taken(self, id: str) -> bool:
@@ -284,7 +285,7 @@ class Mirror:
             raise self._error
 
     def close(self, patience_s: float, settle_s: float) -> None:
-        """Wait so long for what is left to mirror, then give it up; whoever loads the checkpoint goes on with it."""
+        """Wait up to `patience_s` for what is left to mirror, then give up; a session that loads it continues."""
         if not self._thread.started:
             return
         if self._tasks and patience_s:
@@ -300,7 +301,8 @@ class Mirror:
     # On the mirror's thread
 
     def _run(self) -> None:
-        with contextlib.suppress(psutil.Error, OSError, AttributeError):  # threads that it starts inherit it
+        """Mirror what is queued, one task at a time, until the mirror is closed."""
+        with contextlib.suppress(psutil.Error, OSError, AttributeError):  # threads that it starts inherit this
             psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_BE, 7)
         while not self._cancelled.is_set():
             task = self._next()
@@ -308,21 +310,21 @@ class Mirror:
                 self._news.get()
                 continue
             try:
-                if self._wait_for_first(task):
+                if self._wait_for_rank_0(task):
                     self.mirror_task(task)
-                    self._drop(task, None)
+                    self._finish_task(task, None)
             except _Interrupted:
                 break
             except Exception as cause:
                 log.warning("%s was not mirrored: %s", task.source, cause)
                 if task.is_taken and task.part is not None:
                     task.part.note_failure()
-                self._drop(task, cause)
+                self._finish_task(task, cause)
         for task in self._tasks:
-            self._drop(task, CheckpointError("the session was closed"))
+            self._finish_task(task, CheckpointError("the session was closed"))
 
     def _next(self) -> Task | None:
-        """Return the checkpoint to mirror next, if there is one; rank 0 takes it by that."""
+        """Return the task to do next, if there is one; on rank 0 it is taken from then on."""
         with self._lock:
             task = next(iter(self._tasks), None)
             if task is not None and task.is_first and not task.is_taken:
@@ -330,29 +332,30 @@ class Mirror:
                 return task if task.is_taken else None
             return task
 
-    def _drop(self, task: Task, cause: Exception | None) -> None:
+    def _finish_task(self, task: Task, cause: Exception | None) -> None:
+        """Remove a task that has ended from the queue, and keep its error for `wait`."""
         with self._lock:
-            is_there = task in self._tasks
-            self._tasks = tuple(each for each in self._tasks if each is not task)
-        if is_there:
+            was_queued = task in self._tasks
+            self._tasks = tuple(queued for queued in self._tasks if queued is not task)
+        if was_queued:
             self._error = None
             if cause is not None:
                 self._error = CheckpointError(f"{task.source} was not mirrored in {self._path}: {cause}")
                 self._error.__cause__ = cause
-            self._end(task)
+            self._close_task(task)
 
-    def _wait_for_first(self, task: Task) -> bool:
-        """Wait until rank 0 has begun to mirror a checkpoint; return False if it has passed it over."""
+    def _wait_for_rank_0(self, task: Task) -> bool:
+        """Wait until rank 0 has begun to mirror a checkpoint; return False if it has skipped it for a newer one."""
         silence, pause_s = waits.Silence(), 0.01
         while not task.is_taken:
             if self._cancelled.is_set():
                 raise _Interrupted
             if silence.lasts_s > RANKS_S:
                 raise CheckpointError("rank 0 has not begun to; see what it says")
-            for each in reversed(self._tasks):
-                if each.part is not None and each.part.has_begun():
-                    each.is_taken = True
-                    self._pass_over(each)
+            for begun in reversed(self._tasks):
+                if begun.part is not None and begun.part.has_begun():
+                    begun.is_taken = True
+                    self._skip_before(begun)
                     break
             if task not in self._tasks:
                 return False
@@ -363,6 +366,7 @@ class Mirror:
         return True
 
     def mirror_task(self, task: Task) -> None:
+        """Copy what a task names: a checkpoint's part and, on rank 0, the framework's files; delete stale copies."""
         files, part = task.files, task.part
         if task.failure is not None:
             raise task.failure
@@ -380,18 +384,18 @@ class Mirror:
             log.info("%s is mirrored in %s", task.source, files.target if files is not None else self._path)
         if files is not None:
             self._failed = None
-            for gone in self._seen.gone(files.whole):
-                log.info("%s has gone, and goes from the mirror", gone.source())
-                delete_copy(gone, files.mirror)
+            for deleted in self._run_folders.gone(files.whole):
+                log.info("%s has gone, and goes from the mirror", deleted.source())
+                delete_copy(deleted, files.mirror)
 
     def _note(self, nbytes: int) -> None:
-        """Take note of bytes that are durable in the mirror."""
+        """Count bytes that have become durable in the mirror; raise if it is being closed."""
         self.copied_bytes += nbytes
         if self._cancelled.is_set():
             raise _Interrupted
 
     def _copy_part(self, part: Part) -> bool:
-        """Copy this rank's part of a checkpoint, unless it is there; return whether it was not."""
+        """Copy this rank's part of a checkpoint, unless it is there; return whether it was copied."""
         request = part.request
         part.folder.prepare()
         if part.is_committed():
@@ -401,7 +405,7 @@ class Mirror:
             (manifest,) = source.manifests
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
-            # Before it closes them: somebody else's reader is not to be taken for this one.
+            # Cleared before the stores are closed: another reader of them must not be taken for this one.
             ends.callback(setattr, self, "_reads", frozenset())
             extra = source.extra(0)
             copy = PartCopy(part, source, self._io_backend)
@@ -415,7 +419,7 @@ class Mirror:
                 if self._cancelled.is_set():
                     copy.keep()
                     raise _Interrupted from cause
-                if part.request.find_ended():  # and so will this one: who goes on with training goes on with this
+                if part.request.find_ended():  # a rank has died: a restarted run continues this copy
                     copy.keep()
                 else:
                     copy.abandon()
@@ -431,8 +435,8 @@ class Part:
     """One rank's part of a checkpoint in a folder that mirrors another.
 
     Attributes:
-        request: A copy of it in the folder that mirrors it.
-        source: The folder that it is in.
+        request: The save of its copy, in the folder that mirrors it.
+        source: The folder that the checkpoint is in.
         is_new: Whether the checkpoint has just been saved, so that no earlier session has tried to copy it.
     """
 
@@ -508,39 +512,39 @@ class PartCopy:
         return self.source.manifests[0]
 
     def begin(self) -> None:
-        """Find out what is there already, and say that this rank has begun.
+        """Find what an earlier session has copied, and write the progress file: this rank has begun.
 
         Raises:
-            CheckpointError: Another session is doing this.
+            CheckpointError: Another session is copying this part.
         """
         part = self.part
-        self.progress = self._found()
+        self.progress = self._find_progress()
         for name in part.folder.names() if part.request.rank == 0 else ():
             if FAILURE.fullmatch(name):
                 part.folder.delete(name)
         self._note(*self.progress.stores)
 
-    def _found(self) -> MirrorProgress:
-        """Return how far an earlier session has come; delete what is of no use."""
-        part, place = self.part, parse_place(self.part.folder.path)
-        content, found, is_usable = part.folder.read(part.progress_name()), MirrorProgress(), True
+    def _find_progress(self) -> MirrorProgress:
+        """Return how far an earlier session has copied this part; delete its stores that cannot be used."""
+        part, path = self.part, parse_place(self.part.folder.path)
+        content, recorded, is_usable = part.folder.read(part.progress_name()), MirrorProgress(), True
         with contextlib.suppress(CheckpointError):  # it is damaged, so all is copied again
-            found = unseal_progress(content, part.folder.path) if content is not None else found
-        for store, count in found.stores:
-            if (pid := judge(place.store(store)).used_by) is not None:
+            recorded = unseal_progress(content, part.folder.path) if content is not None else recorded
+        for store, count in recorded.stores:
+            if (pid := judge(path.store(store)).used_by) is not None:
                 raise CheckpointError(f"process {pid} is copying it")
             try:
                 if count:
-                    place.open_existing(store, CompletionQueue()).close()
+                    path.open_existing(store, CompletionQueue()).close()
             except OffloadError:
                 is_usable = False
-        useful = tuple((store, count) for store, count in found.stores if count and is_usable)
+        useful = tuple((store, count) for store, count in recorded.stores if count and is_usable)
         tiles = sum(count for _, count in useful)
         if tiles > len(self.manifest.tiles):
             useful, tiles = (), 0
-        for store, count in found.stores:
+        for store, count in recorded.stores:
             if (store, count) not in useful:
-                remove(judge(place.store(store)))
+                remove(judge(path.store(store)))
         if tiles:
             log.info("%s: %d of %d tiles are there", part.folder.path, tiles, len(self.manifest.tiles))
         return MirrorProgress(useful)
@@ -556,7 +560,7 @@ class PartCopy:
         if first == len(manifest.tiles):
             return
         before, store, count = self.progress.stores, uuid.uuid4(), 0
-        self._note(*before, (store, 0))  # before it is made, so that none is forgotten
+        self._note(*before, (store, 0))  # noted before it is made, so that none is left behind unnoticed
         total_bytes = sum(map(slot_bytes, manifest.tile_bytes.values()))
         options = StoreOptions(extent_bytes=max(1 << 20, min(total_bytes, BATCH_BYTES)), io_backend=self.io_backend)
         self.sink = open_tier(self.part.folder.path, store, self.source.queue, options=options)
@@ -567,7 +571,7 @@ class PartCopy:
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit it, as a copy is.
+        """Commit the part, as that of a self-contained copy.
 
         Args:
             extra: The part's `extra`.
@@ -581,13 +585,13 @@ class PartCopy:
             self.part.folder.write(weights, content)
         request = replace(self.part.request, find_ended=self.part.find_failed)
         self.job = CommitJob(
-            self.part.folder, request, self._placed(), extra, (), 1, cancelled=cancelled, timeout_s=RANKS_S
+            self.part.folder, request, self._manifest_of_copy(), extra, (), 1, cancelled=cancelled, timeout_s=RANKS_S
         )
         self.job.run()
         self.keep()
         self.part.folder.delete(self.part.progress_name())
 
-    def _placed(self) -> Manifest:
+    def _manifest_of_copy(self) -> Manifest:
         """Return the manifest with the tiles that have been copied, where they are now."""
         manifest, stores = self.manifest, self.progress.stores
         refs, tiles = iter(manifest.tiles.items()), dict[TileId, TileRef]()
@@ -599,13 +603,13 @@ class PartCopy:
         return replace(manifest, stores=tuple(StoreRef(store, None) for store, _ in stores), tiles=tiles)
 
     def keep(self) -> None:
-        """Have `close` leave what is durable."""
+        """Tell the store which slots are in use, so that `close` does not delete the tiles that are durable."""
         last = len(self.progress.stores) - 1
         if self.sink is not None:
-            self.sink.keep({ref.offset for ref in self._placed().tiles.values() if ref.store == last})
+            self.sink.keep({ref.offset for ref in self._manifest_of_copy().tiles.values() if ref.store == last})
 
     def abandon(self) -> None:
-        """Delete what has been made, unless it may be committed all the same."""
+        """Delete this rank's copied stores and progress file, unless another rank may still commit the copy."""
         part = self.part
         if self.job is not None and self.job.is_doubtful:
             has_ended = False

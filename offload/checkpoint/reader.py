@@ -89,23 +89,24 @@ class _Run:
     """Elements of one parameter that lie in one subgroup, and the tensor to read them into."""
 
     subgroup: Subgroup
-    offset: int
-    """Of the first element, in the subgroup."""
-    first_index: int
-    """Of the first element, in the whole parameter."""
+    offset: int  # of the first element, in the subgroup
+    first_index: int  # of the first element, in the whole parameter
     numel: int
     out: torch.Tensor
 
 
-def _places(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
-    """Yield the tiles that hold a run of a stored tensor: tile, bytes in it, and which items these are."""
+def _tiles_of_run(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
+    """Yield the tiles that hold a run of stored tensor `number`: the tile, bytes in it, and items of the run.
+
+    An item is what the format stores as one unit: an element, or the elements that are packed together.
+    """
     item, stop = run.offset // form.item_numel, -(-(run.offset + run.numel) // form.item_numel)
     tile_items, done = -(-run.subgroup.tile_numel // form.item_numel), 0
     while item < stop:
         tile, skipped = divmod(item, tile_items)
         count = min(stop - item, tile_items - skipped)
-        source = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
-        yield TileId(run.subgroup.index, number, tile), source, slice(done, done + count)
+        source_bytes = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
+        yield TileId(run.subgroup.index, number, tile), source_bytes, slice(done, done + count)
         item, done = item + count, done + count
 
 
@@ -191,22 +192,21 @@ class Checkpoint:
     Args:
         path: Its folder, or "s3://" prefix.
         verify: Verify payload checksums.
-        paths: Where to look for a store that is not on the path that the checkpoint names: that may have been moved,
-            or have another name now.
-        whole: Whether the stores of all ranks have to be there; else those of ranks that `require` is asked for: each
-            host may have stores that others do not see.
+        paths: Where to look for a store that is not on the path that the checkpoint names: the path may have been
+            moved, or have another name now.
+        whole: Raise if stores of any rank are missing. Else `require` checks those of one rank: a host may not see
+            the stores of others.
         part: Open one rank's part of one save alone, whatever `COMMIT` says: the save's id, the rank, and the number
-            of ranks. `manifests` has that one then, and only its tiles can be read.
+            of ranks. Then `manifests` has that rank's alone, and only its tiles can be read.
         buffers: Most tiles in memory at once.
 
     Attributes:
-        path: Its folder, or "s3://" prefix.
         id: The save's id.
-        manifests: One for each rank that wrote it, in order.
-        queue: The queue that its stores report to; see `copy`.
+        manifests: One for each rank that wrote the checkpoint, in order.
+        queue: The queue that the stores report to; see `copy`.
 
     Raises:
-        CheckpointError: There is none, it is damaged or of a newer format, or a store that it names is not there.
+        CheckpointError: There is no checkpoint, it is damaged or of a newer format, or one of its stores is missing.
         ConfigError: A bucket cannot be used.
     """
 
@@ -222,12 +222,12 @@ class Checkpoint:
     ) -> None:
         self._folder = open_folder(path)
         self.path = self._folder.path
-        self._verify, self._whole = verify, whole
+        self._verify, self._needs_all_stores = verify, whole
         self._tiers: dict[tuple[str, str], Tier] = {}
         self.queue = CompletionQueue()
         self._most_buffers = buffers
         self._arena: Arena | None = None
-        self._lent = self._buffers = (0, 0)
+        self._lent_memory = self._buffers = (0, 0)
         self._buffer_bytes = 0
         self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
         if part is None:
@@ -239,7 +239,7 @@ class Checkpoint:
         self._flights = Flights[_Flight](self.queue, STALL_S)
         # On a thread of its own, so that no interrupt comes between what is opened and taking note of it.
         self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
-        self._end = waits.BackgroundWork(self._close, "offload-close")
+        self._closing = waits.BackgroundWork(self._close, "offload-close")
         try:
             self._opening.do(lambda: f"the stores of {self.path} to be opened")
             # It may have been replaced, or released, before its stores were marked as being read.
@@ -254,15 +254,15 @@ class Checkpoint:
     # Contents
 
     def keeps(self, name: str, rule: UpdateRule) -> bool:
-        """See `StateSource.keeps`; sizes of what is packed are compared, too."""
+        """Return whether a parameter has the state of a rule, by its name; for packed state, of that size, too."""
         saved = self.rule_of(name)
         return saved.name == rule.name and (not saved.packed_words or saved == rule)
 
     def rule_of(self, name: str) -> UpdateRule:
         """Return the rule whose state a parameter has."""
         parts = self._parts[name]
-        part = next((part for part in parts if self._piece(part).numel), parts[0])
-        return self.manifests[part.rank].layout.state_of(self._piece(part)).rule
+        saved = next((part for part in parts if self._piece(part).numel), parts[0])
+        return self.manifests[saved.rank].layout.state_of(self._piece(saved)).rule
 
     @property
     def names(self) -> list[str]:
@@ -270,7 +270,7 @@ class Checkpoint:
         return list(self._parts)
 
     def names_of(self, rank: int, ranks: int) -> list[str] | None:
-        """Return what one of so many ranks has saved itself, or as a replica; None if another number has saved."""
+        """Return the parameters that a rank of `ranks` has saved, or rank 0 for it; None if other `ranks` saved."""
         if ranks == 1:
             return self.names
         if len(self.manifests) != ranks:
@@ -315,7 +315,7 @@ class Checkpoint:
 
     @property
     def rounding(self) -> tuple[int, Mapping[str, int]] | None:
-        """See `StateSource.rounding`; warns if ranks had different seeds, and returns the first rank's."""
+        """Seed and numbers of stochastic rounding; if ranks had different seeds, a warning and the first rank's."""
         numbers: dict[str, int] = {}
         for manifest in self.manifests:
             if manifest.seed is None:
@@ -348,9 +348,9 @@ class Checkpoint:
     # Reading
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges: all of their tiles, through at most `BUFFERS` buffers.
+        """Read ranges, tile by tile, through at most `BUFFERS` buffers.
 
-        If the lent memory is too small for one tile, the tiles go through one buffer of its own.
+        If the lent memory is too small for a tile, one buffer of the checkpoint's own is used.
 
         Raises:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
@@ -371,13 +371,13 @@ class Checkpoint:
         take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
         names: Sequence[str] | None = None,
     ) -> None:
-        """Hand out the state of pieces of parameters, run by run, each run as a row a state tensor.
+        """Read the state of pieces of parameters, at most `PIECE_NUMEL` elements at a time, and pass it to `take`.
 
         Args:
             pieces: What to read.
-            take: Given the number of a piece, the run's first element in it, and fp32 views by state tensor, which
-                are another run's afterwards.
-            names: Which state tensors, all but packed ones if left out; "weight" is the master, rounded to the
+            take: Called with the number of a piece, the first element in it, and fp32 views by state tensor. The
+                views are overwritten after the call.
+            names: State tensors to read; all but packed ones if left out. "weight" is the master, rounded to the
                 piece's type.
 
         Raises:
@@ -399,28 +399,31 @@ class Checkpoint:
                 take(number, first, views)
 
     def _plan(self, uses: _Uses, rank: int, name: str, run: _Run) -> Callable[[], None]:
-        """Add the tiles that hold a run of a tensor to `uses`; return a function to call when all have been read."""
+        """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read.
+
+        A tensor stored in several planes (such as codes and their scales) is decoded by that function, from all.
+        """
         subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
         stored = {plane: numbers[plane] for plane in subgroup.state.format.stored_as(name) if plane in numbers}
         if len(stored) == 1:  # the stored tensor can be decoded without others
             (number,) = stored.values()
             form = subgroup.kept[number].format
-            for tile, source, part in _places(run, form, number):
+            for tile, source, items in _tiles_of_run(run, form, number):
                 if form.item_numel == 1:
-                    copy = partial(_copy_rounded, source, form, run.out[part])
-                else:  # it is packed
-                    items = slice(part.start * form.item_bytes, part.stop * form.item_bytes)
-                    copy = partial(_copy, source, run.out.view(torch.uint8)[items])
+                    copy = partial(_copy_rounded, source, form, run.out[items])
+                else:  # packed
+                    out_bytes = slice(items.start * form.item_bytes, items.stop * form.item_bytes)
+                    copy = partial(_copy, source, run.out.view(torch.uint8)[out_bytes])
                 uses.setdefault((rank, tile), []).append(copy)
             return lambda: None
         raw = {}
         for plane, number in stored.items():
             form = subgroup.kept[number].format
-            places = list(_places(run, form, number))
-            raw[plane] = torch.empty(places[-1][2].stop * form.item_bytes, dtype=torch.uint8, device="cpu")
-            for tile, source, part in places:
-                out = raw[plane][part.start * form.item_bytes : part.stop * form.item_bytes]
+            tiles = list(_tiles_of_run(run, form, number))
+            raw[plane] = torch.empty(tiles[-1][2].stop * form.item_bytes, dtype=torch.uint8, device="cpu")
+            for tile, source, items in tiles:
+                out = raw[plane][items.start * form.item_bytes : items.stop * form.item_bytes]
                 uses.setdefault((rank, tile), []).append(partial(_copy, source, out))
         typed = {
             plane: raw[plane].view(stored_dtype(subgroup.kept[number].format)) for plane, number in stored.items()
@@ -428,8 +431,8 @@ class Checkpoint:
         return lambda: stored_in(subgroup.state, name, typed, run.first_index).read(run.out)
 
     def lend(self, address: int, nbytes: int) -> None:
-        """See `StateSource.lend`."""
-        self._lent = address, nbytes
+        """Read through this memory from now on; through memory of its own if `nbytes` is 0."""
+        self._lent_memory = address, nbytes
         self._drop_buffers()
 
     def verify(self) -> Iterator[tuple[int, TileId, CheckpointError | None]]:
@@ -446,7 +449,7 @@ class Checkpoint:
                     yield rank, tile, problem
 
     def copy(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> None:
-        """Copy tiles of the first manifest as they are; they are durable when this returns.
+        """Copy tiles of the first manifest, unchanged, to another store; they are durable when this returns.
 
         Args:
             tiles: Each with its offset in the sink.
@@ -460,11 +463,11 @@ class Checkpoint:
             self._make_buffers()
         self._cache.clear()
         todo, free = deque(tiles), [*range(self._buffers[1])]
-        offsets, ready, last = dict(tiles), list[_Flight](), list[_Flight]()
+        offsets, to_write, last_written = dict(tiles), list[_Flight](), list[_Flight]()
 
         def next_flight() -> _Flight | None:
-            if ready or not (todo and free):
-                return ready.pop() if ready else None
+            if to_write or not (todo and free):
+                return to_write.pop() if to_write else None
             key, buffer = (0, todo.popleft()[0]), free.pop()
             tier = self._tier(0, self.manifests[0].tiles[key[1]].store)
             return _Flight(key, buffer, self._request(key, buffer), tier)
@@ -481,12 +484,14 @@ class Checkpoint:
                     raise self._damage(key, tier_error("read", completion, request, tier)) from None
                 if tier is sink:
                     free.append(buffer)
-                    last[:] = [_Flight(key, buffer, request, sink)]
+                    last_written[:] = [_Flight(key, buffer, request, sink)]
                 else:
                     written = self.manifests[0].request(key[1], request.address)
-                    ready.append(_Flight(key, buffer, written._replace(offset=offsets[key[1]]), sink))
+                    to_write.append(_Flight(key, buffer, written._replace(offset=offsets[key[1]]), sink))
         if not self._flights.out:
-            syncs = self._flights.run(lambda: last.pop() if last else None, lambda op, _: sink.sync(op))
+            syncs = self._flights.run(
+                lambda: last_written.pop() if last_written else None, lambda op, _: sink.sync(op)
+            )
             with contextlib.closing(syncs) as arrivals:
                 for completion, _ in arrivals:
                     if completion.error:
@@ -497,13 +502,13 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the stores; idempotent. If a device hangs, its stores are closed when it answers, or never."""
-        self._end.start()
+        self._closing.start()
         waits.wait_for(
-            self._end.wait,
+            self._closing.wait,
             lambda: f"the stores of {self.path} to be closed",
             waits.SETTLE_S if self._flights.out else None,
         )
-        error, self._end.error = self._end.error, None
+        error, self._closing.error = self._closing.error, None
         if error is not None:
             raise error
 
@@ -547,44 +552,45 @@ class Checkpoint:
         return self._tiers[key]
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
-        """Change a manifest to name the paths where its stores are now: stores and paths may have been moved."""
-        places = [parse_place(path) for path in paths]
+        """Change a rank's manifest to name the paths where its stores are now: stores and paths may have moved."""
+        directories = [parse_place(path) for path in paths]
         saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
-        candidates = [*(place.name for place in places), *saved_paths]
+        candidates = [*(directory.name for directory in directories), *saved_paths]
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None:
                 continue
             is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
             homes = parse_place(ref.path).search(ref.store, candidates)
-            others = [home for home in homes if not is_same(home, ref.path)]
-            if others:  # paths may have changed places, as disks do that are mounted in another order
-                self._find_store(rank, number, [ref.path, *others] if is_there else others)
+            elsewhere = [home for home in homes if not is_same(home, ref.path)]
+            if elsewhere:  # paths may have been exchanged, as by disks that are mounted in another order
+                self._find_store(rank, number, [ref.path, *elsewhere] if is_there else elsewhere)
             path = self.store_path(rank, number)
-            for place in places:  # so that the path has the name that it has today
-                if is_same(place.path, path):
-                    self._place_store(rank, number, place.name)
+            for directory in directories:  # so that the path has the name that it has today
+                if is_same(directory.path, path):
+                    self._set_store_path(rank, number, directory.name)
 
-    def _find_store(self, rank: int, number: int, places: Sequence[str]) -> None:
-        """Find the place that has a store, by reading a tile: all stores of a session have one name."""
+    def _find_store(self, rank: int, number: int, candidates: Sequence[str]) -> None:
+        """Find which of some paths has a store, by reading a tile of it: a session's stores all have one name."""
         saved_path = self.manifests[rank].stores[number].path
         tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
         try:
-            for place in places:
-                self._place_store(rank, number, place)
+            for candidate in candidates:
+                self._set_store_path(rank, number, candidate)
                 with contextlib.suppress(CheckpointError):
                     for _ in self._tiles([(rank, tile)] if tile is not None else []):
                         pass
                     return
-            self._place_store(rank, number, saved_path)
+            self._set_store_path(rank, number, saved_path)
         finally:
             self._drop_buffers()
 
-    def _place_store(self, rank: int, number: int, path: str | None) -> None:
+    def _set_store_path(self, rank: int, number: int, path: str | None) -> None:
         stores = list(self.manifests[rank].stores)
         stores[number] = StoreRef(stores[number].store, path)
         self.manifests[rank] = replace(self.manifests[rank], stores=tuple(stores))
 
     def _open_stores(self, paths: Sequence[str]) -> None:
+        """Locate and open the stores of all ranks; read state that several ranks have from one whose stores exist."""
         for rank in range(len(self.manifests)):
             self._locate_stores(rank, paths)
         absent = set()
@@ -592,33 +598,34 @@ class Checkpoint:
             try:
                 self.require(rank)
             except CheckpointError:
-                if self._whole:
+                if self._needs_all_stores:
                     raise
                 absent.add(rank)
-        for parts in self._parts.values():  # of what several ranks have, that of one is read whose stores are here
+        for parts in self._parts.values():
             parts.sort(key=lambda part: (part.rank in absent, part.start, part.rank))
 
     def require(self, rank: int) -> None:
-        """Verify that the stores of a rank are there.
+        """Open the stores of a rank.
 
         Raises:
-            CheckpointError: One is not; names it.
+            CheckpointError: One cannot be opened; names it.
         """
         for number in sorted({ref.store for ref in self.manifests[rank].tiles.values()}):
             self._tier(rank, number)
 
     def ranks_with(self, pieces: Iterable[Parameter]) -> set[int]:
-        """Return the ranks whose state pieces of parameters are read from."""
-        found = set()
+        """Return the saving ranks from whose parts pieces of parameters are read."""
+        ranks = set()
         for piece in pieces:
             for start, numel in piece.runs(0, piece.numel):
                 out = torch.empty(numel, dtype=torch.float32, device="meta")
-                found |= {rank for rank, _ in self._runs(Range(piece.name, "", start, out))}
-        return found
+                ranks |= {rank for rank, _ in self._runs(Range(piece.name, "", start, out))}
+        return ranks
 
     # Ranges to tiles
 
     def _find_parts(self) -> dict[str, list[Part]]:
+        """Return the parts of each parameter that ranks have saved; raise if ranks disagree about a parameter."""
         all_parts: dict[str, list[Part]] = {}
         for rank, manifest in enumerate(self.manifests):
             for position, piece in enumerate(manifest.layout.parameters):
@@ -637,7 +644,7 @@ class Checkpoint:
         return all_parts
 
     def _runs(self, item: Range) -> Iterator[tuple[int, _Run]]:
-        """Yield (rank, run) for all of a range."""
+        """Yield the runs that make up a range, each with the rank that saved it; raise if elements are missing."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
         if item.tensor == PACKED:
@@ -649,11 +656,11 @@ class Checkpoint:
         number = missed = 0
         while at < end and missed < len(parts):
             part = parts[number]
-            place = self._piece(part).locate(at)
-            if place is None:  # try the next piece: those of neighbouring runs follow each other
+            located = self._piece(part).locate(at)
+            if located is None:  # try the next piece: those of neighbouring runs follow each other
                 number, missed = (number + 1) % len(parts), missed + 1
                 continue
-            start, count = place[0], min(place[1], end - at)
+            start, count = located[0], min(located[1], end - at)
             for run in self._runs_of(part, start, item.out[at - item.start : at - item.start + count], count):
                 yield part.rank, run
             at, missed = at + count, 0
@@ -661,6 +668,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
 
     def _runs_of(self, part: Part, start: int, out: torch.Tensor, numel: int) -> Iterator[_Run]:
+        """Yield the runs of elements of one part, `numel` from `start` on, subgroup by subgroup."""
         layout = self.manifests[part.rank].layout
         end = start + numel
         for subgroup_index, position in layout.places[part.parameter]:
@@ -668,9 +676,9 @@ class Checkpoint:
             segment = subgroup.segments[position]
             first, last = max(start, segment.start), min(end, segment.start + segment.numel)
             if first < last:
-                offset, here = segment.offset + first - segment.start, slice(first - start, last - start)
-                own = out if last - first == numel else out[here]
-                yield _Run(subgroup, offset, part.start + first, last - first, own)
+                offset, target_range = segment.offset + first - segment.start, slice(first - start, last - start)
+                target = out if last - first == numel else out[target_range]
+                yield _Run(subgroup, offset, part.start + first, last - first, target)
 
     # Tiles
 
@@ -680,9 +688,10 @@ class Checkpoint:
         return address + buffer * self._buffer_bytes
 
     def _make_buffers(self) -> None:
+        """Divide the lent memory into buffers of the largest tile's size; take memory if it is too small or none."""
         most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
         self._buffer_bytes = max(most, SECTOR_BYTES)
-        address, nbytes = self._lent
+        address, nbytes = self._lent_memory
         count = min(self._most_buffers, nbytes // self._buffer_bytes)
         if not count:
             count = 1 if nbytes else self._most_buffers
@@ -697,7 +706,7 @@ class Checkpoint:
             arena.close()
 
     def _tiles(self, keys: Iterable[tuple[int, TileId]]) -> Iterator[tuple[tuple[int, TileId], int]]:
-        """Yield each tile with the buffer that holds it; the buffer may be reused once the next one is asked for."""
+        """Yield each tile with the number of the buffer that holds it until the next tile is asked for."""
         if not self._buffers[1]:
             self._make_buffers()
         todo = []

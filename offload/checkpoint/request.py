@@ -23,18 +23,18 @@ class SaveRequest:
     Attributes:
         path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
         metadata: Anything that JSON can hold.
-        extra: Anything else, or what makes it once all state is durable; called from another thread.
+        extra: Other bytes to save, or a function that returns them, called from another thread once all state is
+            durable.
         copy: Copy everything into the folder, so that the checkpoint needs nothing else.
-        mirrored: Have `OffloadConfig.mirror` get it, unless it is a copy.
-        on_commit: Called from another thread once there is a checkpoint, before others are released for it; all stay
-            where it raises.
-        on_done: Called from a thread of its own when it has ended, with the error or None.
+        mirrored: Copy the checkpoint to `OffloadConfig.mirror`, unless it is a `copy`.
+        on_commit: Called from another thread once the checkpoint is committed, before older ones are released for it;
+            none is released if it raises.
+        on_done: Called from a thread of its own when the save has ended, with the error or None.
         id: 32 hexadecimal digits, the same for all ranks; a new one if left out, for one rank.
         rank: This rank.
         ranks: Number of ranks that save to the folder together.
-        replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
-            then.
-        names: What parameters here are called there, where that is something else.
+        replica: Whether another rank has the same state and saves it for this one, which then writes `extra` alone.
+        names: Names of parameters in the checkpoint, by their names here, where these differ.
         find_ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
 
     Raises:
@@ -57,7 +57,8 @@ class SaveRequest:
     find_ended: Callable[[], Collection[int]] = tuple
 
     def __post_init__(self) -> None:
-        asked = (
+        """Raise `ConfigError` for a value that cannot be saved."""
+        checks = (
             ("metadata", isinstance(self.metadata, Mapping), "use a dict of what JSON can hold"),
             ("extra", self.extra is None or isinstance(self.extra, bytes) or callable(self.extra), "use bytes"),
             *((name, isinstance(getattr(self, name), bool), "use true or false") for name in FLAGS),
@@ -66,12 +67,12 @@ class SaveRequest:
             ("id", isinstance(self.id, str) and re.fullmatch(ID, self.id), "use 32 digits of 0-9 and a-f"),
             ("names", isinstance(self.names, Mapping), "use a dict of names"),
         )
-        for name, is_right, allowed in asked:
+        for name, is_right, allowed in checks:
             if not is_right:
                 raise ConfigError(name, getattr(self, name), allowed)
         check_int("ranks", self.ranks, 1, MAX_RANKS)
         check_int("rank", self.rank, 0, self.ranks - 1)
-        for here, there in self.names.items():
-            if not (isinstance(here, str) and isinstance(there, str)):
-                raise ConfigError("names", {here: there}, "use names of parameters, which are text")
-            check_text("names", there, "use names that are UTF-8")
+        for own_name, saved_name in self.names.items():
+            if not (isinstance(own_name, str) and isinstance(saved_name, str)):
+                raise ConfigError("names", {own_name: saved_name}, "use names of parameters, which are text")
+            check_text("names", saved_name, "use names that are UTF-8")

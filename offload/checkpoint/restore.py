@@ -23,7 +23,7 @@ class Restorer:
     Args:
         source: The checkpoint.
         parameters: The session's parameters, by position.
-        names: Their names in the checkpoint, where these are others.
+        names: Their names in the checkpoint, by their names here, where these differ.
         views: The session's state.
         tables: Addresses of its weights.
         lanes: Lanes of the device that the weights are on.
@@ -34,7 +34,7 @@ class Restorer:
         anew: Positions of parameters that begin anew.
 
     Raises:
-        CheckpointError: The checkpoint has not all other parameters, or they have other sizes.
+        CheckpointError: Parameters that are not in `anew` are missing, or have other sizes or another rule's state.
     """
 
     def __init__(
@@ -54,13 +54,19 @@ class Restorer:
         self._tables = tables
         self._lanes = lanes
         saved_names = set(source.names)
-        lacking = [number for number, name in enumerate(self.names) if name not in saved_names]
-        self.anew = frozenset(number for number in lacking if parameters[number].name in anew)
-        missing = [self.names[number] for number in lacking if number not in self.anew]
+        unsaved = [number for number, name in enumerate(self.names) if name not in saved_names]
+        self.anew = frozenset(number for number in unsaved if parameters[number].name in anew)
+        missing = [self.names[number] for number in unsaved if number not in self.anew]
         if missing:
-            # Parameters that were given without names are called by their positions.
-            here, there = (any(name.startswith("param_groups[") for name in n) for n in (self.names, source.names))
-            hint = "; one was made from parameters(), the other from named_parameters()" if here != there else ""
+            # Parameters that were given without names are named by their positions.
+            is_positional, is_saved_positional = (
+                any(name.startswith("param_groups[") for name in n) for n in (self.names, source.names)
+            )
+            hint = (
+                "; one was made from parameters(), the other from named_parameters()"
+                if is_positional != is_saved_positional
+                else ""
+            )
             raise CheckpointError(
                 f"{source.path} is of another model: it has no {', '.join(missing[:3])}"
                 f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
@@ -70,12 +76,12 @@ class Restorer:
         for number, (name, parameter) in enumerate(zip(self.names, parameters, strict=True)):
             if number in self.anew:
                 continue
-            saved, own = source.rule_of(name), layout.state_of(parameter).rule
-            if source.full_numel(name) and not source.keeps(name, own):  # what has no elements has no rule there
-                size = " with state of another size" if saved.name == own.name else ""
+            saved_rule, rule = source.rule_of(name), layout.state_of(parameter).rule
+            if source.full_numel(name) and not source.keeps(name, rule):  # what has no elements has no rule there
+                size = " with state of another size" if saved_rule.name == rule.name else ""
                 raise CheckpointError(
-                    f"{source.path} has state of the rule {saved.name!r}, and this optimizer's is {own.name!r}{size} "
-                    f"({name})"
+                    f"{source.path} has state of the rule {saved_rule.name!r}, and this optimizer's is "
+                    f"{rule.name!r}{size} ({name})"
                 )
             if source.full_numel(name) != parameter.unsharded_numel:
                 raise CheckpointError(
@@ -90,38 +96,40 @@ class Restorer:
         rounding = self._source.rounding
         if rounding is not None:
             self._tables.seed, numbers = rounding
-            own = zip(self.names, self._tables.numbers, strict=True)
-            self._tables.numbers[:] = [numbers.get(name, number) for name, number in own]
+            own_numbers = zip(self.names, self._tables.numbers, strict=True)
+            self._tables.numbers[:] = [numbers.get(name, number) for name, number in own_numbers]
 
     def restore(self, run: Run) -> None:
         """Copy a subgroup's state, and derive its weights from it."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
-        with self._views.on_host(run) as view, contextlib.ExitStack() as pieces:
+        with self._views.on_host(run) as view, contextlib.ExitStack() as exits:
             contexts = (self._views.piece(run, view, segment, sets_master=True) for segment in subgroup.segments)
-            parts = [(s, pieces.enter_context(each)) for s, each in zip(subgroup.segments, contexts, strict=True)]
-            self._restore(subgroup.index, parts, view)
+            views_of_segments = [
+                (s, exits.enter_context(context)) for s, context in zip(subgroup.segments, contexts, strict=True)
+            ]
+            self._read_segments(subgroup.index, views_of_segments, view)
 
-    def _restore(
-        self, subgroup: int, parts: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
+    def _read_segments(  # all segments in one read, so that each tile is read once
+        self, subgroup: int, views_of_segments: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
     ) -> None:
         self._source.read(
             [
-                piece
-                for segment, views in parts
+                item
+                for segment, views in views_of_segments
                 for name in views
-                if self._has(segment, name)
-                for piece in self._ranges(segment, name, views[name])
+                if self._is_saved(segment, name)
+                for item in self._ranges(segment, name, views[name])
             ]
         )
-        for segment, views in parts:
+        for segment, views in views_of_segments:
             if segment.parameter in self.anew:
                 for name in views.keys() - {MASTER}:
                     views[name].zero_()
-            if not self._has(segment, MASTER):
+            if not self._is_saved(segment, MASTER):
                 views[MASTER].copy_(self._views.weight(subgroup, segment, view))
         self._tables.taken(subgroup)
 
-    def _has(self, segment: Segment, name: str) -> bool:
+    def _is_saved(self, segment: Segment, name: str) -> bool:
         """Return whether the checkpoint has a state tensor of a segment."""
         return segment.parameter not in self.anew and self._source.has(self.names[segment.parameter], name)
 
@@ -141,9 +149,9 @@ class Restorer:
         view = View(0, self._lanes.image(0))  # with nothing in flight, all weight slots are free
         self._source.read(
             [
-                piece
+                item
                 for segment in subgroup.segments
-                for piece in self._ranges(segment, "master", self._views.weight(number, segment, view))
+                for item in self._ranges(segment, "master", self._views.weight(number, segment, view))
             ]
         )
         if view.weights_address is not None:

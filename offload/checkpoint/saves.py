@@ -82,7 +82,7 @@ class Session(Protocol):
 
 @dataclass(slots=True)
 class _StoreLocks:
-    """Stores of ended sessions that this one has locked; `tiers` are those opened for writing, by path number."""
+    """Stores of ended sessions that this one has locked: `tiers` are open for writing, by path number."""
 
     tiers: dict[int, tuple[uuid.UUID, Tier, list[PinnedTiles]]] = field(default_factory=dict)
     locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
@@ -125,14 +125,14 @@ class PendingSave:
     records: Mapping[TileId, Record] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Give other ranks up after so many seconds; the earliest limit counts."""
+        """Stop waiting for other ranks after so many seconds; the earliest of several limits counts."""
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, on the caller's thread, where a Ctrl-C is a way out; return whether it has.
+        """Wait until the save has ended, on the caller's thread, which a Ctrl-C interrupts; return whether it has.
 
         Raises:
-            CheckpointError: The caller is what it waits for.
+            CheckpointError: The save waits for the caller: this is called from its `on_commit`.
         """
         if threading.current_thread() is self.thread:
             raise CheckpointError("on_commit is part of a checkpoint, and cannot wait for it: use on_done")
@@ -155,8 +155,8 @@ class Saves:
         queue: The session's completion queue.
         stores: Path and store of each path number.
         others: Tiers beyond the session's own, by path number: the sink and foreign stores.
-        memory: Gives that of the copy buffers.
-        views: Gather tiles that are not as they will be stored: of masters that are weights, of state on a GPU.
+        memory: Host memory, for copy buffers.
+        views: Gather tiles that do not lie in memory as they are stored: of masters that are weights, and on a GPU.
         settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
     """
 
@@ -178,16 +178,16 @@ class Saves:
         """The folder of the checkpoint that was committed or loaded last."""
         self.kept: list[KeptCheckpoint] = []
         """The checkpoints that are kept, oldest first."""
-        self._read: list[KeptCheckpoint] = []
-        """See `CommitJob.read`."""
-        self._reader = f"{READER_NAME}{uuid.uuid4().hex}.json"
+        self._read_checkpoints: list[KeptCheckpoint] = []
+        """The loaded checkpoints whose stores without locks this session reads; see `CommitJob.read`."""
+        self._note_name = f"{READER_NAME}{uuid.uuid4().hex}.json"
         self._newer: list[KeptCheckpoint] = []
-        """Checkpoints newer than the one loaded. Each is released when its folder is saved to again."""
+        """Checkpoints newer than the loaded one. Each is released when its folder is saved to again."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
-        """Path and store of each path number; foreign ones, which are only read, come after the session's own."""
-        self._paths = len(stores)
+        """Path and store by path number: the session's own, then foreign ones, which are only read."""
+        self._path_count = len(stores)
         self._queue = queue
-        self._others = others
+        self._other_tiers = others
         self._memory = memory
         self._views = views
         self._keep = config.checkpoints
@@ -197,15 +197,15 @@ class Saves:
         self._is_mirrored = config.mirror is not None
         self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
-        self._numbers = 0
+        self._last_number = 0
         self._steps: tuple[int, ...] = ()
         self.named_records: Mapping[TileId, Record] = {}
-        """Tiles of a checkpoint whose commit was under way when the session broke: their slots stay."""
+        """Tiles of a checkpoint whose commit was under way when the session broke: their slots are not freed."""
         self._commit_error: BaseException | None = None
         self._doubtful: list[KeptCheckpoint] = []
         """Checkpoints that this rank has given up and others may have committed: see `commit`."""
-        self._leaving: list[KeptCheckpoint] = []
-        """Checkpoints that are to be released once they are mirrored."""
+        self._awaiting_mirror: list[KeptCheckpoint] = []
+        """Checkpoints to release once they are mirrored."""
         self._undecided_ids: list[str] = []
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
@@ -228,18 +228,18 @@ class Saves:
             pending.wait()
 
     def wait_for_mirror(self, timeout_s: float | None) -> None:
-        """See `Mirror.wait`."""
+        """Wait until nothing is left to mirror; see `Mirror.wait`."""
         self.mirror.wait(timeout_s)
 
     @property
     def has_leaving(self) -> bool:
-        """Whether checkpoints that have been released wait for their mirror."""
-        return bool(self._leaving)
+        """Whether checkpoints that callers have released are kept until they are mirrored."""
+        return bool(self._awaiting_mirror)
 
     def mirror_folder(self, folder: str, rank: int, ranks: int, *, is_new: bool) -> None:
-        """Have the mirror copy a framework's folder behind training; see `Mirror.offer_folder`. On any thread.
+        """Queue a background copy of a framework's folder to the mirror; see `Mirror.offer_folder`. On any thread.
 
-        What cannot be begun is logged: the folder is as good as without a mirror.
+        A failure to begin is logged, not raised: the folder itself is whole.
         """
         if not self._is_mirrored:
             return
@@ -252,7 +252,7 @@ class Saves:
             log.warning("%s is not mirrored: %s", folder, cause)
 
     def _saved_in(self, whole: WholeFolder, rank: int, ranks: int) -> SaveRequest:
-        """Return the checkpoint that is in a framework's folder, as this rank's to mirror."""
+        """Return the save of which this rank mirrors a part: that of the checkpoint in a framework's folder."""
         path = whole.source(whole.checkpoint)
         commit = read_commit(open_folder(path))
         if self.last is not None and self.last.request.id == commit.id:
@@ -260,9 +260,9 @@ class Saves:
         return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
 
     def end_mirror(self, patience_s: float) -> None:
-        """See `Mirror.close`."""
+        """Close the mirror, then release the checkpoints that waited for it; see `Mirror.close`."""
         self.mirror.close(patience_s, self._settle_s)
-        for kept in self._leaving:
+        for kept in self._awaiting_mirror:
             release(kept, "", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
@@ -293,7 +293,7 @@ class Saves:
             address, _ = self._memory.checkpoint_buffers(plan)
             self._buffers = address, plan.largest_tile_bytes  # until the save has ended
         sink = None
-        self._numbers += 1
+        self._last_number += 1
         self._steps = *self._steps[-1:], manifest.step
         number = len(self.stores)
         if copy:
@@ -311,8 +311,8 @@ class Saves:
                     ),
                 ),
             )
-            self._others[number] = sink[1]
-        save = Save(self._numbers, number if copy else None, empty)
+            self._other_tiers[number] = sink[1]
+        save = Save(self._last_number, number if copy else None, empty)
         self.pending = PendingSave(save, folder, request, manifest, sink)
         return self.pending
 
@@ -323,18 +323,18 @@ class Saves:
     # On the engine thread: what the executor needs
 
     def buffer_address(self, buffer: int) -> int:
-        """See `SaveSource.buffer_address`."""
+        """Return the address of a copy buffer by its number."""
         address, nbytes = self._buffers
         invariant(address > 0, "a copy buffer that was not made")
         return address + buffer * nbytes
 
     def gather(self, operation: SaveTile) -> None:
-        """See `SaveSource.gather`."""
+        """Copy a tile to its copy buffer, if the operation has one, as it is to be stored."""
         if operation.buffer is not None:
             self._views.gather_tile(operation.tile, self.buffer_address(operation.buffer))
 
     def commit(self, operation: Commit) -> None:
-        """See `SaveSource.commit`."""
+        """Start to commit the pending save, on a thread of its own, which posts the outcome to the queue."""
         pending = known(self.pending, "a commit of no save")
         invariant(pending.save.number == operation.number, "a commit of another save")
         self._close_foreign()  # the last tiles there have been flushed for this save
@@ -344,7 +344,7 @@ class Saves:
         pending.thread = thread
 
     def commit_error(self) -> Exception:
-        """See `SaveSource.commit_error`."""
+        """Return why the last commit has failed."""
         error = self._commit_error
         return error if isinstance(error, Exception) else CheckpointError(f"the commit was cut short: {error!r}")
 
@@ -374,15 +374,15 @@ class Saves:
             # It stays in `_others` when it is closed: a session that breaks still gets completions of writes to it.
             if error is None or self.named_records:
                 pending.sink[1].keep({record.location.offset for record in pending.records.values()})
-            if not broke:  # else closing may hang, and is done with the session
+            if not broke:  # else closing may hang; it is closed with the session
                 pending.sink[1].close()
         if error is None and pending.job is not None:
-            own = pending.job.checkpoint
-            own.save_number = None if pending.request.copy else pending.save.number
+            checkpoint = pending.job.checkpoint
+            checkpoint.save_number = None if pending.request.copy else pending.save.number
             if not pending.job.committed:
                 error = self.commit_error()
-                self._doubtful.append(own)
-                self._undecided_ids = [id for id in self._undecided_ids if id != own.id]
+                self._doubtful.append(checkpoint)
+                self._undecided_ids = [id for id in self._undecided_ids if id != checkpoint.id]
             else:
                 self._undecided_ids.clear()
                 self.last_folder = pending.folder.path
@@ -393,7 +393,7 @@ class Saves:
                 self._newer = [kept for kept in self._newer if kept not in released]
                 self._doubtful = [d for d in self._doubtful if d not in (*pending.job.confirmed, *released)]
                 if not pending.request.copy:
-                    self.kept.append(own)
+                    self.kept.append(checkpoint)
                     if pending.request.mirrored:
                         self.mirror.offer(pending.request)
         self.mirror.end_claim()
@@ -410,13 +410,13 @@ class Saves:
         return save_numbers
 
     def release(self, folder: str, *, after_mirror: bool = False) -> list[int]:
-        """Release the kept checkpoint in a folder; if none is there any more, all that were saved to it.
+        """Release the kept checkpoint in a folder; if none is there any more, all that were saved to the folder.
 
         On the engine thread, with nothing pending.
 
         Args:
-            folder: Which.
-            after_mirror: Have one that is being mirrored be released after that, at a later save.
+            folder: The folder of the checkpoint.
+            after_mirror: Release one that is being mirrored later: at a save after it has been mirrored.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -426,8 +426,8 @@ class Saves:
         """
         candidates = [kept for kept in self.kept if kept.folder == folder]
         if not candidates:
-            places = ", ".join(kept.folder for kept in self.kept) or "none"
-            raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {places}")
+            folders = ", ".join(kept.folder for kept in self.kept) or "none"
+            raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {folders}")
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = []
         for kept in present or candidates:
@@ -435,7 +435,7 @@ class Saves:
             is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
             if after_mirror and (self.mirror.has_taken(kept.id) or (self._is_mirrored and not is_first)):
                 self.kept.remove(kept)
-                self._leaving.append(kept)
+                self._awaiting_mirror.append(kept)
                 continue
             if not release(kept, "released on request", missing=not present, is_needed=self.mirror.is_needed):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
@@ -445,7 +445,7 @@ class Saves:
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Have saves release no older checkpoint meanwhile."""
+        """Keep all checkpoints while this context lasts: saves release no older ones."""
         keep, self._keep = self._keep, sys.maxsize
         try:
             yield
@@ -453,7 +453,7 @@ class Saves:
             self._keep = keep
 
     def release_older(self) -> list[int]:
-        """Release what a save has displaced while `keeping_all`; as for `release`, but what is in use stays."""
+        """Release the older checkpoints that saves have kept under `keeping_all`, except those in use."""
         save_numbers = []
         for kept in self.kept[: max(0, len(self.kept) - self._keep)]:
             with contextlib.suppress(CheckpointError):  # as the log says
@@ -461,23 +461,23 @@ class Saves:
         return save_numbers
 
     def release_deleted(self) -> list[int]:
-        """Release the kept checkpoints that somebody else has released, as whoever deletes their folders does.
+        """Free the slots of kept checkpoints that were released outside of this session, as before a deletion.
 
-        On the engine thread, with nothing pending. One that is being read stays until its turn comes.
+        On the engine thread, with nothing pending. A checkpoint that is being read is kept for now.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
         """
         save_numbers = []
-        for checkpoints in (self.kept, self._newer, self._leaving):
-            leaves = checkpoints is self._leaving
+        for checkpoints in (self.kept, self._newer, self._awaiting_mirror):
+            awaits_mirror = checkpoints is self._awaiting_mirror
             for kept in [*checkpoints]:
                 verdict = standing(kept.pin, "")
                 if verdict is not Standing.RELEASED and not (
-                    leaves and (kept.rank == 0 or verdict is Standing.MISSING)
+                    awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
                 ):
                     continue
-                if release(kept, "released on request", missing=leaves, is_needed=self.mirror.is_needed):
+                if release(kept, "released on request", missing=awaits_mirror, is_needed=self.mirror.is_needed):
                     checkpoints.remove(kept)
                     save_numbers += [kept.save_number] if kept.save_number is not None else []
         return save_numbers
@@ -485,6 +485,7 @@ class Saves:
     # On the committing thread
 
     def _run(self, pending: PendingSave, commit: Commit) -> None:
+        """Commit a save, and post the outcome to the engine thread; an error is kept for `commit_error`."""
         job, error = None, 0
         try:
             job = pending.job = self._job(pending, commit.records)
@@ -496,6 +497,7 @@ class Saves:
         self._queue.post(commit.op, error)
 
     def _job(self, pending: PendingSave, records: Mapping[TileId, Record]) -> CommitJob:
+        """Return the job that commits a save, with the manifest of tiles that lie where `records` say."""
         request = pending.request
         path_numbers = sorted({record.location.path for record in records.values()})
         refs = [
@@ -516,7 +518,7 @@ class Saves:
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]
         keep = len(older) + 1 if request.copy else self._keep
-        paths = [path for path, _ in self.stores[: self._paths]] if not request.copy else []
+        paths = [path for path, _ in self.stores[: self._path_count]] if not request.copy else []
         return CommitJob(
             pending.folder,
             request,
@@ -528,10 +530,10 @@ class Saves:
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
             claim=self.mirror.claim,
-            told=self.mirror.told,
+            note_mirrored=self.mirror.note_mirrored,
             is_needed=self.mirror.is_needed,
-            read=self._read if not request.copy else [],
-            reader=self._reader,
+            read=self._read_checkpoints if not request.copy else [],
+            reader=self._note_name,
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != request.id),
         )
@@ -541,8 +543,8 @@ class Saves:
     def keep_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Keep the checkpoint that was loaded like this session's own ones, if its session has ended.
 
-        It is then released in its turn, and stores that have no pin after that are deleted. A checkpoint of a live
-        session, one that another session has resumed from, or one of another number of ranks is not kept.
+        Later saves then release it as an older one, and stores without a pin are deleted. Not kept is a checkpoint of
+        a live session, one that another session has resumed from, or one of another number of ranks.
         """
         self.last_folder = checkpoint.path
         self._mirror_loaded(checkpoint, rank, ranks)
@@ -556,7 +558,7 @@ class Saves:
             self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
-        """Mirror the checkpoint that was loaded, if it is not: the session that saved it may have been killed."""
+        """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
         if whole := whole_around(checkpoint.path):
             self.mirror_folder(whole, rank, ranks, is_new=False)
             return
@@ -574,13 +576,13 @@ class Saves:
         session: Session | None = None,
         empty: Collection[int] = (),
     ) -> _StoreLocks | None:
-        """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had.
+        """Lock all stores, and open for writing those that the session can reuse; None if one cannot be locked.
 
         Args:
-            stores: Which.
-            checkpoint: Whose stores they are.
-            session: Opens them; None if they are only to be locked.
-            empty: The paths to whose new stores nothing has been written yet.
+            stores: The stores.
+            checkpoint: The checkpoint that refers to them.
+            session: Opens stores for writing; None if they are only to be locked.
+            empty: Numbers of the paths on which the session has written nothing yet: it can give up its stores there.
         """
         locked = _StoreLocks()
         try:
@@ -592,11 +594,12 @@ class Saves:
             log.info("%s is a copy of a checkpoint that is elsewhere, too: its stores are only read", checkpoint.path)
             return None
         for path, store in stores:
-            number = next((n for n, (own, _) in enumerate(self.stores[: self._paths]) if own == path), None)
+            own_stores = enumerate(self.stores[: self._path_count])
+            number = next((number for number, (own_path, _) in own_stores if own_path == path), None)
             if session is not None and number is not None and number in empty and number not in locked.tiers:
-                opened = self._open_store(number, path, store, checkpoint, session)
-                if opened is not None:
-                    locked.tiers[number] = opened
+                reopened = self._open_store(number, path, store, checkpoint, session)
+                if reopened is not None:
+                    locked.tiers[number] = reopened
                     continue
             lock = store_folder(path, store).take_lock()
             if lock is None:
@@ -613,6 +616,7 @@ class Saves:
     def _open_store(
         self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, session: Session
     ) -> tuple[uuid.UUID, Tier, list[PinnedTiles]] | None:
+        """Open a store for writing, and return its pinned tiles; None if it may only be read."""
         layout = session.plan.layout
         pinned = pinned_in(path, store, number, checkpoint, layout)
         if pinned is None:
@@ -630,21 +634,21 @@ class Saves:
     def take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, session: Session, rank: int, ranks: int
     ) -> Takeover:
-        """Take over the stores of a checkpoint as far as possible; on the engine thread, with nothing in flight.
+        """Go on from a checkpoint's state where it lies: write to its stores where possible, else read from them.
 
-        A manifest that another rank has written for all is taken over by that rank; here its stores are only read.
+        On the engine thread, with nothing in flight. Where one rank has saved for all, only that rank writes to them.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.
         """
         self.last_folder = checkpoint.path
         takeover = Takeover()
-        own = {place: number for number, place in enumerate(self.stores[: self._paths])}
-        places = dict.fromkeys((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
-        numbers = {place: own[place] for place in places if place in own}
-        others = [place for place in places if place not in own]
-        empty = [number for number in range(self._paths) if index.is_empty(number)]
-        locked = self._lock(others, checkpoint, session, empty) if manifest.rank == rank else None
+        own_numbers = {path_store: number for number, path_store in enumerate(self.stores[: self._path_count])}
+        stores = dict.fromkeys((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
+        numbers = {path_store: own_numbers[path_store] for path_store in stores if path_store in own_numbers}
+        elsewhere = [path_store for path_store in stores if path_store not in own_numbers]
+        empty = [number for number in range(self._path_count) if index.is_empty(number)]
+        locked = self._lock(elsewhere, checkpoint, session, empty) if manifest.rank == rank else None
         if locked is not None and locked.tiers:
             trial = deepcopy(index)
             for number, (_, tier, pinned) in locked.tiers.items():
@@ -655,15 +659,15 @@ class Saves:
             if not trial.fits():
                 locked.give_up()
                 takeover.limit_bytes.clear()
-                locked = self._lock(others, checkpoint)
+                locked = self._lock(elsewhere, checkpoint)
         tiers = locked.tiers if locked is not None else {}
         numbers.update({(self.stores[number][0], store): number for number, (store, _, _) in tiers.items()})
         foreign: dict[int, Tier] = {}
         try:
-            for place in others:
-                if place not in numbers:
-                    number = numbers[place] = len(self.stores) + len(foreign)
-                    path, store = place
+            for path_store in elsewhere:
+                if path_store not in numbers:
+                    number = numbers[path_store] = len(self.stores) + len(foreign)
+                    path, store = path_store
                     foreign[number] = parse_place(path).open_existing(store, self._queue)
         except BaseException:
             for tier in foreign.values():
@@ -671,49 +675,49 @@ class Saves:
             if locked is not None:
                 locked.give_up()
             raise
-        self.stores += [place for place in others if numbers[place] in foreign]
-        read = [place for place in others if numbers[place] in foreign]
-        without_locks = tuple(place for place in read if not parse_place(place[0]).has_locks)
+        self.stores += [path_store for path_store in elsewhere if numbers[path_store] in foreign]
+        read = [path_store for path_store in elsewhere if numbers[path_store] in foreign]
+        without_locks = tuple(path_store for path_store in read if not parse_place(path_store[0]).has_locks)
         if without_locks:
-            note_reading(without_locks, self._reader)
-            self._read.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
-        self._others.update(foreign)
+            note_reading(without_locks, self._note_name)
+            self._read_checkpoints.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
+        self._other_tiers.update(foreign)
         for number, (store, tier, _) in tiers.items():
             session.replace_tier(number, tier)
             self.stores[number] = self.stores[number][0], store
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)
-        if locked is not None and others:
+        if locked is not None and elsewhere:
             self._keep_all(checkpoint, manifest, locked, takeover)
         return takeover
 
     def _keep_all(self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover) -> None:
-        """Keep the checkpoints that have tiles in the stores; older ones are released in their turn."""
+        """Keep the checkpoints that have tiles in stores that were taken over; later saves release older ones."""
         by_id: dict[str, list[PinnedTiles]] = {}
         for one in sorted((one for _, _, tiles in locked.tiers.values() for one in tiles), key=lambda one: one.step):
             by_id.setdefault(one.id, []).append(one)
-        ours = {(path, store) for path, store in self.stores[: self._paths]}
+        own_stores = {(path, store) for path, store in self.stores[: self._path_count]}
         for id, pinned in by_id.items():
-            self._numbers += 1
-            takeover.pinned_records[self._numbers] = dict(item for one in pinned for item in one.records.items())
+            self._last_number += 1
+            takeover.pinned_records[self._last_number] = dict(item for one in pinned for item in one.records.items())
             stores = tuple((ref.path, ref.store) for ref in pinned[0].manifest.stores if ref.path is not None)
-            if id != checkpoint.id and ours.issuperset(stores):
-                kept = KeptCheckpoint(pinned[0].folder, id, pinned[0].manifest.rank, stores, self._numbers)
+            if id != checkpoint.id and own_stores.issuperset(stores):
+                kept = KeptCheckpoint(pinned[0].folder, id, pinned[0].manifest.rank, stores, self._last_number)
                 (self.kept if pinned[0].step <= manifest.step else self._newer).append(kept)
         number = next((n for n, id in zip(takeover.pinned_records, by_id, strict=True) if id == checkpoint.id), None)
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
         self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, number, locked.locks))
 
     def _close_foreign(self) -> None:
-        for number in [number for number in self._others if number < len(self.stores)]:
-            self._others.pop(number).close()
+        for number in [number for number in self._other_tiers if number < len(self.stores)]:
+            self._other_tiers.pop(number).close()
 
     def close(self) -> None:
-        """Close other stores, and give locks back; no save begins any more."""
-        for number in list(self._others):
-            self._others.pop(number).close()
-        for checkpoint in self._read:
-            drop_notes(checkpoint.stores, self._reader)
+        """Close the stores beyond the session's own, and release locks; no save begins after this."""
+        for number in list(self._other_tiers):
+            self._other_tiers.pop(number).close()
+        for checkpoint in self._read_checkpoints:
+            drop_notes(checkpoint.stores, self._note_name)
         for checkpoint in self.kept:
             for _, _, lock in checkpoint.locks:
                 release_lock(lock)

@@ -96,24 +96,24 @@ def pin(folder: Folder, added: Pin) -> None:
 
 
 def unpin(folder: Folder, id: str) -> None:
-    """Take a checkpoint's pin off a store; the caller has released it, or it was never committed."""
+    """Delete a checkpoint's pin from a store; the caller has released the checkpoint, or it was never committed."""
     pins = read_pins(folder)
-    others = [pin for pin in pins if pin.id != id]
-    if others != pins:
-        write_pins(folder, others)
+    remaining = [pin for pin in pins if pin.id != id]
+    if remaining != pins:
+        write_pins(folder, remaining)
 
 
 # What may be freed ------------------------------------------------------------------------------------------------
 
 
 def begun_name(folder: Folder, id: str) -> str:
-    """Return the name of the file that a folder has while a save by one rank is not committed; "" for none."""
+    """Return the name of the file that says that a save by one rank is not committed; "" where none is written."""
     identity = folder.identity()
     return f"{TEMPORARY}{id}-{identity}" if identity else ""
 
 
 def standing(pin: Pin, store: str) -> Standing:
-    """Return the standing of a pin's checkpoint; one that cannot be read counts as held: it may be mended.
+    """Return the standing of a pin's checkpoint. One that cannot be read counts as held: it may be repaired.
 
     Args:
         pin: A pin of the store. While its checkpoint is being committed it counts as released: the store is in use.
@@ -123,26 +123,26 @@ def standing(pin: Pin, store: str) -> Standing:
         return Standing.MISSING
     folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
     try:
-        place = open_folder(folder)
-        content = place.read(COMMIT_NAME)
+        opened = open_folder(folder)
+        content = opened.read(COMMIT_NAME)
         if content is not None:
             commit = unseal_commit(content, folder)
             if commit.id == pin.id:
                 return Standing.HELD
             released_ids = commit.replaced
         else:
-            released_ids = read_released(place)[0]
-        begun = begun_name(place, pin.id)
-        if begun and place.read(begun) is not None:
+            released_ids = read_released(opened)[0]
+        begun = begun_name(opened, pin.id)
+        if begun and opened.read(begun) is not None:
             return Standing.RELEASED
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
-    is_released = pin.id in released_ids or _is_named_above(place.path, pin.id)
+    is_released = pin.id in released_ids or _is_named_above(opened.path, pin.id)
     return Standing.RELEASED if is_released else Standing.MISSING
 
 
 def folders_above(folder: str) -> tuple[str, ...]:
-    """Return the two folders in which `RELEASED` may name a checkpoint whose own folder was deleted."""
+    """Return the two folders above one, where a `RELEASED` may name checkpoints whose own folder was deleted."""
     above = os.path.dirname(folder)
     return above, os.path.dirname(above)
 
@@ -156,9 +156,9 @@ def _is_named_above(folder: str, id: str) -> bool:
 
 
 def released_before(folder: Folder) -> tuple[str, ...]:
-    """Return the ids of the checkpoints that a commit to a folder replaces or that it has held before, newest first.
+    """Return the ids of the checkpoints that a folder has held before a commit to it, newest first.
 
-    Without that of a copy, whose checkpoint is elsewhere, too: replacing a copy releases nothing.
+    The first is the one that the commit replaces, unless that is a copy: replacing a copy releases nothing.
 
     Raises:
         CheckpointError: Its `COMMIT` is not ours to replace.
@@ -192,17 +192,17 @@ def _is_copy(folder: Folder) -> bool:
 
 
 def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
-    """Return whether a store's pin names another folder than `folder`, and the checkpoint is there, too.
+    """Return whether a store's pin says that a checkpoint is in another folder than `folder`, and it is there.
 
-    `folder` is a copy of it then, and both need the store.
+    Then `folder` is a copy of that folder, and both need the store.
 
     Raises:
         CheckpointError: The pins cannot be read.
     """
-    place = store_folder(path, store)
+    pinned = store_folder(path, store)
     return any(
-        pin.id == id and not is_same(pin.folder, folder) and standing(pin, place.path) is Standing.HELD
-        for pin in read_pins(place)
+        pin.id == id and not is_same(pin.folder, folder) and standing(pin, pinned.path) is Standing.HELD
+        for pin in read_pins(pinned)
     )
 
 
@@ -212,24 +212,26 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     Raises:
         CheckpointError: The pins cannot be read or written.
     """
-    place = store_folder(path, store)
-    pins = read_pins(place)
+    pinned = store_folder(path, store)
+    pins = read_pins(pinned)
     new_pins = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
     if new_pins != pins:
-        write_pins(place, new_pins)
+        write_pins(pinned, new_pins)
 
 
 def unpin_released(path: str, store: uuid.UUID) -> None:
-    """Take the pins of released checkpoints off a store, as what names them may not last; the caller has its lock.
+    """Delete the pins of released checkpoints from a store, whose lock the caller has.
+
+    It is done at once, as the `RELEASED` that names the checkpoints may be deleted.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
     """
-    place = store_folder(path, store)
-    pins = read_pins(place)
-    others = [pin for pin in pins if standing(pin, place.path) is not Standing.RELEASED]
-    if others != pins:
-        write_pins(place, others)
+    folder = store_folder(path, store)
+    pins = read_pins(folder)
+    remaining = [pin for pin in pins if standing(pin, folder.path) is not Standing.RELEASED]
+    if remaining != pins:
+        write_pins(folder, remaining)
 
 
 def is_same(left: str, right: str) -> bool:
@@ -240,7 +242,7 @@ def is_same(left: str, right: str) -> bool:
 
 
 def is_read(store: Folder, *, own: int = 0) -> bool:
-    """Return whether somebody other than its owner, and than `own` readers here, is known to read a store."""
+    """Return whether a store is known to be read by more than its owner and `own` readers of the caller."""
     with contextlib.suppress(OSError):
         return store.is_read(own=own)
     return False
@@ -261,8 +263,8 @@ class Leftover:
         pins: Pins of checkpoints that are in their folders.
         missing: Pins of checkpoints that may be deleted, never committed, moved, or hidden by a mount.
         problem: Why it cannot be judged; "" if it can.
-        opened_by: In an object store, who has opened it, and may use it still; "" once that is known to have ended.
-            "" elsewhere.
+        opened_by: In an object store, who has opened the store and may still use it; "" if known to have ended, and
+            where stores have locks.
         folder: Its folder.
     """
 
@@ -283,15 +285,15 @@ class Leftover:
 
     @property
     def is_free(self) -> bool:
-        """Whether it may be deleted by itself: nobody uses or reads it, or may, and every pin was released."""
+        """Whether it may be deleted with no word from a person: surely unused and unread, and every pin released."""
         return self.may_go()
 
     def may_go(self, *, missing: bool = False, ended: bool = False) -> bool:
-        """Return whether it may be deleted, by what the caller knows besides.
+        """Return whether the store may be deleted, given what the caller knows.
 
         Args:
-            missing: The checkpoints of missing pins are gone.
-            ended: The session that has opened it has ended, where nothing tells.
+            missing: The checkpoints of `missing` pins have been deleted.
+            ended: The session in `opened_by` has ended.
         """
         return self.is_unused and (missing or not self.missing) and (ended or not self.opened_by)
 
@@ -313,17 +315,17 @@ def find_stores(path: str) -> list[Leftover]:
 
 
 def leftover_bytes(paths: Sequence[str]) -> int:
-    """Return the bytes of stores on `paths` whose sessions have ended, as their locks tell."""
+    """Return the bytes of stores on `paths` that nobody has locked: their sessions have ended."""
     total_bytes = 0
-    for place in map(parse_place, paths):
+    for parsed in map(parse_place, paths):
         with contextlib.suppress(OSError):
-            for store in place.stores(ranks=False) if place.has_locks else ():
+            for store in parsed.stores(ranks=False) if parsed.has_locks else ():
                 total_bytes += store.nbytes() if store.used_by() is None else 0
     return total_bytes
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Return who uses and reads a store, and which of its pins keep it.
+    """Find out who uses and reads a store, and which of its pins keep it.
 
     Args:
         store: The store.
@@ -349,21 +351,21 @@ def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
     """Return the pins whose checkpoints are in their folders, and those whose checkpoints are missing."""
     pins, name = read_pins(store), store.label
     if not any(pin.folder == HERE for pin in pins):
-        pins += _implied_pins(name)
+        pins += _pins_of_copy_around(name)
     parent = name.rpartition("/")[0]
     verdicts = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
     held_pins = tuple(pin for pin, verdict in verdicts if verdict is Standing.HELD)
     return held_pins, tuple(pin for pin, verdict in verdicts if verdict is Standing.MISSING)
 
 
-def _implied_pins(store: str) -> list[Pin]:
-    """Return the pin that a self-contained checkpoint around a store would have, had it been written today."""
+def _pins_of_copy_around(store: str) -> list[Pin]:
+    """Return the pin that the self-contained checkpoint around a store would have: older ones have none."""
     folder, _, name = store.rpartition("/")
-    place = open_folder(folder)
-    if place.read(COMMIT_NAME) is None:
+    around = open_folder(folder)
+    if around.read(COMMIT_NAME) is None:
         return []
     try:
-        id, manifests = read_manifests(place)
+        id, manifests = read_manifests(around)
     except CheckpointError:
         return [Pin("", HERE)]  # it is damaged or not ours: nobody can tell which stores it names
     refs = [ref for manifest in manifests for ref in manifest.stores]
@@ -371,11 +373,11 @@ def _implied_pins(store: str) -> list[Pin]:
 
 
 def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) -> bool:
-    """Delete a store that may be freed, holding its lock meanwhile; return whether it is gone.
+    """Delete a store that may be freed, under its lock; return whether it is deleted.
 
-    It is judged again under its lock. A store that has no lock file may be on a file system without locks, and is
-    left alone unless it is empty. One in the making looks like a leftover until it is locked: its session makes it
-    again. Only files that stores are made of are deleted.
+    The store is judged again under the lock. One without a lock file may be on a file system without locks, and is
+    deleted only if it is empty. One that is just being made looks like a leftover until its session has locked it;
+    the session then makes it again. Only files that stores are made of are deleted.
 
     Args:
         leftover: The store.
@@ -393,16 +395,16 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
             release_lock(lock)
 
 
-def delete_free(places: Iterable[str]) -> None:
+def delete_free(paths: Iterable[str]) -> None:
     """Delete the stores on some paths that `offload gc` would: their sessions have ended, no checkpoint needs them.
 
-    Where stores have no locks nothing tells the former, and only a person may delete them.
+    Not where stores have no locks: nothing tells there that a session has ended, so a person has to delete them.
 
     Raises:
         ConfigError: A path cannot be read.
     """
-    for place in dict.fromkeys(places):
-        for leftover in find_stores(place) if parse_place(place).has_locks else ():
+    for path in dict.fromkeys(paths):
+        for leftover in find_stores(path) if parse_place(path).has_locks else ():
             if leftover.is_free and remove(leftover):
                 _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
@@ -416,36 +418,36 @@ def note_reading(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
 
 
 def drop_notes(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
-    """Take back what `note_reading` has written."""
+    """Delete the notes that `note_reading` has written."""
     for path, store in stores:
         with contextlib.suppress(CheckpointError):
             store_folder(path, store).delete(reader)
 
 
 def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
-    """Delete those of some stores without locks that no checkpoint needs any more, if nobody may use them.
+    """Delete, of some stores without locks, those that no checkpoint needs any more and that nobody may use.
 
     Returns:
-        Whether all are gone.
+        Whether all of them are deleted.
 
     Raises:
         CheckpointError: Pins cannot be read or written.
     """
-    left = 0
+    remaining = 0
     for path, store in stores:
         unpin_released(path, store)
-        place = store_folder(path, store)
-        if not place.names():
+        opened = store_folder(path, store)
+        if not opened.names():
             continue
-        if not read_pins(place) and delete_unused(place):
-            _log.info("deleted %s, which a session that has ended left behind", place.path)
+        if not read_pins(opened) and delete_unused(opened):
+            _log.info("deleted %s, which a session that has ended left behind", opened.path)
         else:
-            left += 1
-    return not left
+            remaining += 1
+    return not remaining
 
 
 def delete_unused(store: Folder, *, missing: bool = False, ended: bool = False) -> bool:
-    """Delete a store whose lock the caller has, if it may be freed; return whether it is gone. See `remove`."""
+    """Delete a store whose lock the caller has, if it may be freed; return whether it is deleted. See `remove`."""
     if not judge(store, locked=True).may_go(missing=missing, ended=ended):
         return False
     try:

@@ -29,9 +29,9 @@ Place = tuple[str, uuid.UUID]
 def manifest_in_place(
     checkpoint: Checkpoint, layout: Layout, names: Sequence[str], rank: int, ranks: int
 ) -> Manifest | None:
-    """Return the manifest of this rank's state if it has the same tiles as this layout, else None.
+    """Return the manifest of this rank's state if its tiles are those of this layout, so that they can be reused.
 
-    Returns None for a self-contained copy, too: whoever has it may move or delete it.
+    None for a self-contained copy, too: its owner may move or delete it.
 
     Args:
         checkpoint: The checkpoint, open.
@@ -102,8 +102,8 @@ def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId,
     return records
 
 
-def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
-    """Return a manifest that calls the path of a store `path`, where it had another name for the same directory."""
+def with_path(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
+    """Return a manifest that names a store's directory `path`, where it has another name for the same directory."""
 
     def locate(ref: StoreRef) -> StoreRef:
         return StoreRef(store, path) if ref.store == store and ref.path and is_same(ref.path, path) else ref
@@ -114,7 +114,7 @@ def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
 ) -> list[PinnedTiles] | None:
-    """Return the tiles that checkpoints have in a store; the caller has locked it.
+    """Return the tiles that checkpoints have in a store; the caller has locked the store.
 
     Args:
         path: The path of the store.
@@ -124,15 +124,15 @@ def pinned_in(
         layout: The session's layout.
 
     Returns:
-        None if nobody can tell for sure which slots are free, so that none may be written to: a pin's checkpoint is
-        missing, or of another layout, or names no tile in the store under its present name, or somebody may still
-        read a checkpoint that was released.
+        None if it is not certain which slots are free, so that none may be written to: a pin's checkpoint is
+        missing, or of another layout, or names no tile in the store under its present name; or a released checkpoint
+        may still be read.
     """
     pinned: list[PinnedTiles] = []
     has_released = False
     try:
-        place = store_folder(path, store)
-        for pin in read_pins(place):
+        opened = store_folder(path, store)
+        for pin in read_pins(opened):
             folder, manifests = checkpoint.path, checkpoint.manifests
             if pin.id != checkpoint.id:
                 verdict = standing(pin, f"{path}/offload-{store}")
@@ -146,7 +146,7 @@ def pinned_in(
                 if id != pin.id:
                     return None
             count = len(pinned)
-            for manifest in (relocated(manifest, path, store) for manifest in manifests):
+            for manifest in (with_path(manifest, path, store) for manifest in manifests):
                 records = records_in(manifest, {(path, store): number})
                 if records and manifest.layout.subgroups != layout.subgroups:
                     return None
@@ -154,7 +154,7 @@ def pinned_in(
                     pinned.append(PinnedTiles(pin.id, folder, manifest, records))
             if len(pinned) == count:
                 return None
-        if has_released and place.is_read(own=1):
+        if has_released and opened.is_read(own=1):  # `checkpoint` is the one reader of our own
             return None
     except (OSError, CheckpointError):
         return None

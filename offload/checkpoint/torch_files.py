@@ -56,17 +56,21 @@ def write_tensor(file: int, tensor: torch.Tensor, offset: int) -> None:
 
 
 class _Storages(pickle.Pickler):
-    """Lists the memory of all tensors in what is pickled, in the order in which `torch.save` numbers it."""
+    """Collects the storages of all tensors in a pickled object, in the order in which `torch.save` numbers them.
+
+    Attributes:
+        storages: By their address; see `Places`.
+    """
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
-        self.found: dict[int, torch.UntypedStorage] = {}
+        self.storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> str | None:
         storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
         if not isinstance(storage, torch.UntypedStorage):
             return None
-        self.found.setdefault(storage._cdata, storage)
+        self.storages.setdefault(storage._cdata, storage)
         return "storage"
 
 
@@ -74,24 +78,24 @@ def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
     pickler = _Storages()
     with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
         pickler.dump(pickled)
-        return pickler.found
+        return pickler.storages
     return {}
 
 
 Places = dict[int, int]
-"""Where the memory of tensors begins in a file, by its address."""
+"""Where storages begin in a file, in bytes, by their address (`UntypedStorage._cdata`)."""
 
 
 def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
-    """Write the bytes of tensors into a file that was saved without them.
+    """Write the bytes of tensors into a file that `torch.save` has written with holes in their place.
 
     Args:
         path: The file.
-        pickled: What was saved.
-        left_out: Tensors in it that are not written: each a single run of memory.
+        pickled: The object that was saved.
+        left_out: Tensors in it whose bytes stay holes: each a single run of memory.
 
     Returns:
-        Where each memory begins; None, with nothing written, if that cannot be told.
+        Where each storage begins in the file; None, with nothing written, if the file does not match the object.
 
     Raises:
         OSError: If the file cannot be written.
@@ -99,11 +103,11 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
     storages = _storages(pickled)
     with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
         records = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
-        found = [records[number] for number in map(str, range(len(records))) if number in records]
-        if [record.file_size for record in found] != [storage.nbytes() for storage in storages.values()]:
+        entries = [records[number] for number in map(str, range(len(records))) if number in records]
+        if [record.file_size for record in entries] != [storage.nbytes() for storage in storages.values()]:
             return None
         places = {}
-        for key, record in zip(storages, found, strict=True):
+        for key, record in zip(storages, entries, strict=True):
             headers.seek(record.header_offset + 26)
             places[key] = record.header_offset + 30 + sum(struct.unpack("<HH", headers.read(4)))
     runs: dict[int, list[tuple[int, int]]] = {key: [] for key in storages}
@@ -121,7 +125,7 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
 
 
 def start_of(places: Places, tensor: torch.Tensor) -> int | None:
-    """Return where a tensor begins in a file; None if its memory is not there."""
+    """Return where a tensor begins in a file, in bytes; None if its storage is not in the file."""
     start = places.get(tensor.untyped_storage()._cdata)
     return None if start is None else start + int(tensor.storage_offset()) * tensor.itemsize
 

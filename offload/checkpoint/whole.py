@@ -1,9 +1,8 @@
-"""A framework's folder as a mirror copies it: whole, with the checkpoint of ours in it, while training goes on.
+"""A framework's folder as a mirror copies it: whole, with the engine's checkpoint in it, while training goes on.
 
 Files are opened when the save has ended, so that neither the framework, which deletes old folders, nor the copy
 waits for the other. In the mirror a folder is marked as it is in the run's (`marker`); while it is copied the marker
-has the files that are durable there, by size and time of change, so that whoever goes on after a crash copies the
-others.
+lists the files that are durable there, by size and time of change, so that after a crash only the others are copied.
 """
 
 from __future__ import annotations
@@ -29,33 +28,36 @@ from offload.tiers.common import FileBytes
 from offload.tiers.place import TEMPORARY, Folder
 
 MOST_OPEN = 256
-"""Files that are open at a time; of a folder with more, those beyond are opened when their turn comes.
+"""Most files of a folder that are open at a time; further ones are opened when their turn comes.
 
-No more than an eighth of what the process may have open: two folders' are, and training goes on beside them.
+Also no more than an eighth of what the process may open: two folders may be open, and training needs files, too.
 """
 
 NOTE_BYTES = 64 << 20
-"""Bytes after which what has been copied is noted, though few files have been."""
+"""Bytes after which the marker is written again, even if few files have been copied since."""
 
 BESIDE = "offload-beside"
-"""In a mirror, what a folder has the files beside it in, so that one that is not whole replaces none of others."""
+"""Subfolder of a mirror's folder for copies of files that lie beside the folder in the run's.
+
+Each folder has its own copies, so that an incomplete one overwrites none that a whole folder needs.
+"""
 
 UNFINISHED = ".offload-"
-"""How the names of folders begin in which what is not finished lies."""
+"""Prefix of the names of folders with unfinished files, which are not copied."""
 
 
 @dataclass(frozen=True)
 class WholeFolder:
     """A folder that a framework has written.
 
-    Names are relative to the run's folder, as they are in the mirror to that, but for those beside it.
+    Names are relative to the run's folder, and the same relative to the mirror, except those of files beside it.
 
     Attributes:
-        above: The run's folder.
-        name: Of the folder, in which the marker lies.
-        checkpoint: Of the folder with a checkpoint of ours, which is copied as such; "" for none.
-        belongs: What its marker says of files beside it: those are copied last, in their order, and shared ones, as
-            they are when they are opened, behind them.
+        above: The run's folder: that which the framework writes all folders of one training run to.
+        name: Name of the folder, in which the marker lies.
+        checkpoint: Name of the folder with the engine's checkpoint, which is copied as such; "" for none.
+        belongs: What the marker says of files beside the folder: they are copied last, in their order, then the
+            shared ones, with the content that they have when this is opened.
     """
 
     above: str
@@ -65,42 +67,43 @@ class WholeFolder:
 
     @classmethod
     def at(cls, folder: str) -> WholeFolder:
-        """Return the one that lies in a directory.
+        """Return the folder at a directory, with what its marker says and the checkpoint that is found in it.
 
         Raises:
-            CheckpointError: It has checkpoints of several optimizers, or its marker cannot be read.
+            CheckpointError: The folder has checkpoints of several optimizers, or its marker cannot be read.
         """
         folder = os.path.abspath(folder)
-        places = [place for place, _, names in os.walk(folder) if COMMIT_NAME in names and is_checkpoint(place)]
-        if len(places) > 1:
-            found = ", ".join(sorted(os.path.relpath(place, folder) for place in places))
-            raise CheckpointError(f"it has checkpoints of several optimizers, {found}")
+        with_commit = (directory for directory, _, names in os.walk(folder) if COMMIT_NAME in names)
+        checkpoints = [directory for directory in with_commit if is_checkpoint(directory)]
+        if len(checkpoints) > 1:
+            listed = ", ".join(sorted(os.path.relpath(directory, folder) for directory in checkpoints))
+            raise CheckpointError(f"it has checkpoints of several optimizers, {listed}")
         belongs = mark_in(open_folder(folder))[1]
         above = folder
         for _ in range(belongs.depth):
             above = os.path.dirname(above)
-        name, *inside = (os.path.relpath(place, above) for place in (folder, *places))
+        name, *inside = (os.path.relpath(directory, above) for directory in (folder, *checkpoints))
         return cls(above, name, "".join(inside), belongs)
 
     def source(self, name: str = "") -> str:
-        """Return where something lies; the folder itself if nothing is named."""
+        """Return the path of a file or folder by its name; that of the folder itself if no name is given."""
         return os.path.join(self.above, name or self.name)
 
     def files(self) -> list[str]:
-        """Return the names of all its files, sorted, those that the checkpoint is made of not among them.
+        """Return the names of the folder's files, sorted, without the engine's; then of those that lie beside it.
 
         Raises:
-            OSError: Some of it cannot be read.
+            OSError: A directory cannot be read.
         """
-        found = []
+        paths = []
         for above, names, files in os.walk(self.source(), onerror=_unless_gone):
             inside = os.path.relpath(above, self.above)
             names[:] = [name for name in names if not name.startswith(UNFINISHED)]
             if inside == self.checkpoint:
-                names[:], files = ([name for name in each if not OWN.fullmatch(name)] for each in (names, files))
-            found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
-        own = sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)})
-        return [*own, *self.belongs.beside, *self.belongs.shared]
+                names[:], files = ([name for name in listed if not OWN.fullmatch(name)] for listed in (names, files))
+            paths += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
+        files_of_folder = sorted(set(paths) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)})
+        return [*files_of_folder, *self.belongs.beside, *self.belongs.shared]
 
 
 def _unless_gone(error: OSError) -> None:
@@ -114,9 +117,9 @@ class _File:
 
     Attributes:
         path: Where it lies.
-        descriptor: Of it; -1 while it is not open.
+        descriptor: -1 while the file is not open.
         state: Size in bytes, and time of the last change in ns.
-        content: What was in it then, where others write over it.
+        content: What was in it when it was read; None for a file that is copied through its descriptor.
     """
 
     path: str
@@ -125,7 +128,7 @@ class _File:
     content: bytes | None = None
 
     def open(self) -> bool:
-        """Open it, unless it has been read; return whether it is something that can be copied."""
+        """Open the file, unless it has been read; return whether it can be copied, which only regular files can."""
         if self.content is not None:
             return True
         try:
@@ -140,14 +143,14 @@ class _File:
         return self.descriptor >= 0
 
     def write_to(self, folder: Folder) -> None:
-        """Copy it; it is durable when this returns, as it was when it was opened."""
+        """Copy the file's content of when it was opened or read; it is durable when this returns."""
         content = FileBytes(self.descriptor, self.state[0]) if self.content is None else self.content
         folder.write(os.path.basename(self.path), content)
         if self.content is None and self._state() != self.state:
             raise CheckpointError(f"{self.path} was changed while it was copied")
 
     def read(self) -> None:
-        """Read it, so that it is copied as it is now."""
+        """Read the file now: another save may write over it before it is copied."""
         with open(self.path, "rb") as file:
             self.content = file.read()
             self.state = len(self.content), os.fstat(file.fileno()).st_mtime_ns
@@ -158,8 +161,8 @@ class _File:
         self.descriptor = -1
 
     def _state(self) -> tuple[int, int]:
-        found = os.fstat(self.descriptor)
-        return found.st_size, found.st_mtime_ns
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
 
 
 class FolderCopy:
@@ -194,10 +197,10 @@ class FolderCopy:
             raise
 
     def begin(self) -> bool:
-        """Find out what is there already, and mark the folder there as one that is not whole; False if it is."""
+        """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if all is there."""
         folder = open_folder(self.target)
         mark, marker = mark_in(folder)
-        known = {name: state for name, state in marker.files.items() if self._is_same(name, state)}
+        known = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
         if mark is Mark.WHOLE and known.keys() == self.files.keys():
             return False
         folder.prepare()
@@ -206,21 +209,23 @@ class FolderCopy:
         folder.delete(WHOLE)
         for name in marker.files.keys() - self.files.keys():  # of another folder of that name
             if name.startswith(f"{self.whole.name}/"):
-                place, last = os.path.split(name)
-                open_folder(f"{self.mirror}/{place}").delete(last)
+                directory, last = os.path.split(name)
+                open_folder(f"{self.mirror}/{directory}").delete(last)
         return True
 
-    def _is_same(self, name: str, state: tuple[int, int]) -> bool:
+    def _is_unchanged(self, name: str, state: tuple[int, int]) -> bool:
+        """Return whether the mirror's copy of a file, noted with `state`, is of the file as it is here."""
         file = self.files.get(name)
         if file is not None and file.content is not None:
             return True
         if file is not None and file.descriptor < 0:
             with contextlib.suppress(OSError):
-                found = os.stat(file.path)
-                return (found.st_size, found.st_mtime_ns) == state
+                status = os.stat(file.path)
+                return (status.st_size, status.st_mtime_ns) == state
         return file is not None and file.state == state
 
     def _note(self, folder: Folder, mark: str) -> None:
+        """Write the mirror's marker, BEGUN or WHOLE, with the files that are durable there."""
         process, whole_s = (Process.this(), 0.0) if mark == BEGUN else (None, time.time())
         marker = replace(self.whole.belongs, process=process, files=self._copied, whole_s=whole_s)
         folder.write(mark, marker.encode())
@@ -234,21 +239,22 @@ class FolderCopy:
             if name in self._copied or (file.descriptor < 0 and not file.open()):
                 continue
             inside = os.path.dirname(f"{self.whole.name}/{BESIDE}/{name}" if name in lies_beside else name)
-            place = f"{self.mirror}/{inside}"
-            if place not in folders:
-                folders[place] = open_folder(place)
-                folders[place].prepare()
-            file.write_to(folders[place])
+            target = f"{self.mirror}/{inside}"
+            if target not in folders:
+                folders[target] = open_folder(target)
+                folders[target].prepare()
+            file.write_to(folders[target])
             file.close()
             self._copied[name] = file.state
             nbytes += file.state[0]
-            if len(self._copied) > noted + noted // 16 or nbytes > NOTE_BYTES:  # not all of many names for each
+            # A marker lists all names, so for many small files it is written for every sixteenth of them only.
+            if len(self._copied) > noted + noted // 16 or nbytes > NOTE_BYTES:
                 self._note(marked, BEGUN)
                 noted, nbytes = len(self._copied), 0
             yield file.state[0]
 
     def commit(self) -> None:
-        """Mark the folder there as whole."""
+        """Mark the mirror's folder as whole."""
         folder = open_folder(self.target)
         self._note(folder, WHOLE)
         folder.delete(BEGUN)
@@ -260,7 +266,7 @@ class FolderCopy:
 
 
 def delete_copy(whole: WholeFolder, mirror: str, unless: Mark = Mark.NONE) -> None:
-    """Delete from a mirror a folder of no use, unless no mirror has made it, or it is marked so.
+    """Delete a folder from a mirror, unless it has no marker, as no mirror has made it, or it is marked `unless`.
 
     Raises:
         OffloadError: Something could not be deleted.
@@ -272,33 +278,32 @@ def delete_copy(whole: WholeFolder, mirror: str, unless: Mark = Mark.NONE) -> No
 
 
 class Seen:
-    """What runs' folders have held, to find out what has gone from them while this session looked."""
+    """Remembers which folders runs' folders contain, to find those that were deleted during this session."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[str, int, int], set[str]] = {}
+        self._noted: dict[tuple[str, int, int], set[str]] = {}
 
     def note(self, whole: WholeFolder) -> None:
-        """Take note of what is in the run's folder of one."""
+        """Remember the names in the run's folder that `whole` lies in."""
         with contextlib.suppress(OSError):
-            noted, there = self._looked(whole.above)
-            noted |= there
+            noted, present = self._list(whole.above)
+            noted |= present
 
     def gone(self, whole: WholeFolder) -> list[WholeFolder]:
-        """Return the folders beside one, which is whole, that have gone since they were noted; each once.
+        """Return the siblings of a whole folder that were deleted since they were noted; each once.
 
-        None where the run's folder cannot be read, or is another one than was noted: it was moved, say, or nothing is
-        mounted there any more.
+        None if the run's folder cannot be read, or is not the one that was noted: it was moved, say, or unmounted.
         """
-        own, slash, rest = whole.name.partition("/")
+        own_first, slash, inside = whole.name.partition("/")
         try:
-            noted, there = self._looked(whole.above)
+            noted, present = self._list(whole.above)
         except OSError:
             return []
-        found = noted - there - {own}
-        noted -= found
-        return [WholeFolder(whole.above, name + slash + rest) for name in sorted(found)]
+        deleted = noted - present - {own_first}
+        noted -= deleted
+        return [WholeFolder(whole.above, name + slash + inside) for name in sorted(deleted)]
 
-    def _looked(self, above: str) -> tuple[set[str], set[str]]:
-        """Return the names that were noted of a run's folder, and those that are there now."""
-        found = os.stat(above)
-        return self._names.setdefault((above, found.st_dev, found.st_ino), set()), {*os.listdir(above)}
+    def _list(self, above: str) -> tuple[set[str], set[str]]:
+        """Return the names that were noted in a run's folder, and those that are in it now."""
+        status = os.stat(above)
+        return self._noted.setdefault((above, status.st_dev, status.st_ino), set()), {*os.listdir(above)}

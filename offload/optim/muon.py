@@ -120,9 +120,9 @@ class Muon(OffloadedOptimizer):
             if 0 < len(failures) < dealt.ranks:
                 rank, text = failures[0]
                 self._holder.close()
-                if error is None:
+                if error is None:  # raised at last: those of the next mesh wait for this rank
                     allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
-                    raise ConfigError("params", "dealt to ranks", allowed)
+                    error = ConfigError("params", "dealt to ranks", allowed)
         if error is not None:
             raise error
 
