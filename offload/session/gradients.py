@@ -166,7 +166,7 @@ class Gradients:
         self._parts.gradients.hold(gradient, mark, elsewhere=elsewhere)
 
     def bind(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
-        """Say where a parameter's gradient lies for the next norm and step.
+        """Say where a parameter's gradient lies, for the next norm and step to read.
 
         Args:
             parameter: Which one.

@@ -104,7 +104,7 @@ class Wants:
             take_in(what)
 
     def are_in_use(self, kind: ScratchKind) -> bool:
-        """Return whether any buffer or tile of a kind has an owner."""
+        """Return whether any data of a kind is being filled, or may still be read."""
         self.take_posts()
         return self._parts.machine.scratch[kind].is_in_use
 

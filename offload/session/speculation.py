@@ -341,7 +341,7 @@ class Speculation:
         self._forget_arrivals()
 
     def choose_confirmed(self, subgroups: Collection[int]) -> tuple[int, ...]:
-        """Return which of `subgroups`, those that the step updates, have a version that it would make bit for bit."""
+        """Return which of `subgroups`, which the step updates, have a version with the bits that it would make."""
         machine, self.confirmed_bytes = self._parts.machine, 0
         self.revoked_bytes, self._revoked_bytes = self._revoked_bytes, 0
         if not machine.is_open or machine.broken is not None:
@@ -353,7 +353,7 @@ class Speculation:
         return confirmed
 
     def seal(self, confirmed: tuple[int, ...], rest: Sweep) -> None:
-        """Seal the open sweep, if there is one: copy confirmed weights from images, and begin what is left."""
+        """Seal the open sweep, if any: copy confirmed weights from their images, and begin the rest of the step."""
         machine = self._parts.machine
         machine.handle(Seal(confirmed, rest) if machine.is_open else Begin(rest))
         if machine.broken is None:
