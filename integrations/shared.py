@@ -33,10 +33,10 @@ POINTER = "offload_checkpoint"
 WAY_BACK = (
     "the optimizer state is not in this file: `offload export CHECKPOINT --for {} OUT` makes OUT for torch.optim"
 )
-"""What torch's own optimizer says that is given a pointer; all characters are ASCII, none is a quote."""
+"""Text in the error of a torch optimizer that loads a pointer; all characters are ASCII, none is a quote."""
 
 LOGGED = "step_s", "predicted_step_s", "resident_share"
-"""Metrics that go where a framework logs its loss."""
+"""Metrics that are logged with a framework's loss."""
 
 _log = logging.getLogger("offload")
 
@@ -53,27 +53,27 @@ def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
         raise ConfigError("config", config, "OffloadConfig's fields, or the path of a JSON file of them")
     try:
         with open(config, encoding="utf-8") as file:
-            found: Mapping[str, Any] = json.load(file)
+            values: Mapping[str, Any] = json.load(file)
     except OSError as cause:
         raise ConfigError("config", os.fspath(config), f"it cannot be read: {cause.strerror or cause}") from cause
     except ValueError as cause:
         raise ConfigError("config", os.fspath(config), f"it is not JSON: {cause}") from cause
-    return found
+    return values
 
 
 def check_relied_on(
     package: str, advice: str, tested: Sequence[str], relied_on: Mapping[str, Mapping[str, tuple[str, str]]]
 ) -> None:
-    """Check that a framework that is installed has what is relied on.
+    """Check that the installed framework has the functions that an integration replaces or calls.
 
     Args:
-        package: The module that has its version; errors name the first part.
-        advice: How it is installed.
-        tested: Versions that are.
-        relied_on: By module or class, and name of a function: parameters that it begins with, names that it uses.
+        package: The module that has the framework's version; errors name its first part.
+        advice: How the framework is installed.
+        tested: The tested versions.
+        relied_on: By module or class, and name of a function: its first parameters, and names that its code must use.
 
     Raises:
-        ConfigError: It cannot be imported, or something has moved; names it.
+        ConfigError: The framework cannot be imported, or a function is missing or has changed; names it.
     """
     field, use, moved = package.partition(".")[0], f"use one of {', '.join(tested)}", []
     try:
@@ -83,18 +83,18 @@ def check_relied_on(
         raise ConfigError(field, f"cannot be imported: {error}", advice) from error
     except AttributeError as error:
         raise ConfigError(field, version, f"{use}: {error}") from error
-    for (place, functions), owner in zip(relied_on.items(), owners, strict=True):
+    for (owner_name, functions), owner in zip(relied_on.items(), owners, strict=True):
         for name, (parameters, used) in functions.items():
             function = inspect.unwrap(vars(owner).get(name, None) or check_relied_on)
             if function is check_relied_on:
-                moved.append(f"{place}.{name} is gone")
+                moved.append(f"{owner_name}.{name} is gone")
                 continue
-            found = list(inspect.signature(function).parameters)
-            if found[: len(parameters.split())] != parameters.split():
-                moved.append(f"{place}.{name}({', '.join(found)}) took ({', '.join(parameters.split())})")
+            actual = list(inspect.signature(function).parameters)
+            if actual[: len(parameters.split())] != parameters.split():
+                moved.append(f"{owner_name}.{name}({', '.join(actual)}) took ({', '.join(parameters.split())})")
             names = {*_names_in(function.__code__)}
             if unused := [word for word in used.split() if word not in names]:
-                moved.append(f"{place}.{name} does not use {', '.join(unused)}")
+                moved.append(f"{owner_name}.{name} does not use {', '.join(unused)}")
     if moved:
         raise ConfigError(field, version, f"{use}: {'; '.join(moved)}")
     if version not in tested:
@@ -102,9 +102,9 @@ def check_relied_on(
 
 
 def _owner(place: str) -> Any:
-    """Return a module, or a class of one, which begins with a capital."""
+    """Return a module, or a class of a module, by its dotted name; the first letter of a class is a capital."""
     module, _, name = place.rpartition(".")
-    return getattr(import_module(module), name) if name[0].isupper() else import_module(place)
+    return getattr(import_module(module), name) if name.lstrip("_")[0].isupper() else import_module(place)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -131,13 +131,13 @@ def ours(optimizer: Any) -> Any:
 
 
 def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
-    """Return which optimizer of ours clips in place of its accelerator; None where the accelerator has to.
+    """Return which optimizer of ours clips in place of its accelerator; None if the accelerator has to.
 
-    It updates each of the parameters that has a gradient and no others, by their L2 norm, and no scaler changes
-    gradients itself.
+    An optimizer can if it updates exactly the given parameters that have gradients, the norm is the L2 norm, and no
+    scaler changes gradients itself.
 
     Raises:
-        ConfigError: None does, and nobody else can: gradients of these parameters leave during backward.
+        ConfigError: Neither can clip: gradients of these parameters are moved out of `.grad` during backward.
     """
     given = {id(parameter) for parameter in parameters}
     updated = {
@@ -155,35 +155,35 @@ def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[to
 
 
 def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
-    """Have an optimizer of ours know which backward passes are the last before a step, as its accelerator does."""
+    """Let an optimizer of ours ask its accelerator whether a backward pass is the last before a step."""
     state = accelerator.gradient_state  # not the accelerator, which has the optimizer
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
 
 
 def reduce_always(accelerator: Any) -> None:
-    """Have the gradients of each micro-step go to host memory: until the last FSDP2 would keep all on the device."""
+    """Disable `no_sync`: else FSDP2 would keep gradients on the device until the last micro-step."""
     accelerator.no_sync = lambda model: contextlib.nullcontext()
 
 
 def logged(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
-    """Return what is logged of the last step; of a model that is mostly frozen that is said, once."""
+    """Return the figures of the last step to log; warn once if the model is mostly frozen."""
     metrics = optimizer.metrics()
     tell_little(int(metrics["state_bytes"]), model.parameters())
     return {f"offload_{name}": metrics[name] for name in LOGGED}
 
 
 def save(optimizer: Any, folder: str) -> None:
-    """Save to a folder that the framework will delete, or keep, as it likes; return when the checkpoint is committed.
+    """Save to a folder that the framework may delete at any time; return when the checkpoint is committed.
 
-    The state stays on the paths as long as no kept checkpoint has to be released for that: only the framework knows
-    which ones are still wanted. Otherwise the checkpoint is a copy.
+    The state stays on the paths if no kept checkpoint has to be released for that: only the framework knows which
+    ones are still wanted. Otherwise the checkpoint is a copy.
     """
     optimizer.save_checkpoint(folder, copy=is_to_copy(optimizer.engine, folder))
     optimizer.wait_checkpoint()
 
 
 def is_to_copy(engine: Any, folder: str) -> bool:
-    """Return whether a save to a folder has to be a copy, as another kept checkpoint would be released for it."""
+    """Return whether a save to a folder has to be a copy: else another kept checkpoint would be released for it."""
     names = folder, os.path.realpath(folder)
     kept = [known for known in engine.checkpoints.kept if known not in names]
     copy = len(kept) >= engine.config.checkpoints
@@ -193,22 +193,22 @@ def is_to_copy(engine: Any, folder: str) -> bool:
 
 
 def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any]:
-    """Return what takes the place of an optimizer's state in a framework's own file: the name of its folder.
+    """Return the content of a framework's own file in place of an optimizer's state: a pointer to its folder.
 
-    torch's optimizers make a number of `step`, and say what they cannot make one of; they keep `bytes` as they are
-    until then. Their groups have to be these, or they say that first. SGD has no `step`, and would go on without its
-    momentum: it finds no groups.
+    A torch optimizer that loads the pointer raises an error with `WAY_BACK`: it converts `step` to a number, and its
+    error shows the `bytes` that cannot be converted. That needs groups that match its own, which it checks first.
+    torch's SGD has no `step`, and would go on without its momentum: its pointer has no groups, so that loading fails.
     """
-    found: dict[str, Any] = {POINTER: folder}
+    content: dict[str, Any] = {POINTER: folder}
     parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     if isinstance(optimizer, offload.SGD) or not parameters:
-        return found
+        return content
     text, numbers = WAY_BACK.format(framework).encode(), iter(range(parameters))
     groups = [{"params": [next(numbers) for _ in group["params"]], "lr": text} for group in optimizer.param_groups]
-    return {**found, "state": {0: {"step": text}}, "param_groups": groups}
+    return {**content, "state": {0: {"step": text}}, "param_groups": groups}
 
 
 def release(optimizer: Any, folder: str) -> None:
-    """Give back what a checkpoint that is deleted holds on the paths, if it holds anything there."""
+    """Release what a checkpoint that is deleted holds on the paths, if it holds anything there."""
     with contextlib.suppress(OffloadError):  # it is a copy, or has been released, or the session has ended
         ours(optimizer).engine.checkpoints.release(folder, after_mirror=True)

@@ -1,4 +1,4 @@
-"""A prepared optimizer with the methods of the one in it, and what its accelerator does in another way."""
+"""`Prepared`: Accelerate's wrapper with the methods of our optimizer; and replaced methods of its accelerator."""
 
 from __future__ import annotations
 
@@ -38,37 +38,38 @@ except ImportError as error:
 SHARDED = "DEEPSPEED", "FSDP", "MEGATRON_LM"
 
 FILE = "optimizer.bin"
-"""Accelerate's own for the first optimizer."""
+"""Accelerate's name for the file of the first optimizer."""
 
 FOLDER = "optimizer_state"
 """The optimizer's folder in what `save_state` writes; a number follows for all but the first one."""
 
 
 class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
-    """What `accelerator.prepare` returns for an optimizer, once `enable` has been told of it."""
+    """The optimizer that `accelerator.prepare` has returned, after `enable` has been called with it."""
 
     pointer: dict[str, Any] | None = None
-    """What `save_state` writes in place of all state, while it does."""
+    """What `state_dict` returns in place of all state while `save_state` runs."""
 
     loaded_from: str = ""
     """The folder that `load_state` reads."""
 
     schedulers: Sequence[Any] = ()
-    """Those that the accelerator has prepared, if a SIGTERM is to be heard."""
+    """The prepared schedulers of this optimizer, if a checkpoint is saved on a SIGTERM."""
 
     is_scheduled = True
-    """Whether one of them has stepped since this did, so that a SIGTERM's checkpoint waits for that."""
+    """Whether a scheduler has stepped since the last step: a SIGTERM's checkpoint waits for that."""
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        found = super().step(*arguments, **options)
+        """Make Accelerate's step; save on a SIGTERM, unless a scheduler steps next."""
+        result = super().step(*arguments, **options)
         if self.gradient_state.sync_gradients:
             is_waiting, self.is_scheduled = self.is_scheduled and bool(self.schedulers), False
             if not is_waiting:
                 self.optimizer.preemption.commit(self.optimizer)
-        return found
+        return result
 
     def after_schedule(self) -> None:
-        """Take note that a scheduler has stepped."""
+        """Note that a scheduler has stepped; save now if a SIGTERM has come."""
         self.is_scheduled = True
         self.optimizer.preemption.commit(self.optimizer)
 
@@ -88,19 +89,19 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.PathLike[str] | None = None) -> Any:
-    """Have an accelerator leave the state of a prepared optimizer of ours where it lives.
+    """Let an accelerator save and load a prepared optimizer of ours by its checkpoints, without moving its state.
 
     Methods of this accelerator alone are replaced: `clip_grad_norm_`, `save_state` and `load_state`; and `no_sync`,
-    where FSDP2 has weights wait in host memory for the only process. Under FSDP2 the optimizer begins anew with what
-    `prepare` has made of its parameters, so no step may have been taken.
+    if there is one process and FSDP2 keeps its weights in host memory. Under FSDP2 the optimizer begins anew with
+    what `prepare` has made of its parameters, so no step may have been taken.
 
     Args:
         accelerator: The one that has prepared the optimizer.
         optimizer: What its `prepare` has returned for one of our optimizers. A second call changes nothing else.
-        commit_on_sigterm: Have all ranks save, by `save_state` to this folder, at the end of the step in which one
-            of them gets a SIGTERM; then the handler that was there before runs, which by default ends the process.
-            Where a scheduler is prepared and steps with the optimizer, that is after its step. What a loop counts
-            itself has to be counted by then, or be in a data loader that is prepared with `use_stateful_dataloader`.
+        commit_on_sigterm: Save on all ranks, by `save_state` to this folder, at the end of the step in which one of
+            them gets a SIGTERM; then the handler that was there before runs, which by default ends the process.
+            If a scheduler is prepared and steps with the optimizer, the save comes after its step. Counters of a loop
+            have to be right by then, or be in a data loader that is prepared with `use_stateful_dataloader`.
 
     Returns:
         `optimizer`, which has the methods and properties of ours now.
@@ -139,16 +140,16 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
 
 
 def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.PathLike[str]) -> None:
-    """Have a SIGTERM save a whole folder, when both the optimizer and its scheduler have stepped."""
-    this = weakref.ref(accelerator)  # which has the optimizer
+    """Save a whole folder on a SIGTERM, once both the optimizer and its scheduler have stepped."""
+    accelerator_ref = weakref.ref(accelerator)  # which has the optimizer
 
     def save() -> None:
-        if (found := this()) is not None:
-            found.save_state(os.fspath(folder))
+        if (alive := accelerator_ref()) is not None:
+            alive.save_state(os.fspath(folder))
 
-    found = ours(optimizer)
-    found.commit_on_sigterm(save)
-    found.preemption.is_late = True
+    inner = ours(optimizer)
+    inner.commit_on_sigterm(save)
+    inner.preemption.is_late = True
     optimizer.schedulers = [known for known in accelerator._schedulers if optimizer in known.optimizers]
     for scheduler in optimizer.schedulers:
         if "step" not in vars(scheduler):
@@ -156,14 +157,14 @@ def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.P
 
 
 def _schedule(optimizer: Prepared, scheduler: Any, *arguments: Any, **options: Any) -> None:
-    """Stand in for `AcceleratedScheduler.step`."""
+    """Replaces `AcceleratedScheduler.step`."""
     type(scheduler).step(scheduler, *arguments, **options)
     if optimizer.gradient_state.sync_gradients:
         optimizer.after_schedule()
 
 
 def _set_aside(accelerator: Any) -> None:
-    """Take what interrupted saves have left away from where `load_state` looks for the last one."""
+    """Move folders of interrupted saves out of the folder in which `load_state` looks for the last one."""
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and accelerator.project_dir is not None:
         above = os.fspath(accelerator.project_dir)
@@ -171,7 +172,7 @@ def _set_aside(accelerator: Any) -> None:
 
 
 def _check_fsdp(accelerator: Any) -> None:
-    """Have an accelerator leave to host memory what is too large for its device, where it is the only one."""
+    """Let an accelerator with one process, whose FSDP2 keeps weights in host memory, move gradients there, too."""
     plugin, fsdp = accelerator.state.fsdp_plugin, import_module("torch.distributed.fsdp")
     if accelerator.num_processes == 1 and isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy):
         if plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
@@ -182,22 +183,22 @@ def _check_fsdp(accelerator: Any) -> None:
 def _clip(
     accelerator: Any, prepared: list[Prepared], parameters: Any, max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
-    """Stand in for `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips."""
+    """Replaces `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    found = clipper(map(ours, prepared), accelerator, parameters, norm_type)
-    if found is None:
+    clipping = clipper(map(ours, prepared), accelerator, parameters, norm_type)
+    if clipping is None:
         return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)  # type: ignore[no-any-return]
-    return found.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+    return clipping.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 
 
 def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
-    """Stand in for `Accelerator.save_state`, which deletes old folders first, by `total_limit`."""
-    there = [{k for k in known.engine.checkpoints.kept if os.path.isdir(k)} for known in prepared]
-    accelerator.wait_for_everyone()  # else the first rank deletes what others have not looked at
-    before = partial(_before_save, accelerator, prepared, there)
+    """Replaces `Accelerator.save_state`, which deletes old folders first, by `total_limit`."""
+    folders_before = [{k for k in known.engine.checkpoints.kept if os.path.isdir(k)} for known in prepared]
+    accelerator.wait_for_everyone()  # else the first rank deletes folders that others have not listed yet
+    before = partial(_before_save, accelerator, prepared, folders_before)
     hook = accelerator.register_save_state_pre_hook(before)
     try:
-        with _sharded(before):
+        with _fsdp_by_pointers(before):
             folder = type(accelerator).save_state(accelerator, *arguments, **options)
     finally:
         hook.remove()
@@ -208,13 +209,14 @@ def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
 
 
 def _before_save(
-    accelerator: Any, prepared: list[Prepared], there: list[set[str]], models: Any, weights: Any, output_dir: str
+    accelerator: Any, prepared: list[Prepared], earlier: list[set[str]], models: Any, weights: Any, output_dir: str
 ) -> None:
-    if prepared[0].pointer is not None:  # by `_sharded`
+    """Save each optimizer's checkpoint, and let `state_dict` return a pointer to it; release deleted ones first."""
+    if prepared[0].pointer is not None:  # `_fsdp_by_pointers` has called this already
         return
     begin_folder(output_dir)
     for number, known in enumerate(prepared):
-        for folder in sorted(there[number]):
+        for folder in sorted(earlier[number]):
             if not os.path.isdir(folder):
                 release(known, folder)
         name = f"{FOLDER}_{number}" if number else FOLDER
@@ -223,14 +225,17 @@ def _before_save(
 
 
 def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
-    """Stand in for `Accelerator.load_state`."""
-    with _sharded():
+    """Replaces `Accelerator.load_state`."""
+    with _fsdp_by_pointers():
         return type(accelerator).load_state(accelerator, *arguments, **options)
 
 
 @contextlib.contextmanager
-def _sharded(before_save: Callable[..., None] | None = None) -> Iterator[None]:
-    """Have what Accelerate calls for optimizers under FSDP, ahead of its hooks, write and read pointers."""
+def _fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterator[None]:
+    """Replace Accelerate's functions that save and load optimizers under FSDP: ours are saved as pointers.
+
+    Accelerate calls them before its hooks, so they do what the hooks do.
+    """
     module = import_module("accelerate.accelerator")
     save_theirs, load_theirs = module.save_fsdp_optimizer, module.load_fsdp_optimizer
 

@@ -44,8 +44,8 @@ def _hide_our_frames() -> None:
     sys.excepthook = excepthook
 
 
-def _use(file: str) -> None:
-    """Have this program and those that it starts use a file's object; end if it cannot be used."""
+def _set_config(file: str) -> None:
+    """Let this program and those that it starts use the object in a file; exit if it cannot be used."""
     try:
         settings.load(file)
     except ConfigError as error:
@@ -55,6 +55,7 @@ def _use(file: str) -> None:
 
 
 def _run_script(path: str) -> None:
+    """Run a script as Python would: as `__main__`, with its directory first on the path."""
     module = types.ModuleType("__main__")
     module.__file__ = os.path.abspath(path)
     try:
@@ -71,13 +72,14 @@ def _run_script(path: str) -> None:
 
 
 def _run_module(name: str) -> None:
+    """Run a module as `python -m` would."""
     try:
-        found = find_spec(name) is not None
+        exists = find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
+        if not f"{name}.".startswith(f"{error.name}."):  # its package exists, and imports one that does not
             raise
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         print(f"{NAME}: No module named {name}", file=sys.stderr)
         sys.exit(1)
     _hide_our_frames()
@@ -93,29 +95,29 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: It cannot be found (one line says so), or it exits.
     """
-    rest = list(arguments)
+    remaining = list(arguments)
     ranks = []
-    while rest and rest[0].startswith(("--local_rank=", "--local-rank=")):  # launchers put theirs first
-        ranks.append(rest.pop(0))
+    while remaining and remaining[0].startswith(("--local_rank=", "--local-rank=")):  # launchers put theirs first
+        ranks.append(remaining.pop(0))
     file = os.environ.get(settings.VARIABLE) or None
-    if rest[:1] == ["--config"] and len(rest) > 1:
-        file = rest[1]
-        del rest[:2]
-    elif rest and rest[0].startswith("--config="):
-        file = rest.pop(0).partition("=")[2]
+    if remaining[:1] == ["--config"] and len(remaining) > 1:
+        file = remaining[1]
+        del remaining[:2]
+    elif remaining and remaining[0].startswith("--config="):
+        file = remaining.pop(0).partition("=")[2]
     run: Callable[[str], None] = _run_script
-    if rest[:1] == ["-m"]:
+    if remaining[:1] == ["-m"]:
         run = _run_module
-        del rest[0]
-    if not rest or rest[0].startswith("-"):
-        wanted = rest[:1] in (["-h"], ["--help"])
+        del remaining[0]
+    if not remaining or remaining[0].startswith("-"):
+        wanted = remaining[:1] in (["-h"], ["--help"])
         print(USAGE, file=sys.stdout if wanted else sys.stderr)
         sys.exit(0 if wanted else 2)
-    sys.argv = [rest[0], *ranks, *rest[1:]]
+    sys.argv = [remaining[0], *ranks, *remaining[1:]]
     if file is not None:
-        _use(file)
+        _set_config(file)
     enable_at_import()
-    run(rest[0])
+    run(remaining[0])
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""DeepSpeed's checkpoints written behind training: `save_checkpoint` returns when versions are pinned.
+"""DeepSpeed's checkpoints written in the background: `save_checkpoint` returns when versions are pinned.
 
-A rank's save pins the versions that lie on paths, and has others written there before their next change, as any save
-of an `Engine` does. A thread then copies them from there into DeepSpeed's file, under a name that nothing loads, and
-renames it when it is durable. Rank 0 lets `latest` name the tag when the files of all ranks are there.
+A rank's save pins the tile versions that lie on paths, and writes the others there before their next change, as any
+save of an `Engine` does. A thread then copies them from there into DeepSpeed's file, under a name that nothing loads,
+and renames the file when it is durable. Rank 0 writes the tag's name to `latest` when the files of all ranks exist.
 
 With the layout "in_place" nothing is copied: the engines' checkpoint is in the tag's folder (`in_place.py`). `latest`
-names the tag once there is that, and before another tag is released for it.
+names the tag once that is committed, and before another tag is released for it.
 
 Under ZeRO-1 and 2 the model's file has all weights. Each rank writes those that its masters round to, before its own
 file gets its name; rank 0 names the model's file when all ranks' files are there, as the tag's last.
 
-Invariants: `latest` comes to name a tag when it is whole; a tag that is not whole, as it is being saved again, too,
-lacks files, so nothing loads it; a save that fails leaves training and other tags as they are, and is told on all
-ranks by the next call that all ranks make: a save, a load or `wait_checkpoint`.
+Invariants: `latest` names a tag only once the tag is whole; a tag that is not whole lacks files, so nothing loads it,
+even while it is saved again; a save that fails leaves training and other tags as they are, and raises on all ranks in
+the next call that all ranks make: a save, a load or `wait_checkpoint`.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from offload.optim.folders import mirror_folder
 log = logging.getLogger("offload")
 
 PARTIAL = ".offload-partial"
-"""The folder in a tag's in which files are that are not whole, under their names, which torch writes into them."""
+"""Subfolder of a tag's folder for files that are not whole; under their final names, which torch writes into them."""
 
 ASIDE = ".aside"
-"""The end of the name of what a tag that is saved again had."""
+"""Suffix of the old files of a tag that is saved again."""
 
 LEAST_PRIORITY = 19
-"""Of the thread that copies, as the system counts: training's threads go before it."""
+"""Nice value of the thread that copies: training's threads are scheduled first."""
 
 PINNED = ".offload-behind"
 """The folder beside the tags in which versions are pinned, by rank, until they have been copied."""
 
 LOOK_S = 0.02
-"""How often somebody looks for what others have done. No event: a Ctrl-C may leave its lock behind."""
+"""Seconds between looks at what others have done. Not an event: a Ctrl-C could leave its lock held."""
 
 SAY_S = 10.0
-"""How long a wait is before the log says what for."""
+"""Seconds that a wait lasts before the log says what for."""
 
 LAST_S = 60.0
-"""How long rank 0 looks for the files of others when the program ends."""
+"""Seconds that rank 0 looks for the files of others when the program ends."""
 
-_pinned: set[str] = set()
+_pinned_folders: set[str] = set()
 """Folders of this process in which versions are pinned; two models may be saved beside each other."""
 
 _naming = threading.Lock()
-"""Whoever writes `latest` has it."""
+"""Held while `latest` is written."""
 
 
 class Stage(IntEnum):
@@ -74,10 +74,10 @@ class Stage(IntEnum):
 
     Attributes:
         BEGUN: It has pinned its versions.
-        PREPARED: It has done all that others wait for so that there is a checkpoint of the engines.
-        COMMITTED: It knows that there is one.
-        DURABLE: Its part is durable.
-        ENDED: Nothing is done for it any more, well or not.
+        PREPARED: It has done its part of the engines' checkpoint; that can be committed once all ranks have.
+        COMMITTED: It knows that the engines' checkpoint is committed.
+        DURABLE: Its files are durable.
+        ENDED: The save has ended, with success or an error.
     """
 
     BEGUN = 0
@@ -97,7 +97,7 @@ SETTLING = (
     (Stage.ENDED, 0),
     (Stage.ENDED, EVERY),
 )
-"""What ranks wait for together, one after the other: each needs of other ranks no more than what comes before."""
+"""Stages that ranks wait for together, in this order, each of one rank or all: none needs a later one of any rank."""
 
 
 @dataclass
@@ -105,21 +105,21 @@ class PendingTag:
     """A tag whose files are being written.
 
     Attributes:
-        folder: Of all tags.
-        tag: Its name.
-        file: This rank's file when it is whole.
-        others: All ranks' files, which have to be there before `latest` may name the tag.
-        starts: Where each state tensor of each flat tensor begins in the file; None if it has them already.
-        frame: What the file has besides, if state stays where it is.
-        model: The model's file, if it is not there yet: rank 0's to name, and of other ranks that write to it.
-        synced: What was written before, to be made durable with it.
-        publishes: Whether `latest` is to name it.
-        id: Of the engines' checkpoint, the same on all ranks.
-        is_given_up: Whether it is not to become whole any more.
-        is_named: Whether `latest` names it, if it is to.
+        folder: The folder of all tags.
+        tag: The tag's name.
+        file: Final path of this rank's file.
+        others: Final paths of all ranks' files, which have to exist before `latest` may name the tag.
+        starts: Where each state tensor of each flat tensor begins in the file; None if they are written already.
+        frame: What the file has besides state, if state stays where it lies.
+        model: The model's file, if it is not whole yet: on rank 0, which names it, and on ranks that write to it.
+        synced: Files that were written before, to be made durable with this rank's.
+        publishes: Whether `latest` is to name the tag.
+        id: Id of the engines' checkpoint, the same on all ranks.
+        is_given_up: Whether the tag must not become whole any more.
+        is_named: Whether all files have their names, and `latest` names the tag if it is to.
         is_settled: Whether all ranks know that all parts are durable.
         stage: How far this rank is.
-        error: Why it did not become whole, or the latest.
+        error: Why the tag did not become whole, or the latest.
     """
 
     folder: str
@@ -141,24 +141,24 @@ class PendingTag:
 
     @property
     def partial(self) -> str:
-        """This rank's file until it is whole."""
+        """Path of this rank's file until it is whole."""
         return partial_of(self.file)
 
 
 def partial_of(file: str) -> str:
-    """Return where a file is until it is whole."""
+    """Return the path of a file until it is whole."""
     return os.path.join(os.path.dirname(file), PARTIAL, os.path.basename(file))
 
 
 def set_aside(file: str) -> None:
-    """Have nothing load a file; a large one takes its time to be deleted, which is done behind training."""
+    """Rename a file that a new save replaces, so that nothing loads it; it is deleted later, in the background."""
     if os.path.exists(file):
         os.makedirs(os.path.dirname(partial_of(file)), exist_ok=True)
         os.rename(file, f"{partial_of(file)}{ASIDE}")
 
 
 def discard(file: str) -> None:
-    """Delete what there is of a file that is not whole, what it was to displace, and the folder if it is empty."""
+    """Delete a file that is not whole, and the old one that it was to replace; then their folder, if it is empty."""
     with contextlib.suppress(OSError):
         _delete(partial_of(file))
         _delete(f"{partial_of(file)}{ASIDE}")
@@ -176,19 +176,19 @@ class SavesBehind:
     Args:
         shard: Whose state they hold.
         rank: This rank.
-        on_all_ranks: Does one rank's work; see `OffloadedOptimizer`.
+        on_all_ranks: Does this rank's work, and raises on all ranks if it raises on one; see `ranks.on_all_ranks`.
     """
 
     def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
         self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
         self.pending: PendingTag | None = None
         self.rounds = True
-        """Whether weights have been what masters round to, wherever a tag has said so."""
+        """Whether weights that were taken for equal to their rounded masters have always been so."""
         self._pid = os.getpid()
-        atexit.register(_end, weakref.ref(self))
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     def begin(self, pending: PendingTag) -> None:
-        """Pin the state, and have the file filled behind; its other bytes are there already.
+        """Pin the state, and start filling the file with it in the background; its other bytes are written already.
 
         Raises:
             CheckpointError: State cannot be pinned.
@@ -201,9 +201,9 @@ class SavesBehind:
                 request = SaveRequest(
                     folder,
                     mirrored=False,  # a mirror has the engines' part alone
-                    extra=partial(self._stand_in, pending, pending.frame.encode()),
+                    extra=partial(self._write_stub, pending, pending.frame.encode()),
                     on_commit=partial(self._write, pending, folder),
-                    on_done=partial(self._end, pending, ""),
+                    on_done=partial(self._end_save, pending, ""),
                     id=pending.id,
                     rank=self._rank,
                     ranks=len(pending.others),
@@ -214,28 +214,28 @@ class SavesBehind:
                 threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
             else:
                 names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
-                places = (os.path.join(pending.folder, PINNED, name) for name in names)
-                _pinned.add(pinned := next(place for place in places if place not in _pinned))
+                folders = (os.path.join(pending.folder, PINNED, name) for name in names)
+                _pinned_folders.add(pinned := next(folder for folder in folders if folder not in _pinned_folders))
                 os.makedirs(pinned, exist_ok=True)
                 request = SaveRequest(
                     pinned,
                     mirrored=False,
                     on_commit=partial(self._write, pending, pinned),
-                    on_done=partial(self._end, pending, pinned),
+                    on_done=partial(self._end_save, pending, pinned),
                     id=pending.id,
                 )
                 checkpoints.save(request)
         except BaseException:
-            if not checkpoints.has_begun(pending.id):  # else it ends as others do, as after a Ctrl-C
-                _pinned.discard(pinned)
+            if not checkpoints.has_begun(pending.id):  # if it has, as before a Ctrl-C, `on_done` ends it
+                _pinned_folders.discard(pinned)
                 pending.stage = Stage.ENDED
             raise
 
     def settle(self) -> None:
-        """Wait until the tag under way is whole, and tell on all ranks if it is not. Collective.
+        """Wait until the tag under way is whole. Collective.
 
         Raises:
-            CheckpointError: It could not be written; `latest` names the one before.
+            CheckpointError: On all ranks, if one could not write its part; `latest` names the tag before.
         """
         pending = self.pending
 
@@ -253,7 +253,7 @@ class SavesBehind:
                 raise CheckpointError(f"{pending.tag} {what}: {pending.error}") from pending.error
 
         try:
-            for stage, rank in SETTLING:  # a rank may wait for what another one has failed to do before
+            for stage, rank in SETTLING:  # one by one: a rank may wait for what another has failed to do
                 self._on_all_ranks(partial(reach, stage, rank))
         except BaseException:
             self.give_up()
@@ -261,15 +261,17 @@ class SavesBehind:
         self.pending = None
 
     def give_up(self) -> None:
-        """Have the tag under way not become whole, and not the latest, if it is not yet."""
+        """Stop the tag under way from becoming whole, or the latest, if it is not yet; wait until its thread ends."""
         pending = self.pending
         if pending is not None:
             pending.is_given_up = True
             _wait(pending, lambda: pending.stage is Stage.ENDED, "to be given up")
-            self.pending = None  # not before: an interrupted wait would leave its thread to the next save's files
+            self.pending = (
+                None  # not before: after an interrupted wait its thread could write to the next save's files
+            )
 
     def close(self) -> None:
-        """Wait until the tag under way is whole, alone; a Ctrl-C gives it up."""
+        """Wait until the tag under way is whole, without collectives; a Ctrl-C gives the tag up."""
         pending = self.pending
         if pending is None or os.getpid() != self._pid:  # a forked copy has no such thread
             return
@@ -277,7 +279,7 @@ class SavesBehind:
             _wait(pending, lambda: pending.stage >= Stage.PREPARED, "to be written")
             until_s = time.monotonic() + LAST_S
 
-            def is_late() -> bool:  # what comes after a commit takes as long as it takes
+            def is_late() -> bool:  # after a commit, this rank's own copying may take as long as it needs
                 return pending.stage is not Stage.COMMITTED and time.monotonic() > until_s
 
             _wait(pending, lambda: pending.stage is Stage.ENDED or is_late(), "of other ranks to be written")
@@ -289,17 +291,15 @@ class SavesBehind:
     # On a thread of its own
 
     def _write(self, pending: PendingTag, folder: str) -> None:
-        """Write this rank's part. A checkpoint that its own displaces stays until `latest` names the tag.
+        """Write this rank's files, in `on_commit`: the checkpoint that is replaced is kept until `latest` is written.
 
-        Args:
-            pending: Of which tag.
-            folder: Of the engine's checkpoint, if it has one.
+        `folder` has the engine's checkpoint; "" if versions are not pinned.
         """
         pending.stage = Stage.COMMITTED
-        for file in self._named(pending):
+        for file in self._files_to_name(pending):
             _delete(f"{partial_of(file)}{ASIDE}")
         try:
-            self._fill(pending, folder)
+            self._write_files(pending, folder)
             pending.stage = Stage.DURABLE
             if pending.frame is not None or self._shard.engine.checkpoints.kept:
                 self._publish(pending)
@@ -309,48 +309,47 @@ class SavesBehind:
             pending.error = failed
             raise
 
-    def _end(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
-        """Let go of the versions, and make known what has become of the tag.
+    def _end_save(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
+        """Release the versions pinned in a folder ("" for none), make the tag whole or log its error, and tidy up.
 
-        Args:
-            pending: Which.
-            pinned: Where its versions are pinned, if it needs any.
-            error: Why there is no checkpoint of the engines.
+        `error` says why there is no checkpoint of the engines.
         """
         try:
             pending.error = pending.error or error
             if pinned:
                 self._release(pinned)
             if pending.error is None:
-                with contextlib.suppress(OSError):  # which the tag has
+                with contextlib.suppress(OSError, CheckpointError):  # `_name_tag` has noted it in `pending.error`
                     if self._rank == 0:
                         self._publish(pending)
-                    tag = os.path.join(pending.folder, pending.tag)
-                    if mark_of(tag) is not Mark.NONE:  # it is whole, or becomes so on rank 0 in this moment
-                        mirror_folder(self._shard, tag)
+                    tag_folder = os.path.join(pending.folder, pending.tag)
+                    if mark_of(tag_folder) is not Mark.NONE:  # whole, or about to be marked so by rank 0
+                        mirror_folder(self._shard, tag_folder)
             else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
                 )
         finally:
-            for file in self._named(pending):
+            for file in self._files_to_name(pending):
                 discard(file)
             pending.stage = Stage.ENDED
 
     def _write_alone(self, pending: PendingTag) -> None:
-        """Write this rank's part, which needs no versions."""
-        with contextlib.suppress(Exception):  # which the tag has
+        """Write this rank's files where no state is left to copy, so that nothing is pinned."""
+        with contextlib.suppress(Exception):  # noted in `pending.error`
             self._write(pending, "")
-        self._end(pending, "", None)
+        self._end_save(pending, "", None)
 
-    def _fill(self, pending: PendingTag, folder: str) -> None:
+    def _write_files(self, pending: PendingTag, folder: str) -> None:
+        """Copy pinned state, and rounded weights, into this rank's and the model's file; then name this rank's."""
+
         def visit(take: stream.Take, names: Sequence[str]) -> None:
-            def unless_given_up(*given: object) -> None:
+            def take_unless_given_up(*given: object) -> None:
                 if pending.is_given_up:
                     raise CheckpointError("it was given up")
                 take(*given)
 
-            self._shard.engine.checkpoints.visit(folder, unless_given_up, names)
+            self._shard.engine.checkpoints.visit(folder, take_unless_given_up, names)
 
         model, files = pending.model, dict[str, stream.Starts]()
         if pending.frame is None and pending.starts is not None:
@@ -369,48 +368,51 @@ class SavesBehind:
                 )
             _sync(partial_of(model.path))
         if pending.frame is None or model is not None:
-            _place(pending)
+            _name_rank_file(pending)
 
-    def _named(self, pending: PendingTag) -> list[str]:
-        """Return the files that this rank names."""
+    def _files_to_name(self, pending: PendingTag) -> list[str]:
+        """Return the files that this rank gives their names."""
         model = [pending.model.path] if pending.model is not None and self._rank == 0 else []
         return [pending.file, *model]
 
     def _release(self, pinned: str) -> None:
-        """Let go of the pinned versions; where that fails, the next save does."""
+        """Release the pinned versions; if that fails, the next save to the folder does."""
         with contextlib.suppress(Exception):
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
             os.rmdir(os.path.dirname(pinned))
-        _pinned.discard(pinned)
+        _pinned_folders.discard(pinned)
 
     def _publish(self, pending: PendingTag) -> None:
-        """Have rank 0 make the tag whole once all ranks' files are there; others wait for the model's, its last."""
+        """On rank 0, make the tag whole once all ranks' files exist; on others, wait for the model's, its last."""
         last = [pending.model.path] if pending.model is not None else []
         awaited = pending.others if self._rank == 0 else last
         while not (pending.is_given_up or pending.is_settled or all(map(os.path.exists, awaited))):
             time.sleep(LOOK_S)
         if self._rank == 0 and not (pending.is_given_up or pending.is_named):
-            self._name(pending)
+            self._name_tag(pending)
 
-    def _stand_in(self, pending: PendingTag, frame: bytes) -> bytes:
-        """Have a file that names the checkpoint stand where the rank's would, and return what goes with its state."""
+    def _write_stub(self, pending: PendingTag, frame: bytes) -> bytes:
+        """Write the stub in the place of this rank's file; return the frame, which is the `extra` of its manifest."""
         _delete(f"{pending.partial}{ASIDE}")
         in_place.write_stub(pending.partial, pending.id)
         if pending.model is None:
-            _place(pending)
+            _name_rank_file(pending)
         return frame
 
     def _find_ended(self, pending: PendingTag) -> Sequence[int]:
-        """Return the ranks that nobody waits for. The first who asks has written all that this rank has to."""
+        """Return the ranks that the commit need not wait for: all of them once the tag was given up.
+
+        The commit calls this when this rank's manifest is written, so this rank is PREPARED.
+        """
         pending.stage = max(pending.stage, Stage.PREPARED)
         return range(len(pending.others)) if pending.is_given_up else ()
 
-    def _name(self, pending: PendingTag) -> None:
-        """Name the model's file, by which the tag is whole, and have `latest` name the tag, if it is to."""
+    def _name_tag(self, pending: PendingTag) -> None:
+        """Give the model's file its name, which makes the tag whole, and write `latest`, if it is to name the tag."""
         try:
             if pending.model is not None:
-                _rename(pending.model.path)
+                _name_file(pending.model.path)
             if mark_of(tag := os.path.join(pending.folder, pending.tag)) is Mark.BEGUN:
                 mark_whole(tag)
             if pending.publishes:
@@ -421,22 +423,22 @@ class SavesBehind:
                     os.fsync(file.fileno())
                     os.rename(file.name, latest)
             _sync(pending.folder)
-        except OSError as failed:
+        except (OSError, CheckpointError) as failed:
             pending.error = failed
             raise
         pending.is_named = True
         log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
 
 
-def _place(pending: PendingTag) -> None:
-    """Give the rank's file its name, when all that belongs to it is durable."""
+def _name_rank_file(pending: PendingTag) -> None:
+    """Make the files in `synced` and the rank's file durable, then give the rank's file its name."""
     for name in pending.synced:
         _sync(name)
-    _rename(pending.file)
+    _name_file(pending.file)
 
 
-def _rename(file: str) -> None:
-    """Give a file its name when it is durable."""
+def _name_file(file: str) -> None:
+    """Make a file durable, then move it from its partial name to its final one."""
     _sync(partial_of(file))
     os.rename(partial_of(file), file)
     _sync(os.path.dirname(file))
@@ -447,7 +449,7 @@ def _since(then_s: float) -> float:
 
 
 def _wait(pending: PendingTag, arrived: Callable[[], bool], what: str) -> None:
-    """Wait until something has happened to a tag, and say so if that takes long. A Ctrl-C is a way out."""
+    """Wait until `arrived` returns true, and log what for if that takes long. A Ctrl-C interrupts the wait."""
     said_s = time.monotonic()
     while not arrived():
         time.sleep(LOOK_S)
@@ -456,11 +458,11 @@ def _wait(pending: PendingTag, arrived: Callable[[], bool], what: str) -> None:
             said_s = time.monotonic()
 
 
-def _end(behind: weakref.ref[SavesBehind]) -> None:
-    """The interpreter ends."""
-    found = behind()
-    if found is not None:
-        found.close()
+def _close_at_exit(behind: weakref.ref[SavesBehind]) -> None:
+    """When the interpreter ends: wait for the tag that is being written."""
+    saves = behind()
+    if saves is not None:
+        saves.close()
 
 
 def _sync(path: str) -> None:

@@ -1,8 +1,8 @@
-"""New weights of ZeRO-1 and 2 that ranks gather while a step goes on into the next forward pass.
+"""Gathers new weights of ZeRO-1 and 2 while a step goes on into the next forward pass.
 
-DeepSpeed gathers all of them at the end of its step. Here that is left out, and they are gathered bucket by bucket,
-in the order in which modules used them last on any rank; a module waits for the buckets that its weights lie in. A
-bucket is the same range of all ranks' parts of a flat tensor, so one collective brings what each rank has updated.
+DeepSpeed gathers all of them at the end of its step. Here it does not, and they are gathered bucket by bucket, in the
+order in which modules used them last on any rank; a module waits for the buckets that its weights lie in. A bucket is
+the same range of all ranks' parts of a flat tensor, so one collective sends what each rank has updated to all.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ from offload.optim.overlap import FollowedModel
 from offload.optim.pace import Pace
 
 
-class Place(NamedTuple):
-    """A range of all ranks' parts of a flat tensor.
-
-    Attributes:
-        flat: Number of the flat tensor.
-        start: First element of a part.
-        stop: Element after the last.
-    """
+class GatherRange(NamedTuple):
+    """A range of all ranks' parts of flat tensor number `flat`: elements `start` to `stop` of each part."""
 
     flat: int
     start: int
@@ -34,16 +28,16 @@ class Place(NamedTuple):
 
 
 class Gathers:
-    """Has modules wait for weights that a step updates, and ranks gather, behind its callers.
+    """Gathers weights that a step updates, in the background, and makes modules wait for those that they use.
 
-    Made by all ranks together. For a `FollowedModel` it is what knows which weights are there.
+    Made by all ranks together. A `FollowedModel` asks it to wait for a module's weights.
 
     Args:
         engine: Updates this rank's parts.
-        pieces: What it updates.
+        pieces: The pieces that it updates.
         parts: Of each flat tensor, the parts of all ranks.
         group: The ranks.
-        pace: Is told how long callers wait.
+        pace: Measures how long callers wait.
 
     Attributes:
         models: The models that wait.
@@ -65,67 +59,68 @@ class Gathers:
         self._pace = pace
         self._device = parts[0][0].device
         self._exchange = Exchange(group, self._device) if torch.distributed.get_world_size(group) > 1 else None
-        self._places: list[Place] = []
-        self._numbers: list[list[int]] = []  # of places, by flat tensor
-        for flat, each in enumerate(parts):
-            size = max(1, BUCKET_BYTES // (len(each) * each[0].itemsize))
-            starts = range(0, each[0].numel(), size)
-            self._numbers.append([*range(len(self._places), len(self._places) + len(starts))])
-            self._places += [Place(flat, start, min(start + size, each[0].numel())) for start in starts]
-        self._pieces_of: list[list[int]] = [[] for _ in self._places]
+        self._ranges: list[GatherRange] = []
+        self._range_numbers: list[list[int]] = []  # of the ranges of each flat tensor
+        for flat, rank_parts in enumerate(parts):
+            size = max(1, BUCKET_BYTES // (len(rank_parts) * rank_parts[0].itemsize))
+            starts = range(0, rank_parts[0].numel(), size)
+            self._range_numbers.append([*range(len(self._ranges), len(self._ranges) + len(starts))])
+            self._ranges += [GatherRange(flat, start, min(start + size, rank_parts[0].numel())) for start in starts]
+        self._pieces_by_range: list[list[int]] = [[] for _ in self._ranges]
         for number, piece in enumerate(pieces):
-            for place in self._within(piece.flat, piece.offset, piece.numel):
-                self._pieces_of[place].append(number)
-        self._used: dict[int, None] = {}  # places, in the order of their use since the last step
-        self._places_of: dict[torch.Tensor, tuple[int, ...]] = {}
-        self._agreed: list[int] = []
+            for number_of_range in self._within(piece.flat, piece.offset, piece.numel):
+                self._pieces_by_range[number_of_range].append(number)
+        self._used: dict[int, None] = {}  # numbers of ranges, in the order of their use since the last step
+        self._ranges_by_parameter: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._gather_order: list[int] = []
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Have the modules of a model wait for their weights."""
+        """Hook the modules of a model, so that each waits for its weights before it uses them."""
         self.models.append(FollowedModel(self, model, check=False))
 
     def _within(self, flat: int, start: int, numel: int) -> Iterable[int]:
-        """Return the places that some elements of a rank's part lie in."""
-        numbers = self._numbers[flat]
-        size = self._places[numbers[0]].stop if numbers else 1
+        """Return the numbers of the ranges that some elements of a rank's part lie in."""
+        numbers = self._range_numbers[flat]
+        size = self._ranges[numbers[0]].stop if numbers else 1
         return numbers[start // size : -(-(start + numel) // size)] if numel else ()
 
-    def _of(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the places that a parameter lies in, whoever updates it; none for one that is not trained here."""
-        found = self._places_of.get(parameter)
-        if found is None:
+    def _ranges_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the numbers of the ranges that a parameter lies in, on any rank; none if it is not trained."""
+        ranges = self._ranges_by_parameter.get(parameter)
+        if ranges is None:
             address, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
-            found = ()
-            for flat, each in enumerate(self._parts):
-                for part in each:
+            ranges = ()
+            for flat, rank_parts in enumerate(self._parts):
+                for part in rank_parts:
                     first = max(address, part.data_ptr())
                     nbytes = min(end, part.data_ptr() + part.nbytes) - first
                     if nbytes > 0:
                         start = (first - part.data_ptr()) // part.itemsize
-                        found += (*self._within(flat, start, nbytes // part.itemsize),)
-            self._places_of[parameter] = found = tuple(dict.fromkeys(found))
-        return found
+                        ranges += (*self._within(flat, start, nbytes // part.itemsize),)
+            self._ranges_by_parameter[parameter] = ranges = tuple(dict.fromkeys(ranges))
+        return ranges
 
     # While modules run
 
     def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a forward pass uses some weights now, and wait for them."""
         for parameter in parameters:
-            self._used.update(dict.fromkeys(self._of(parameter)))
+            self._used.update(dict.fromkeys(self._ranges_of(parameter)))
         self.wait_for_some(parameters)
 
     def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for some weights, if there is a step that goes on."""
-        self._wait_for(dict.fromkeys(place for parameter in parameters for place in self._of(parameter)))
+        """Wait for some weights, if a step is still being made or gathered."""
+        self._wait_for(dict.fromkeys(number for parameter in parameters for number in self._ranges_of(parameter)))
 
-    def _wait_for(self, places: Iterable[int]) -> None:
+    def _wait_for(self, ranges: Iterable[int]) -> None:
+        """Wait until ranges are gathered, or with one rank until their pieces are updated; the time is measured."""
         if self._exchange is not None:
             if self._exchange.is_under_way:
                 with self._pace.timed_wait():
-                    self._exchange.wait_for(places)
+                    self._exchange.wait_for(ranges)
         elif self._engine.is_pending or self._device.type != "cpu":
             with self._pace.timed_wait():
-                numbers = (number for place in places for number in self._pieces_of[place])
+                numbers = (number for range_number in ranges for number in self._pieces_by_range[range_number])
                 self._engine.wait_for(numbers, on_any_stream=True)
 
     def finish(self) -> None:
@@ -139,45 +134,54 @@ class Gathers:
     # Around a step
 
     def agree(self) -> Mapping[int, int]:
-        """Return the order of this rank's pieces in the next step; a collective. Nothing goes on."""
-        own = {place: number for number, place in enumerate(self._used)}
-        places = [own.get(place, UNUSED) for place in range(len(self._places))]
-        found = sorted((place, number) for number, place in enumerate(places))
-        self._agreed = [number for _, number in (found if self._exchange is None else self._exchange.agree(places))]
+        """Agree with all ranks on the order of gathering; return each piece's position in that of the next step.
+
+        Collective, while no step is under way.
+        """
+        own_order = {range_number: number for number, range_number in enumerate(self._used)}
+        use_order = [own_order.get(range_number, UNUSED) for range_number in range(len(self._ranges))]
+        in_own_order = sorted((range_number, number) for number, range_number in enumerate(use_order))
+        self._gather_order = [
+            number for _, number in (in_own_order if self._exchange is None else self._exchange.agree(use_order))
+        ]
         return {
-            piece: order for order, place in reversed([*enumerate(self._agreed)]) for piece in self._pieces_of[place]
+            piece: order
+            for order, range_number in reversed([*enumerate(self._gather_order)])
+            for piece in self._pieces_by_range[range_number]
         }
 
     def begin(self, active: Iterable[int]) -> None:
-        """Have ranks gather the weights of a step that has begun; wait for those that no hook saw used.
+        """Start gathering the weights of a step that has begun, in the background, in the agreed order.
 
-        Args:
-            active: Pieces that it updates on this rank.
+        Nobody would wait for weights whose use no hook has seen, so this does, for `active` pieces, which the step
+        updates on this rank, before `step` returns.
         """
         used, self._used = self._used, {}
         if self._exchange is not None:
-            self._exchange.begin(self._engine, [self._bucket(place) for place in self._agreed])
+            self._exchange.begin(self._engine, [self._bucket(number) for number in self._gather_order])
         active = {*active}
-        self._wait_for([n for n in range(len(self._places)) if n not in used and active & {*self._pieces_of[n]}])
+        unseen = (number for number in range(len(self._ranges)) if number not in used)
+        self._wait_for([number for number in unseen if active & {*self._pieces_by_range[number]}])
 
     def _bucket(self, number: int) -> Bucket:
-        place = self._places[number]
-        parts = [part.detach()[place.start : place.stop] for part in self._parts[place.flat]]
+        """Return the exchange of one range: each rank sends its own part, and copies those of the others."""
+        gather_range = self._ranges[number]
+        parts = [part.detach()[gather_range.start : gather_range.stop] for part in self._parts[gather_range.flat]]
 
         def gather(mesh: Any) -> None:
             rank = mesh.get_local_rank()
-            for other, found in enumerate(all_gather(parts[rank], mesh)):
+            for other, gathered in enumerate(all_gather(parts[rank], mesh)):
                 if other != rank:
-                    parts[other].copy_(found)
+                    parts[other].copy_(gathered)
 
-        return Bucket([number], self._pieces_of[number], gather)
+        return Bucket([number], self._pieces_by_range[number], gather)
 
     def moved(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Note that weights lie elsewhere."""
-        self._parts, self._places_of = parts, {}
+        """Note that weights were moved: these are the parts of all ranks now."""
+        self._parts, self._ranges_by_parameter = parts, {}
 
     def close(self) -> None:
-        """End: modules wait for nothing any more."""
+        """Unhook the modules, which wait for nothing any more, and close the exchange."""
         for model in [*self.models]:
             model.unhook()
         if self._exchange is not None:

@@ -1,14 +1,14 @@
-"""Where a shard's gradients lie between their reduction and the step, and who waits for them.
+"""A shard's gradients between their reduction and the step: where they lie, and when callers wait for them.
 
-Memory for them is the engine's, so its plan counts it. `SlotGradients`: in its gradient slots in host memory, where
-they are summed; gradients that come from a GPU are copied there. `ArrivingGradients`: each is given to the engine,
-which adds it: with weights on a GPU in host memory for what the CPU updates, and on the GPU for the rest; with
-`gradient_memory` in a few buffers, and on the paths.
+Their memory is the engine's, so its plan counts it. `SlotGradients` lie in the engine's gradient slots in host
+memory, where they are summed; gradients from a GPU are copied there. `ArrivingGradients` are each given to the
+engine, which adds them: with weights on a GPU in host memory for what the CPU updates, and on the GPU for the rest;
+with `gradient_memory` in a few buffers, and on the paths.
 
 Invariants:
-  * what is handed out is complete: all copies and sums that it depends on have ended;
-  * DeepSpeed uses the memory of a reduced gradient again once it has been taken, on the stream that was current then.
-    So the engine of weights on a GPU is given a copy, made on that stream, to be read whenever that suits.
+  * a gradient that is returned is complete: all copies and sums that it depends on have ended;
+  * DeepSpeed reuses the memory of a reduced gradient once `take` has returned, on the stream that was current then.
+    So the engine of weights on a GPU is given a copy, made on that stream, which it may read later.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ IN_TRANSIT_BYTES = 256 << 20
 
 
 class SlotGradients:
-    """In the engine's gradient slots: gradients of weights in host memory.
+    """Gradients of weights in host memory, which lie in the engine's gradient slots.
 
     Args:
-        pieces: All of them.
-        engine: The shard's.
-        place: Where the weights are.
-        dtypes: In which gradients are summed, for each flat tensor of weights.
+        pieces: All pieces of the shard.
+        place: The device of the weights.
+        dtypes: The dtype in which gradients are summed, for each flat tensor of weights.
     """
 
     adds_in_slots: ClassVar[bool] = True
-    """Whether somebody who has gradients in host memory may add them in the engine's."""
+    """Whether DeepSpeed may add gradients in host memory to the engine's slots itself."""
 
     def __init__(
         self, pieces: Sequence[Piece], engine: Engine, place: torch.device, dtypes: Sequence[torch.dtype]
@@ -51,105 +50,111 @@ class SlotGradients:
         self._place = place
         self._dtypes = dtypes
         self._transfers = Transfers()
-        self._lent: dict[int, torch.Tensor] = {}
-        """Gradients outside of slots that somebody may have written to, and padding behind them: these count."""
+        self._lent_gradients: dict[int, torch.Tensor] = {}
+        """Copies of gradients, with padding, that callers may have written to; they replace what is in the slots."""
 
     @property
     def kept(self) -> list[torch.Tensor]:
         """Memory that updates read gradients from, and that is not the engine's."""
-        return [*self._lent.values()]
+        return [*self._lent_gradients.values()]
 
     def begin(self, kept: int | None) -> None:
-        """A new window begins: forget all gradients but that of the piece `kept`, which was lent before."""
-        self._lent = {number: gradient for number, gradient in self._lent.items() if number == kept}
+        """Begin a window: forget all gradients, except that of the piece `kept` if it was lent before."""
+        self._lent_gradients = {
+            number: gradient for number, gradient in self._lent_gradients.items() if number == kept
+        }
 
     def take(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
         """Take in a reduced gradient of a piece, flat: the first of its window, or one to be added.
 
         Args:
-            number: Which piece.
+            number: The piece.
             gradient: On any device.
-            first: Whether it replaces what is there.
-            final: Whether no more is expected, so that its norm can be gathered while it is in cache.
+            first: Whether it replaces the gradient of the window before.
+            final: Whether no more is expected, so that its norm can be computed while it is in cache.
         """
         if first:
-            self._lent.pop(number, None)
-        if number in self._lent:
-            lent = self._lent[number]
+            self._lent_gradients.pop(number, None)
+        if number in self._lent_gradients:
+            lent = self._lent_gradients[number]
             lent[: gradient.numel()].add_(gradient.to(lent.device, lent.dtype))
             self.touch(number)
         else:
-            self._give(number, gradient, first=first, final=final)
+            self._hand_over(number, gradient, first=first, final=final)
 
-    def _give(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
-        """Bring a gradient to the engine's memory; see `take`."""
+    def _hand_over(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+        """Copy a gradient to the engine's memory, or add it there; see `take`."""
         self._engine.gradients.take_memory()
-        slot, far = self._engine.gradients.slot(number)[: gradient.numel()], gradient.device.type != "cpu"
-        if far:
+        slot, is_far = self._engine.gradients.slot(number)[: gradient.numel()], gradient.device.type != "cpu"
+        if is_far:
             if not first:  # a sum on the CPU would be slow
-                self._transfers.wait()  # what is there may have come on another stream
+                self._transfers.wait()  # the slot's copy may be under way on another stream
                 gradient = slot.to(gradient.device, copy=True).add_(gradient.to(slot.dtype))
             self._transfers.start(slot, gradient)
         elif first:
             slot.copy_(gradient)
         else:
             slot.add_(gradient.to(slot.dtype))
-        self.touch(number, gathered=final and not far)  # a norm is gathered from what has arrived
+        self.touch(number, gathered=final and not is_far)  # a norm is gathered from what has arrived
 
     def touch(self, number: int, *, gathered: bool = False) -> None:
-        """Note that a piece's gradient lies here, and may have been changed; gather its norm if it lies in a slot."""
-        gradients, lent = self._engine.gradients, self._lent.get(number)
-        found = gradients.slot(number) if lent is None else lent
+        """Tell the engine where a piece's gradient lies, and that it has changed; if `gathered`, take its norm."""
+        gradients, lent = self._engine.gradients, self._lent_gradients.get(number)
+        gradient = gradients.slot(number) if lent is None else lent
         take_in = gradients.arrived if gathered and lent is None else gradients.bind
-        take_in(number, found.data_ptr(), DtypeCode.of(found.dtype))
+        take_in(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
 
-    def _found(self, number: int, *, arrived: bool) -> torch.Tensor | None:
+    def _read_unlent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
         """Return a gradient that is not lent, complete; None or zeros if there is none."""
         self.settle()
         slot = self._engine.gradients.slot(number)
-        if not arrived and slot.view(torch.uint8).any():  # memory that was given back is zeros, and stays away
-            slot.zero_()  # it was that of an earlier window
+        # A slot whose memory was given back reads as zeros; writing to it would take the memory again.
+        if not arrived and slot.view(torch.uint8).any():
+            slot.zero_()  # it has a gradient of an earlier window
         return slot
 
     def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
-        """Return a piece's gradient, complete, wherever it is; zeros beyond the piece, and where there is none."""
+        """Return a piece's gradient, complete, wherever it lies; zeros beyond the piece, and if it has none."""
         piece = self._pieces[number]
-        found = self._lent[number] if number in self._lent else self._found(number, arrived=arrived)
+        lent = self._lent_gradients.get(number)
+        gradient = self._read_unlent(number, arrived=arrived) if lent is None else lent
         wanted = piece.numel if numel is None else numel
-        if found is None or found.numel() < wanted:
+        if gradient is None or gradient.numel() < wanted:
             whole = torch.zeros(wanted, dtype=self._dtypes[piece.flat], device=self._place)
-            if found is not None:
-                whole[: found.numel()] = found
-            found = whole
-        return found[:wanted]
+            if gradient is not None:
+                whole[: gradient.numel()] = gradient
+            gradient = whole
+        return gradient[:wanted]
 
     def lend(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
-        """Return a piece's gradient, zeros if none has `arrived`, to someone who writes to it and then touches it."""
+        """Return a piece's gradient, zeros if none has `arrived`; the caller writes to it, then calls `touch`."""
         if not arrived:
-            self._lent.pop(number, None)
-        own = self._pieces[number].numel
-        wanted = own if numel is None else numel
-        if number not in self._lent and wanted <= own and self.adds_in_slots:
+            self._lent_gradients.pop(number, None)
+        piece_numel = self._pieces[number].numel
+        wanted = piece_numel if numel is None else numel
+        if number not in self._lent_gradients and wanted <= piece_numel and self.adds_in_slots:
             self._engine.gradients.take_memory()
             return self.read(number, wanted, arrived=arrived)
-        if number not in self._lent or self._lent[number].numel() < wanted:
-            self._lent[number] = self.read(number, max(own, wanted), arrived=arrived).to(self._place)
-        return self._lent[number][:wanted]
+        if number not in self._lent_gradients or self._lent_gradients[number].numel() < wanted:
+            self._lent_gradients[number] = self.read(number, max(piece_numel, wanted), arrived=arrived).to(
+                self._place
+            )
+        return self._lent_gradients[number][:wanted]
 
     def settle(self) -> None:
         """Wait for all copies to host memory."""
         self._transfers.wait()
 
     def end(self) -> None:
-        """The window has ended, with a step or without."""
+        """Note that the window has ended, with a step or without."""
 
 
 class ArrivingGradients(SlotGradients):
-    """Where the engine has them, which adds those of several passes: of weights on a GPU, or with `gradient_memory`.
+    """Gradients that the engine keeps and adds itself: of weights on a GPU, or with `gradient_memory`.
 
     Args:
-        parts: Those of `SlotGradients`.
-        reads_later: Whether the engine reads gradients after they have been given to it, as those on a GPU.
+        parts: The arguments of `SlotGradients`.
+        reads_later: Whether the engine may read a gradient after the call that gives it, as with weights on a GPU.
     """
 
     adds_in_slots = False
@@ -157,28 +162,29 @@ class ArrivingGradients(SlotGradients):
     def __init__(self, *parts: Any, reads_later: bool) -> None:
         super().__init__(*parts)
         self._reads_later = reads_later
-        self._kept: dict[int, torch.Tensor] = {}
-        """First gradients of pieces that the GPU updates: it reads them there, and adds to them, until the step."""
+        self._first_gradients: dict[int, torch.Tensor] = {}
+        """By piece that the GPU updates, its first gradient: the engine adds to it, and reads it in the step."""
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """See `SlotGradients.kept`."""
-        return [*self._kept.values(), *self._lent.values()]
+        """Memory that updates read gradients from, and that is not the engine's."""
+        return [*self._first_gradients.values(), *self._lent_gradients.values()]
 
     def begin(self, kept: int | None) -> None:
-        """See `SlotGradients.begin`."""
-        lent = [gradient for number, gradient in self._lent.items() if number != kept]
-        self._engine.gradients.forget((*self._kept.values(), *lent))
-        self._kept.clear()  # not before: the engine reads them, and adds to them
+        """Begin a window; see `SlotGradients.begin`. The engine forgets gradients that it has not read."""
+        lent = [gradient for number, gradient in self._lent_gradients.items() if number != kept]
+        self._engine.gradients.forget((*self._first_gradients.values(), *lent))
+        self._first_gradients.clear()  # not before the engine has let go of them
         super().begin(kept)
 
-    def _give(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+    def _hand_over(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+        """Give a gradient to the engine; of memory that DeepSpeed will reuse, a copy, or wait until it is read."""
         given, gradient = gradient, gradient.to(self._place, self._dtypes[self._pieces[number].flat])
         stays = first and self._engine.gradients.stays(number)
         if gradient is given and self._reads_later and (stays or gradient.nbytes <= COPIED_BYTES):
             gradient = gradient.clone()
         if stays:
-            self._kept[number] = gradient
+            self._first_gradients[number] = gradient
         mark = self._engine.gradients.arrived(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
         if mark is None or stays:
             return
@@ -187,35 +193,34 @@ class ArrivingGradients(SlotGradients):
         else:
             self._engine.gradients.hold(gradient, mark)
 
-    def _found(self, number: int, *, arrived: bool) -> torch.Tensor | None:
+    def _read_unlent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
         if not arrived or not self._engine.gradients.has_arrived(number):  # a step has used it
             return None
         self._engine.gradients.settle()
-        return self._kept[number] if number in self._kept else self._engine.gradients.slot(number)
+        first = self._first_gradients.get(number)
+        return self._engine.gradients.slot(number) if first is None else first
 
     def end(self) -> None:
-        """See `SlotGradients.end`; in host memory they are dropped at once, as they may lie on paths."""
+        """Note that the window has ended; with `gradient_memory`, drop gradients now, as they may be on paths."""
         if not self._reads_later:
             self._engine.gradients.forget()
 
 
 def transit_bytes(sizes: Sequence[int]) -> int:
-    """Return the most pinned memory that `Transfers` of gradients take, whose sizes in bytes are given."""
-    return min(
-        sum(sizes), IN_TRANSIT_BYTES + max(sizes, default=0)
-    )  # the one that goes beyond is there before others go
+    """Return the most pinned memory that `Transfers` take for gradients of these sizes in bytes."""
+    return min(sum(sizes), IN_TRANSIT_BYTES + max(sizes, default=0))  # a copy over the limit starts before others end
 
 
 class Transfers:
-    """Copies from the accelerator that DeepSpeed runs on to host memory, which may still be under way.
+    """Copies to host memory, by way of pinned memory, from the accelerator that DeepSpeed runs on.
 
-    They pass through pinned memory: a copy to any other would have its caller wait.
+    They go on in the background; a copy to memory that is not pinned would make its caller wait.
 
-    Invariant: whoever reads or writes host memory that a copy was started to has waited since. The stream that was
+    Invariant: `wait` is called before host memory that a copy was started to is read or written. The stream that was
     current orders the copy with that device's own work.
 
     Attributes:
-        under_way: The event behind each copy, the pinned memory that it is to, and where that goes; the oldest first.
+        under_way: Of each copy the event after it, its pinned memory, and the target of that; the oldest first.
     """
 
     def __init__(self) -> None:
@@ -223,12 +228,12 @@ class Transfers:
         self._nbytes = 0
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start a copy to host memory of what is far."""
+        """Start a copy of a tensor on the accelerator to host memory."""
         accelerator = import_module("deepspeed.accelerator").get_accelerator()
         stream = accelerator.current_stream(source.device)
         pinned = torch.empty(source.numel(), dtype=target.dtype, device="cpu", pin_memory=True)
         pinned.copy_(source, non_blocking=True)
-        # It may have been allocated on another stream, and be let go before the copy ends.
+        # The source may have been allocated on another stream, and be freed before the copy ends.
         source.record_stream(stream)
         mark = accelerator.Event(blocking=True)
         mark.record(stream)
@@ -241,10 +246,10 @@ class Transfers:
         mark, pinned, target = self.under_way[0]
         mark.synchronize()
         target.copy_(pinned)
-        self.under_way.popleft()  # last: what is interrupted before is done anew
+        self.under_way.popleft()  # last: after an interrupt this is repeated
         self._nbytes -= pinned.nbytes
 
     def wait(self) -> None:
-        """Return when all copies that have been started have ended."""
+        """Wait until all copies that were started have ended."""
         while self.under_way:
             self._end_oldest()

@@ -1,8 +1,9 @@
 """DeepSpeed's checkpoints whose state stays where it lies: a manifest in the tag's folder, in the place of a copy.
 
 The folder `offload` in a tag's is a checkpoint of the engines of all ranks. What else a rank's file of DeepSpeed's
-has, and where state belongs in it, is the `extra` of its manifest, a `Frame`. A small file with DeepSpeed's name for
-it says so to whoever loads it; it names the checkpoint, so that it never goes with another one.
+has, and where state belongs in it, is the `extra` of its manifest, a `Frame`. In the place of the rank's file there
+is a small one, a stub: it holds an `InPlace`, which refuses to be loaded as state, and names the engines' checkpoint,
+so that a stub is never taken for one of another checkpoint.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ import torch
 from offload import CheckpointError
 
 FOLDER = "offload"
-"""The folder in a tag's."""
+"""Name of the folder with the engines' checkpoint, in a tag's folder."""
 
 MASTERS = "fp32_flat_groups", "single_partition_of_fp32_groups"
 OPTIMIZERS = "optimizer_state_dict", "base_optimizer_state"
-"""What DeepSpeed calls masters, and the torch optimizer's part, in what it saves; of ZeRO-3, and of ZeRO-1 and 2."""
+"""DeepSpeed's keys for masters, and for the torch optimizer's part; each of ZeRO-3, then of ZeRO-1 and 2."""
 
 
 class InPlace:
-    """Stands for a rank's optimizer in DeepSpeed's file.
+    """What a stub has in the place of a rank's optimizer: the state stays in the engines' checkpoint.
 
     Args:
-        id: The engine's checkpoint.
+        id: The id of that checkpoint.
 
     Raises:
-        CheckpointError: Whenever somebody looks into it who cannot load it.
+        CheckpointError: On any use as a dict: whoever does that cannot load the checkpoint.
     """
 
     def __init__(self, id: str) -> None:
         self.id = id
 
     def refuse(self, *ignored: object) -> NoReturn:
-        """Say what to do."""
+        """Raise an error that says what to do."""
         raise CheckpointError(
             'the state of this checkpoint is not in its files ("layout": "in_place"): load it with '
             "offload.integrations.deepspeed enabled, or have it written in DeepSpeed's own "
@@ -51,7 +52,7 @@ class InPlace:
     __getitem__ = __contains__ = __iter__ = refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what a dict has; what Python asks for itself is not there."""
+        """Refuse a dict's methods; names with an underscore, which Python itself looks up, do not exist."""
         if name.startswith("_"):
             raise AttributeError(name)
         self.refuse()
@@ -65,8 +66,8 @@ class Frame:
         file: Its name in the tag's folder.
         nbytes: Its size.
         pieces: Where each state tensor of each piece of a parameter begins in the file, by name.
-        runs: Where bytes begin that are not state, and how many.
-        content: These.
+        runs: First byte and number of bytes of each run that is not state.
+        content: The bytes of these runs, one after the other.
     """
 
     file: str
@@ -77,13 +78,9 @@ class Frame:
 
     @classmethod
     def of(cls, path: str, name: str, pieces: dict[str, dict[str, int]], state: Sequence[tuple[int, int]]) -> Frame:
-        """Read one from a file that was saved without state.
+        """Return the frame of a file that was saved with holes for state; for `name` and `pieces` see `Frame`.
 
-        Args:
-            path: The file.
-            name: What it is called when it is whole.
-            pieces: Where state of them belongs.
-            state: First byte of each state tensor, and the byte after its last.
+        `state` has the first byte of each state tensor, and the byte after its last.
         """
         runs, content, done, size = [], b"", 0, os.path.getsize(path)
         with open(path, "rb") as file:
@@ -96,16 +93,16 @@ class Frame:
         return cls(name, size, pieces, runs, content)
 
     def encode(self) -> bytes:
-        """Return it as a line of JSON, then the content."""
+        """Return the frame as a line of JSON, then the content."""
         head = {name: value for name, value in asdict(self).items() if name != "content"}
         return json.dumps(head).encode() + b"\n" + self.content
 
     @classmethod
     def decode(cls, encoded: bytes | None) -> Frame:
-        """Return what was encoded.
+        """Return the frame that was encoded.
 
         Raises:
-            CheckpointError: It is none.
+            CheckpointError: These bytes are no frame.
         """
         head, _, content = (encoded or b"").partition(b"\n")
         try:
@@ -124,25 +121,25 @@ class Frame:
             file.truncate(self.nbytes)
 
     def without_state(self) -> dict[str, Any]:
-        """Return the optimizer's part of what DeepSpeed saves, as if it had no parameters' state to save."""
+        """Return the optimizer's part of DeepSpeed's file, as if the optimizer had state of no parameter."""
         with tempfile.TemporaryDirectory() as folder:
             self.write(path := os.path.join(folder, self.file))
-            found: dict[str, Any] = torch.load(path, "cpu", weights_only=False, mmap=True)[OPTIMIZERS[0]]
-        found.update((name, []) for name in MASTERS if name in found)
+            optimizer_part: dict[str, Any] = torch.load(path, "cpu", weights_only=False, mmap=True)[OPTIMIZERS[0]]
+        optimizer_part.update((name, []) for name in MASTERS if name in optimizer_part)
         for name in OPTIMIZERS:
-            if name in found:
-                found[name]["state"] = {}
-        return found
+            if name in optimizer_part:
+                optimizer_part[name]["state"] = {}
+        return optimizer_part
 
 
 def write_stub(path: str, id: str) -> None:
-    """Write the file that has DeepSpeed's name."""
+    """Write a stub, the file with DeepSpeed's name."""
     torch.save({OPTIMIZERS[0]: InPlace(id)}, path)
 
 
 def read_stub(path: str) -> str | None:
-    """Return the id of the checkpoint that a file names; None if it names none."""
+    """Return the id of the checkpoint that a stub names; None if the file is no stub."""
     with contextlib.suppress(Exception), torch.serialization.safe_globals([InPlace]):
-        found = torch.load(path, "cpu", weights_only=True)[OPTIMIZERS[0]]
-        return found.id if isinstance(found, InPlace) else None
+        stub = torch.load(path, "cpu", weights_only=True)[OPTIMIZERS[0]]
+        return stub.id if isinstance(stub, InPlace) else None
     return None

@@ -12,12 +12,12 @@ class Piece:
     Attributes:
         name: The parameter's name in the model.
         flat: Index of the flat tensor that it lies in.
-        offset: Where it begins there, in elements.
-        numel: Its elements; 0 where this rank has only padding.
+        offset: Where the piece begins in the flat tensor, in elements.
+        numel: Its number of elements; 0 where this rank has only padding.
         group: Index of the optimizer's parameter group.
-        start: Where it begins in the parameter.
-        unsharded_numel: The parameter's elements; 0 where the piece is all of it.
-        shape: Of the parameter.
+        start: Where the piece begins in the parameter, in elements.
+        unsharded_numel: The parameter's number of elements; 0 where the piece is all of it.
+        shape: The parameter's shape.
     """
 
     name: str

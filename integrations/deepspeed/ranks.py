@@ -1,4 +1,4 @@
-"""What ranks of a process group tell each other, so that none waits for another for ever."""
+"""Collectives by which ranks fail together, so that none waits for another for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def told_on(group: Any) -> torch.device:
-    """Return the device on which ranks tell each other numbers."""
+    """Return the device on which a group's backend exchanges numbers."""
     if "gloo" in torch.distributed.get_backend(group):
         return torch.device("cpu")
     return torch.device(import_module("deepspeed.accelerator").get_accelerator().device_name())
@@ -28,14 +28,17 @@ def greatest(number: int, group: Any) -> int:
 
 
 def on_all_ranks(work: Callable[[], _T], group: Any) -> _T:
-    """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
+    """Do this rank's work; if it raises on any rank, raise on all, so that none waits for another for ever.
+
+    Collective over `group`. Returns what `work` does on this rank.
+    """
     error: Exception | None = None
     try:
-        found = work()
+        result = work()
     except Exception as caught:
         error = caught
     if torch.distributed.get_world_size(group) > 1 and greatest(error is not None, group):
         error = error or SessionBrokenError("another rank could not do its part; its log says why")
     if error is not None:
         raise error
-    return found
+    return result

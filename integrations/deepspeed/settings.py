@@ -30,7 +30,7 @@ LAYOUTS = "stock", "in_place"
 _FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 
 _NEAR = 0.8
-"""How like ours (from 0 to 1) a key has to be to be ours mistyped; none of DeepSpeed's reaches the half of that."""
+"""How similar to `multi_tier_offload` (0 to 1) a key has to be to count as mistyped; DeepSpeed's reach half of it."""
 
 VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
 """The environment variable that names a JSON file of the object, for programs that write their DeepSpeed config."""
@@ -41,8 +41,8 @@ class Saving:
     """How `save_checkpoint` of a DeepSpeed engine saves state.
 
     Attributes:
-        layout: "stock", into DeepSpeed's own files, or "in_place": it stays where it lies, and is pinned.
-        wait: Whether it is whole when the call returns; else it becomes so behind training.
+        layout: "stock": state is copied into DeepSpeed's own files; "in_place": it is pinned where it lies.
+        wait: Whether the checkpoint is whole when the call returns; else it is completed in the background.
         commit_on_sigterm: The folder that all ranks save to at the end of the step in which one gets a SIGTERM.
     """
 
@@ -52,7 +52,7 @@ class Saving:
 
     @property
     def is_deepspeeds(self) -> bool:
-        """Whether DeepSpeed's own way of saving does."""
+        """Whether DeepSpeed's own `save_checkpoint` already does this."""
         return self.layout == LAYOUTS[0] and self.wait
 
 
@@ -95,17 +95,18 @@ ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
 
 def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
-    found: Any = config
-    for part in dotted.split("."):
-        found = found.get(part) or {}
-        if not isinstance(found, Mapping):
+    """Return a nested object of a config by its dotted name; an empty one if it is missing."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) or {}
+        if not isinstance(value, Mapping):
             return {}
-    section: Mapping[str, Any] = found
+    section: Mapping[str, Any] = value
     return section
 
 
 def find_mistyped(config: Mapping[str, Any]) -> None:
-    """Check that a config without our object has none under a name like it, which DeepSpeed ignores.
+    """Check that a config without our object has no key with a similar name, which DeepSpeed would ignore.
 
     Raises:
         ConfigError: It has one; names it.
@@ -117,7 +118,7 @@ def find_mistyped(config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def naming_the_object() -> Iterator[None]:
-    """Have errors about a field of `OffloadConfig` say which object of the DeepSpeed config it is in."""
+    """Put `multi_tier_offload.` before the field of an `OffloadConfig` that a `ConfigError` names."""
     try:
         yield
     except ConfigError as error:
@@ -127,6 +128,7 @@ def naming_the_object() -> Iterator[None]:
 
 
 def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for a key that is not known, with the nearest that is."""
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -135,7 +137,7 @@ def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> 
 
 
 def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return the object that configs without one are given, or the one that a JSON file has; check it.
+    """Check and return a `multi_tier_offload` object that is given, or that a JSON file has.
 
     Raises:
         ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
@@ -144,12 +146,12 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
     if isinstance(values, Mapping) and KEY in values:
         raise ConfigError(KEY, values[KEY], f"give the fields of {KEY} alone, as this is no DeepSpeed config")
     check(values)
-    found: Mapping[str, Any] = values
-    return found
+    checked: Mapping[str, Any] = values
+    return checked
 
 
 def check(values: Any) -> OffloadConfig:
-    """Return what a `multi_tier_offload` object says.
+    """Return the `OffloadConfig` of a `multi_tier_offload` object.
 
     Raises:
         ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
@@ -182,10 +184,10 @@ def saving(config: Mapping[str, Any]) -> Saving:
 
 
 def read(config: Mapping[str, Any]) -> OffloadConfig:
-    """Return what the config's `multi_tier_offload` object says.
+    """Return the `OffloadConfig` of a DeepSpeed config's `multi_tier_offload` object.
 
     Raises:
-        ConfigError: If it, or what the rest of the config asks for, cannot be used.
+        ConfigError: If the object, or something else that the config asks for, cannot be used.
     """
     settings = check(config[KEY])
     for where, key, harmless, advice in _CONTRADICTIONS:
@@ -218,10 +220,10 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
 
 
 def weights_folder(config: Mapping[str, Any]) -> str | None:
-    """Return the folder in which a config has weights; None if they stay in memory.
+    """Return the folder in which a config has weights on NVMe; None if they stay in memory.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: The config has weights on NVMe and names no folder.
     """
     weights = _section(config, WEIGHTS)
     if weights.get("device") != "nvme":
@@ -232,7 +234,7 @@ def weights_folder(config: Mapping[str, Any]) -> str | None:
 
 
 def reduces_early(config: Mapping[str, Any]) -> bool:
-    """Return whether gradients are reduced during backward: ZeRO-1 waits for its end, unless that overlaps."""
+    """Return whether gradients are reduced during backward: ZeRO-1 does it afterwards, unless with `overlap_comm`."""
     zero = _section(config, "zero_optimization")
     return zero.get("stage") != 1 or bool(zero.get("overlap_comm"))
 
@@ -251,11 +253,7 @@ def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:
-    """Return whether weight decay is decoupled, and the hyperparameters, of the config's `optimizer` section.
-
-    Args:
-        name: `optimizer.type`.
-        given: `optimizer.params`.
+    """Return whether weight decay is decoupled, and the hyperparameters, by `optimizer.type` and `optimizer.params`.
 
     Raises:
         ConfigError: If it is not Adam or AdamW, or asks for a variant that the engine does not run.
@@ -279,6 +277,6 @@ def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple
         if key not in ("lr", "betas", "eps", "weight_decay"):
             raise ConfigError(f"optimizer.params.{key}", params[key], "use lr, betas, eps, weight_decay, adam_w_mode")
     defaults: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    found = {**defaults, **params}
-    found["betas"] = tuple(found["betas"])
-    return decoupled, found
+    hyperparameters = {**defaults, **params}
+    hyperparameters["betas"] = tuple(hyperparameters["betas"])
+    return decoupled, hyperparameters

@@ -1,12 +1,12 @@
 """`Shard`: one rank's optimizer state, as DeepSpeed's optimizers see it.
 
 DeepSpeed keeps a rank's part of the model as flat tensors, each a row of *pieces* (this rank's run of one parameter).
-The shard hands pieces to `offload.Engine` as parameters, takes in their gradients (`gradients.py` has where to),
-remembers which pieces have one, and updates all of them in one step.
+The shard gives pieces to `offload.Engine` as parameters, takes in their gradients (`gradients.py` says where they are
+kept), remembers which pieces have one, and updates all of those in one step.
 
 Invariants:
   * a piece takes part in a step if and only if a gradient has arrived since the last one;
-  * the first gradient of a window (what lies between two steps) replaces what is there, later ones are added;
+  * the first gradient of a window (the time between two steps) replaces the last window's, later ones are added;
   * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero.
 
 Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
@@ -38,7 +38,7 @@ class FlatState:
 
     Attributes:
         tensors: By the rule's names, the master first; shape [numel of the flat tensor] each.
-        step: The most updates that a piece of it has had.
+        step: The largest update count of its pieces.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ class FlatState:
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """What is kept beside it."""
+        """The state tensors besides the master."""
         return {name: tensor for name, tensor in self.tensors.items() if name != "master"}
 
 
@@ -63,14 +63,14 @@ class Shard:
         weights: The flat tensors of weights, all on the CPU or all on `device`; the engine writes to them.
         config: Tiers and budgets of this rank.
         device: The GPU that weights are on.
-        gradient_dtype: In which gradients are summed; None for that of the weights.
+        gradient_dtype: The dtype in which gradients are summed; None for that of the weights.
         among: See `offload.Engine`.
-        rule: Likewise.
-        from_far: Whether gradients come from an accelerator, of weights on the CPU.
+        rule: See `offload.Engine`.
+        from_far: Whether gradients come from an accelerator, though the weights are on the CPU.
 
     Attributes:
-        names: Of the state tensors, the master first.
-        gradients: Those of the window (what lies between two steps).
+        names: Names of the state tensors, the master first.
+        gradients: The gradients of the window (the time between two steps).
     """
 
     def __init__(
@@ -101,23 +101,23 @@ class Shard:
             config, gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter"
         )
         if not in_slots:
-            # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
+            # DeepSpeed needs the state before a first backward pass could show how much memory it leaves free.
             config = dataclasses.replace(config.opened_early(), keep_grads=False)
-        place = weights[0].device if weights else torch.device("cpu")
+        weights_device = weights[0].device if weights else torch.device("cpu")
         dtypes = [gradient_dtype or weight.dtype for weight in weights]
         sizes = [p.numel * dtypes[p.flat].itemsize for p in self.pieces] if in_slots and from_far else []
         passing = transit_bytes(sizes)
         self.engine = Engine(
             parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule, passing_bytes=passing
         )
-        given = self.pieces, self.engine, place, dtypes
-        self.gradients = SlotGradients(*given) if in_slots else ArrivingGradients(*given, reads_later=reads_later)
+        common = self.pieces, self.engine, weights_device, dtypes
+        self.gradients = SlotGradients(*common) if in_slots else ArrivingGradients(*common, reads_later=reads_later)
         self._bind_weights()
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
-        """Return what updates in backward read: gradients, and fp32 weights, which are masters.
+        """Return the memory that updates during backward read: gradients, and fp32 weights, which are masters.
 
-        None if weights are not where they are bound.
+        None if weights were moved since they were bound.
         """
         if self._bound_at != [weight.data_ptr() for weight in self.weights]:
             return None
@@ -134,23 +134,17 @@ class Shard:
 
     def gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
         """Return a piece's gradient, complete, to be read; its first `numel` elements if that is given."""
-        found: torch.Tensor = self.gradients.read(number, numel, arrived=number in self._arrived)
-        return found
+        gradient: torch.Tensor = self.gradients.read(number, numel, arrived=number in self._arrived)
+        return gradient
 
     def accumulate(self, number: int, gradient: torch.Tensor, *, final: bool) -> None:
-        """Take in a reduced gradient of one piece.
-
-        Args:
-            number: Which piece.
-            gradient: Flat, on any device.
-            final: Whether no more is expected before the step.
-        """
+        """Take in a piece's reduced gradient: flat, on any device; `final` if no more is expected before the step."""
         self._open_window()
         self.gradients.take(number, gradient, first=number not in self._arrived, final=final)
         self._arrived[number] = None
 
     def sum_of(self, number: int) -> torch.Tensor:
-        """Return where a piece's gradients of this window are summed up (a view), for someone who adds one."""
+        """Return a view of the memory in which a piece's gradients of this window are summed; the caller adds one."""
         self._open_window()
         slot: torch.Tensor = self.gradients.lend(number, None, arrived=number in self._arrived)
         self.touch(number)
@@ -163,21 +157,25 @@ class Shard:
         self.gradients.touch(number, gathered=gathered)
 
     def _open_window(self, lent: int | None = None) -> None:
+        """Begin a window if none is open: wait for a pending step, and forget the gradients of the last window.
+
+        The gradient of the piece `lent` is kept: somebody has just written to it.
+        """
         if not self._open:
-            self.engine.finish()  # a step that goes on reads what the next gradients replace
+            self.engine.finish()  # a pending step reads the gradients that the next ones overwrite
             self.gradients.begin(lent)
             self._arrived.clear()
-            self._open = True  # last: what is interrupted before is done anew
+            self._open = True  # last: after an interrupt all of this is repeated
 
     def close_window(self) -> None:
-        """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
-        self.gradients.settle()  # what is thrown away could arrive after what comes next
+        """End a window: gradients were used or dropped, but can be read until the next ones arrive."""
+        self.gradients.settle()  # a copy of a dropped gradient must not end after one of the next
         self._open = False
         self.gradients.end()
         self.engine.gradients.drop()
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Return a piece's gradient, as `gradient` does, to someone who may write to it.
+        """Return a piece's gradient, as `gradient` does, to a caller who may write to it.
 
         A piece without a gradient in this window (or, between windows, in the last one) reads as zero.
         """
@@ -185,7 +183,7 @@ class Shard:
         arrived = number in self._arrived
         lent: torch.Tensor = self.gradients.lend(number, numel, arrived=arrived)
         if arrived and self._open:
-            self.touch(number)  # the norm that was gathered may not be its own for long
+            self.touch(number)  # the caller may change it, so that its gathered norm is no longer right
         return lent
 
     @property
@@ -218,9 +216,10 @@ class Shard:
 
         Args:
             groups: Hyperparameters.
-            factor: What elements of gradients are first multiplied by: an fp32 number.
-            loss_scale: What is expected of the next step's factor, if nothing is clipped then: 1 / `loss_scale`.
-            order: Of pieces, in which others wait for them: this returns when the step has begun. None: it waits.
+            factor: An fp32 number by which gradients are multiplied first.
+            loss_scale: A factor of 1 / `loss_scale` means that nothing is clipped; it is expected for the next step.
+            order: Position of each piece in the order in which callers wait for them; this returns when the step has
+                begun. None: when the step is over.
         """
         self.gradients.settle()
         self._bind_weights()
@@ -228,14 +227,14 @@ class Shard:
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
         if order is None or self.engine.config.gradient_memory is not None:
             self.engine.step(groups, scale=scale, clip=clip, active=self.active)
-            self.engine.finish(on_gpu=True)  # ZeRO-3 gathers them on a stream that waits for no other
+            self.engine.finish(on_gpu=True)  # ZeRO-3 gathers weights on a stream that waits for no other
             return
         active = sorted(self.active, key=lambda number: order.get(number, -1))
         memory = [*(weight.detach() for weight in self.weights), *self.gradients.kept]
         self.engine.step(groups, scale=scale, clip=clip, active=active, pending=memory)
 
     def reload_masters(self) -> None:
-        """Take the masters from the weights; the moments stay."""
+        """Take the masters from the weights; the moments are unchanged."""
         self._bind_weights()
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)
@@ -249,21 +248,21 @@ class Shard:
 
     def read(self, number: int, name: str, numel: int) -> torch.Tensor:
         """Return a state tensor of one piece: fp32, on the CPU, with zeros up to `numel` elements."""
-        found = torch.zeros(numel, dtype=torch.float32, device="cpu")
-        found[: self.pieces[number].numel] = self.engine.state.read([number])[0][name]
-        return found
+        state = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        state[: self.pieces[number].numel] = self.engine.state.read([number])[0][name]
+        return state
 
     def write(self, number: int, name: str, value: torch.Tensor) -> None:
-        """Replace a state tensor of one piece; what `value` has beyond it is padding."""
+        """Replace a state tensor of one piece; elements of `value` beyond the piece are padding."""
         flat = value.detach().reshape(-1)[: self.pieces[number].numel].to("cpu", torch.float32)
-        self.engine.state.write({number: {name: flat}}, weights=False)  # as DeepSpeed: with the next step
+        self.engine.state.write({number: {name: flat}}, weights=False)  # weights follow with the next step, as there
 
     def steps(self) -> dict[str, int]:
         """Return the number of updates of each piece by name."""
         return {piece.name: self.engine.step_count(number) for number, piece in enumerate(self.pieces)}
 
     def _flat_states(self, tensors: Sequence[torch.Tensor]) -> list[FlatState]:
-        """Return tensors, one for each name of each flat tensor in order, as the states of flat tensors."""
+        """Group tensors, one for each state tensor of each flat tensor in order, into the states of flat tensors."""
         count = len(self.names)
         rows = (tensors[count * flat : count * (flat + 1)] for flat in range(len(self.weights)))
         states = [FlatState(dict(zip(self.names, row, strict=True)), 0) for row in rows]
@@ -276,7 +275,7 @@ class Shard:
         return [weight.numel() for weight in self.weights for _ in self.names]
 
     def without_memory(self) -> list[FlatState]:
-        """Return what stands for the state of all flat tensors in a file in which it is left out."""
+        """Return state of all flat tensors that takes no memory, to be saved as holes."""
         return self._flat_states([*map(without_memory, self._state_numels)])
 
     def export(self) -> list[FlatState]:
@@ -285,26 +284,24 @@ class Shard:
 
             def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
                 piece = self.pieces[number]
-                for place, name in enumerate(self.names):
-                    copy.write(len(self.names) * piece.flat + place, piece.offset + first, views[name])
+                for tensor_number, name in enumerate(self.names):
+                    copy.write(len(self.names) * piece.flat + tensor_number, piece.offset + first, views[name])
 
             self.engine.state.visit(take)
         return self._flat_states(copy.tensors)
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
-        """Replace all state by that of flat tensors.
-
-        Args:
-            states: One for each flat tensor.
-            steps: Number of updates by name; for others, that of the flat tensor counts.
-        """
+        """Replace all state by that of flat tensors; a piece that is not in `steps` has its flat tensor's count."""
         values: dict[int | str, dict[str, torch.Tensor]] = {}
         counts: dict[int | str, int] = {}
         for number, piece in enumerate(self.pieces):
             state = states[piece.flat]
-            values[number] = {n: t.narrow(0, piece.offset, piece.numel) for n, t in state.tensors.items()}
+            values[number] = {
+                tensor_name: tensor.narrow(0, piece.offset, piece.numel)
+                for tensor_name, tensor in state.tensors.items()
+            }
             counts[number] = steps.get(piece.name, state.step)
-        self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
+        self.engine.state.write(values, counts, weights=False)  # DeepSpeed loads the weights
 
     def load_in_place(self, checkpoint: Any, rank: int, ranks: int) -> None:
         """Go on from an engine's checkpoint, and make the weights; see `Checkpoints.load`."""
@@ -325,7 +322,7 @@ class LionGroups(torch.optim.Optimizer):
 
 
 def rule_of(optimizer: Any) -> UpdateRule:
-    """Return the rule of an optimizer that `check_optimizer` lets pass."""
+    """Return the rule of an optimizer that `check_optimizer` accepts."""
     return LION if _is_lion(type(optimizer)) else ADAMW
 
 
@@ -336,11 +333,7 @@ def _is_lion(kind: type) -> bool:
 
 
 def group_values(optimizer: Any) -> list[Any]:
-    """Return the hyperparameters that an optimizer's groups have now.
-
-    Args:
-        optimizer: What `check_optimizer` lets pass.
-    """
+    """Return the present hyperparameters of the groups of an optimizer that `check_optimizer` accepts."""
     if rule_of(optimizer) is LION:
         return [LION.values({**LION.defaults, **group}) for group in optimizer.param_groups]
     return [
@@ -367,7 +360,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Check that a client's optimizer is an Adam or a Lion whose hyperparameters can be taken over.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: The optimizer is another one, or has unsupported hyperparameters.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"

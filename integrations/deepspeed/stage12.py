@@ -1,8 +1,8 @@
 """ZeRO-1 and ZeRO-2 whose optimizer state is the engine's.
 
 DeepSpeed has one flat tensor for each parameter group here and builds it in its constructor, so the masters that it
-makes are let go right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves: the
-copies that `step()` makes from it then change nothing.
+makes are freed right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves, so
+that the copies that `step()` makes from it to the weights change nothing.
 """
 
 from __future__ import annotations
@@ -28,50 +28,51 @@ COPIED_AND_GATHERED = (
     "parallel_partitioned_bit16_groups",
     "bit16_groups_flat",
 )
-"""What DeepSpeed's step copies from, and gathers: lists with one entry for each flat tensor."""
+"""Attributes that DeepSpeed's step copies new weights from, and gathers: lists with one entry per flat tensor."""
 
 SAMPLES = 8
-"""Elements of each weight, less one, by which a change is noticed that torch does not count."""
+"""Elements of each weight, less one, that are compared to notice a change that torch's version does not count."""
 
 
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
-    _samples: list[torch.Tensor] | None = None
-    _noted: tuple[list[tuple[int, int]], list[torch.Tensor]] = [], []
+    _sampled_indexes: list[torch.Tensor] | None = None
+    _noted_weights: tuple[list[tuple[int, int]], list[torch.Tensor]] = [], []
     _gathers: Gathers | None = None
-    _leaves_gathers = False
+    _gathers_later = False
 
     # Into the next forward pass
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Have steps go on into the next forward pass of a model, if they are to. Collective."""
+        """Hook a model's modules to wait for their weights, if steps may go on into its forward pass. Collective."""
         if self.can_go_on:
             parts, pace = self.parallel_partitioned_bit16_groups, self._auto.pace
             self._gathers = Gathers(self.offload, self.shard.pieces, parts, self.dp_process_group, pace)
             self._gathers.follow(model)
 
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Make a step as DeepSpeed does; where it goes on into forward, weights are gathered behind it."""
+        """Make DeepSpeed's step; if it may go on into forward, without its gathers: `Gathers` gathers new weights."""
         if self._gathers is None:
             return super().step(*arguments, **keywords)
         self.finish()
-        self._end_lending()
-        # DeepSpeed copies new weights from masters, which here they are, and gathers them: it is shown empty ones.
+        self._take_state_back()
+        # DeepSpeed copies new weights from masters, which are the weights themselves here, and gathers them: its
+        # lists hold empty tensors meanwhile, so that it does neither.
         kept = {name: getattr(self, name) for name in COPIED_AND_GATHERED}
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         parts, empty = self.parallel_partitioned_bit16_groups, [nothing for _ in self._flats]
-        shown: tuple[list[Any], ...] = (empty, empty, [[nothing for _ in each] for each in parts], [])
+        stand_ins: tuple[list[Any], ...] = (empty, empty, [[nothing for _ in ranks] for ranks in parts], [])
         try:
-            self.__dict__.update(zip(COPIED_AND_GATHERED, shown, strict=True))
-            self._leaves_gathers = True
+            self.__dict__.update(zip(COPIED_AND_GATHERED, stand_ins, strict=True))
+            self._gathers_later = True
             return super().step(*arguments, **keywords)
         finally:
-            self._leaves_gathers = False
+            self._gathers_later = False
             self.__dict__.update(kept)
 
     def _update_model_bit16_weights(self, group_index: int) -> None:
-        if not self._leaves_gathers:  # else they stay where they are
+        if not self._gathers_later:  # else the weights lie where the engine has written them
             super()._update_model_bit16_weights(group_index)
 
     def _update_all(self) -> None:
@@ -84,13 +85,13 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return None if self._gathers is None else self._gathers.agree()
 
     def finish(self) -> None:
-        """See `OffloadedOptimizer.finish`."""
+        """Wait until the last step is over, and its weights have been gathered."""
         super().finish()
         if self._gathers is not None:
             self._gathers.finish()
 
     def destroy(self) -> None:
-        """See `OffloadedOptimizer.destroy`."""
+        """Free memory and files, and unhook the model's modules."""
         super().destroy()
         if self._gathers is not None:
             self._gathers.close()
@@ -101,7 +102,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return itertools.chain.from_iterable(self.bit16_groups)
 
     def initialize_optimizer_states(self) -> None:
-        """Make the shard, in place of moments and fp32 gradients. Only links are made later."""
+        """Make the shard, in place of moments and fp32 gradients."""
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         for flat, parameters in enumerate(self.params_in_partition):
@@ -113,7 +114,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, whole, shape))
         weights = self._own_weights()
         self._flats = self.single_partition_of_fp32_groups
-        # Before the engine takes its memory.
+        # DeepSpeed's masters are freed before the engine takes its memory.
         for flat in self._flats:
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
@@ -154,20 +155,25 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return flats
 
     def note_weights(self) -> None:
-        """Note that weights are what their masters round to: where they are, how often changed, and some elements."""
-        if self._gathers is None:  # else nobody knows before they are read
-            self._noted = self._observed()
+        """Note that weights equal their rounded masters: their addresses, torch's versions, and some elements."""
+        if self._gathers is None:  # else a step may still be writing them
+            self._noted_weights = self._observe_weights()
 
     def rounded_weights(self) -> Sequence[torch.Tensor]:
-        """Return all trained weights, if they are what they were when that was noted last; else none."""
-        places, samples = self._observed()
-        same = places == self._noted[0] and all(map(torch.equal, samples, self._noted[1]))
-        return [weight.data for weights in self.bit16_groups for weight in weights] if same else ()
+        """Return all trained weights if they are unchanged since the last `note_weights`; else none."""
+        places_and_counts, samples = self._observe_weights()
+        is_unchanged = places_and_counts == self._noted_weights[0] and all(
+            map(torch.equal, samples, self._noted_weights[1])
+        )
+        return [weight.data for weights in self.bit16_groups for weight in weights] if is_unchanged else ()
 
-    def _observed(self) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
-        places = [(weight.data_ptr(), weight._version) for weights in self.bit16_groups for weight in weights]
-        if self._samples is None:
-            self._samples = [
+    def _observe_weights(self) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+        """Return address and version of each weight, and evenly spread elements of each, by flat tensor."""
+        places_and_counts = [
+            (weight.data_ptr(), weight._version) for weights in self.bit16_groups for weight in weights
+        ]
+        if self._sampled_indexes is None:
+            self._sampled_indexes = [
                 torch.tensor(
                     [
                         (weight.data_ptr() - flat.data_ptr()) // flat.itemsize
@@ -181,9 +187,12 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 )
                 for flat, weights in zip(self.flat_weights, self.bit16_groups, strict=True)
             ]
-        return places, [flat[index] for flat, index in zip(self.flat_weights, self._samples, strict=True)]
+        return places_and_counts, [
+            flat[index] for flat, index in zip(self.flat_weights, self._sampled_indexes, strict=True)
+        ]
 
     def take_back(self) -> None:
+        """Let each flat "master" be this rank's part of the weights, and each group have it as its parameter."""
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
             flat.data = weight
             group["params"] = [flat]
@@ -205,16 +214,19 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # Gradients
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Whether reductions are added in fp32 to what the method below returns (DeepSpeed's since 0.19)."""
-        asked = getattr(super(), "_use_compact_grad_partition_buffer", None)
-        return asked is not None and bool(asked(group_idx))
+        """Return whether DeepSpeed (since 0.19) adds reductions in fp32 to what the next method returns."""
+        uses_buffer = getattr(super(), "_use_compact_grad_partition_buffer", None)
+        return uses_buffer is not None and bool(uses_buffer(group_idx))
 
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> torch.Tensor | None:
-        """Return what a reduction in fp32 adds to: its slot, or zeros elsewhere that are accumulated there next."""
-        mine = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
-        if not mine or not self._use_compact_grad_partition_buffer(group_idx):
+        """Return what a reduction in fp32 is added to: the gradient's slot, or zeros that are added to it later.
+
+        None for a part of another rank, and where DeepSpeed does not reduce in this way.
+        """
+        is_own = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
+        if not is_own or not self._use_compact_grad_partition_buffer(group_idx):
             return None
         target: torch.Tensor
         weight = self.parallel_partitioned_bit16_groups[group_idx][partition_id]
@@ -228,16 +240,16 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return target
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
-        """Take in a reduced gradient, in the dtype that it is accumulated in."""
+        """Pass a reduced gradient to the shard, in the dtype that it is accumulated in."""
         identity = self.get_param_id(param)
-        final = self._arrives(self._numbers[identity])
+        final = self._note_arrival(self._numbers[identity])
         flat, source, _, numel = self.grad_position[identity]
         if not self._use_compact_grad_partition_buffer(flat):
             gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
             self.shard.accumulate(self._numbers[identity], gradient, final=final)
         elif identity in self._sums:
             self.shard.accumulate(self._numbers[identity], self._sums.pop(identity), final=final)
-        else:  # it is there already
+        else:  # it was added to its slot already
             self.shard.touch(self._numbers[identity], gathered=final)
         self.clear_grad_attribute(param)
 
@@ -257,14 +269,14 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         """Let DeepSpeed compute its factor, on one element; the update applies it."""
         probe = torch.ones(1, dtype=torch.float32, device="cpu")
         super().unscale_and_clip_grads([probe], total_norm)
-        self._factor = float(probe)
+        self._gradient_factor = float(probe)
 
     def _optimizer_step(self, group_no: int) -> None:
         if group_no == 0:
             self._update_all()
 
     def update_lp_params(self) -> None:
-        """Take all weights from the masters."""
+        """Set all weights to their rounded masters."""
         with self._in_memory():
             super().update_lp_params()
 
@@ -273,10 +285,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def state_dict(self) -> dict[str, Any]:
         """Return everything in DeepSpeed's layout."""
         with self._in_memory() as states:
-            found: dict[str, Any] = super().state_dict()
+            state: dict[str, Any] = super().state_dict()
             key = "single_partition_of_fp32_groups"
-            found[key] = [master.detach() for master in found[key]]
-        saved: dict[str, Any] = self._saved(found, states)
+            state[key] = [master.detach() for master in state[key]]
+        saved: dict[str, Any] = self._add_steps(state, states)
         return saved
 
     def _load_global_state(self, sd: Mapping[str, Any]) -> None:
@@ -290,8 +302,9 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         load = super().load_state_dict
         rank = torch.distributed.get_rank(group=self.dp_process_group)
         if state_dict_list is not None and isinstance(state_dict_list[rank], InPlace):
+            # DeepSpeed indexes this list by its rank; it loads in place only with optimizer states, hence True.
             self._load_in_place(
-                state_dict_list[rank], lambda found: load([found] * (rank + 1), True, *arguments, **keywords)
+                state_dict_list[rank], lambda rest: load([rest] * (rank + 1), True, *arguments, **keywords)
             )
             return
         self._load_with(
@@ -302,7 +315,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # deepspeed.utils.safe_get_* and safe_set_*
 
     def _link_all_hp_params(self) -> None:
-        if not self.shard.weights:  # DeepSpeed has just moved them, and reads their flat tensors now
+        """Let `safe_get_*` and `safe_set_*` read and write the shard, after DeepSpeed has made its own links."""
+        if not self.shard.weights:  # DeepSpeed has just moved them, and reads their flat tensors next
             self._rebind_weights()
         super()._link_all_hp_params()
         for parameters in self.params_in_partition:
@@ -319,8 +333,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def _reader(self, number: int) -> Callable[..., torch.Tensor]:
         def get_hp_fragment(optim_state_key: str | None = None) -> torch.Tensor:
             numel = self.shard.pieces[number].numel
-            found: torch.Tensor = self.shard.read(number, optim_state_key or "master", numel)
-            return found
+            state: torch.Tensor = self.shard.read(number, optim_state_key or "master", numel)
+            return state
 
         return get_hp_fragment
 
@@ -335,7 +349,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         def set_full_hp_param(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
             address = parameter._hp_mapping.lp_fragment_address
             fragment = value.reshape(-1).narrow(0, address.start, address.numel)
-            self._noted = [], []  # the weight follows with the next step
+            self._noted_weights = [], []  # the weight no longer equals the master, until the next step
             self.shard.write(number, optim_state_key or "master", fragment)
 
         return set_full_hp_param

@@ -22,10 +22,10 @@ from offload.integrations.deepspeed.shard import rule_of
 from offload.weights.partitions import Partitions
 
 
-def _after_step(
+def _gather_after_update(
     optimizer: weakref.ref[OffloadedStage3], parameter: Any, gather: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a parameter's way to gather several that waits for their updates first."""
+    """Wrap a parameter's method that gathers parameters: first wait until the last step has updated them."""
 
     @functools.wraps(gather)
     def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -48,46 +48,50 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     fp16_groups: list[Any]
 
     def __init__(self, *arguments: Any, weights_file: Partitions | None, **keywords: Any) -> None:
-        self._file = weights_file
+        self._weights_file = weights_file
         super().__init__(*arguments, **keywords)
         self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
-        if self._file is not None:
-            self._file.use_layers(self.module, lambda parameter: parameter.ds_tensor)
-        if self.can_go_on or self._file is not None:
+        if self._weights_file is not None:
+            self._weights_file.use_layers(self.module, lambda parameter: parameter.ds_tensor)
+        if self.can_go_on or self._weights_file is not None:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
             for parameter in self.module.parameters():
                 for name in ("all_gather", "all_gather_coalesced"):
                     if hasattr(parameter, name):
-                        setattr(parameter, name, _after_step(weakref.ref(self), parameter, getattr(parameter, name)))
+                        setattr(
+                            parameter,
+                            name,
+                            _gather_after_update(weakref.ref(self), parameter, getattr(parameter, name)),
+                        )
 
     # Into the next forward pass
 
     @property
     def can_go_on(self) -> bool:
-        """See `OffloadedOptimizer.can_go_on`."""
+        """Whether steps may go on into the next forward pass: with "auto", too, as modules gather their weights."""
         return self._offload_config.overlap in ("forward", "both", "auto")
 
     @property
-    def _goes_on(self) -> bool:
+    def _overlaps_forward(self) -> bool:
         return bool(self.can_go_on and self._auto.goes_on)
 
     def before_gather(self, parameters: Sequence[Any]) -> None:
         """Wait until the last step has updated this rank's parts of some parameters, and these are in memory."""
-        found = (self._numbers.get(parameter.ds_id) for parameter in parameters)
-        numbers = [number for number in found if number is not None]
+        with_none = (self._numbers.get(parameter.ds_id) for parameter in parameters)
+        numbers = [number for number in with_none if number is not None]
         self._used.update(dict.fromkeys(numbers))
         self.offload.wait_for(numbers, on_any_stream=True)
-        if self._file is not None:
-            self._file.begin(parameter.ds_tensor for parameter in parameters)
+        if self._weights_file is not None:
+            self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
     def _use_order(self) -> Mapping[int, int] | None:
         used, self._used = self._used, {}
-        return {n: place for place, n in enumerate(used)} if self._goes_on else None
+        return {n: position for position, n in enumerate(used)} if self._overlaps_forward else None
 
     def _post_step(self, *arguments: Any, **keywords: Any) -> None:
-        """End a step; persistent parameters are gathered by their modules where it goes on into forward."""
+        """End a step. If it goes on into forward, persistent parameters are gathered there, by their modules."""
         persistent = self.persistent_parameters
-        if self._goes_on:
+        if self._overlaps_forward:
             self.persistent_parameters = []  # small ones lie in all subgroups: all would be waited for
         try:
             super()._post_step(*arguments, **keywords)
@@ -97,18 +101,18 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     # Weights in a file
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        """Make the flat tensors that DeepSpeed is about to move trained weights to; frozen ones are moved here."""
-        if self._file is None:
+        """Make, in the weights' file, the flat tensors that DeepSpeed moves trained weights to; move frozen ones."""
+        if self._weights_file is None:
             super()._create_param_groups_fp16_flat_cpu_memory()
             return
         trained = set[Any]()
         for group in self.trainable_param_groups:
             trained.update(group["params"])
             numel = sum(parameter.partition_numel() for parameter in group["params"])
-            self.param_groups_fp16_flat_cpu_memory.append(self._file.take(numel, self.dtype))
+            self.param_groups_fp16_flat_cpu_memory.append(self._weights_file.take(numel, self.dtype))
         for parameter in self.module.parameters():
             if parameter not in trained and parameter.ds_tensor.is_cpu:
-                self._file.move(parameter.ds_tensor)
+                self._weights_file.move(parameter.ds_tensor)
 
     # State
 
@@ -116,6 +120,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         return itertools.chain.from_iterable(self.fp16_groups)
 
     def _create_fp32_partitions(self) -> None:
+        """Make the shard, and one-element placeholders for the flat masters that DeepSpeed would make here."""
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
@@ -133,7 +138,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole, shape))
                 offset += padded
             placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
-            # The name that DeepSpeed gives to its own.
+            # The id that DeepSpeed gives to its own flat masters.
             placeholder.ds_id = f"{parameters[0].ds_id}_{parameters[-1].ds_id}"  # type: ignore[attr-defined]
             placeholder.requires_grad = True
             self.fp32_partitioned_groups_flat.append(placeholder)
@@ -151,14 +156,14 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _setup_for_real_optimizer(self) -> None:
         super()._setup_for_real_optimizer()
-        self.fp16_groups = self._groups
+        self.fp16_groups = self._hidden_groups
 
     def initialize_optimizer_states(self) -> None:
-        """Nothing: the engine's state starts with zero moments, and there are no fp32 gradients.
+        """Make no state: the engine's starts with zero moments, and there are no fp32 gradients.
 
-        What follows would make a buffer for the gradients of these groups, for which the engine has memory.
+        DeepSpeed makes a gradient buffer next, for its groups; they are hidden, as the engine has that memory.
         """
-        self._groups, self.fp16_groups = self.fp16_groups, []
+        self._hidden_groups, self.fp16_groups = self.fp16_groups, []
 
     def take_back(self) -> None:
         for flat in self._flats:
@@ -170,11 +175,11 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     # Gradients
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """Take in reduced gradients, in the dtype that they are accumulated in."""
+        """Pass reduced gradients to the shard, in the dtype that they are accumulated in."""
         for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
             number = self._numbers[parameter.ds_id]
             numel = self.shard.pieces[number].numel
-            final = self._arrives(number)
+            final = self._note_arrival(number)
             if numel:
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
                 if parameter.grad is not None and parameter.grad.device.type != "cpu":
@@ -182,10 +187,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             parameter.grad = None
 
     def _finalize_offload_gradient_accumulation(self) -> None:
-        """Nothing: gradients lie where the step reads them, and norms that were not gathered are taken then."""
+        """Do nothing: gradients lie where the step reads them, and `_get_norm_groups` computes norms."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; what has been accumulated is thrown away, as DeepSpeed does."""
+        """Reset gradients and drop what has been accumulated, as DeepSpeed does."""
         super().zero_grad(set_to_none)
         self.shard.close_window()
 
@@ -207,7 +212,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             probe = self._flats[0]
             probe.grad = torch.ones_like(probe)
             super().unscale_and_clip_grads(0, total_norm)
-            self._factor = float(probe.grad)
+            self._gradient_factor = float(probe.grad)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if sub_group_id == 0:
@@ -215,8 +220,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _update_all(self) -> None:
         super()._update_all()
-        if self._file is not None:
-            self._file.note_written()
+        if self._weights_file is not None:
+            self._weights_file.note_written()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         self._unflatten_partitioned_parameters(sub_group_id)
@@ -225,9 +230,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._in_memory() as states:
-            found: dict[str, Any] = super()._rigid_state_dict()
-            found[FP32_FLAT_GROUPS] = [state.master for state in states]
-        saved: dict[str, Any] = self._saved(found, states)
+            state_dict: dict[str, Any] = super()._rigid_state_dict()
+            state_dict[FP32_FLAT_GROUPS] = [state.master for state in states]
+        saved: dict[str, Any] = self._add_steps(state_dict, states)
         return saved
 
     def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
@@ -264,10 +269,11 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
+        """Return a state tensor of this rank's part, as a copy that `_write_back` stores after DeepSpeed's change."""
         number = self._number(param)
-        found = self.shard.read(number, optim_state_key or "master", param.partition_numel())
-        self._read_last = found
-        return found, self.shard.pieces[number].flat
+        state = self.shard.read(number, optim_state_key or "master", param.partition_numel())
+        self._last_read = state
+        return state, self.shard.pieces[number].flat
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         number = self._number(param)
@@ -285,8 +291,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         self._write_back(param, optim_state_key)
 
     def _write_back(self, parameter: Any, key: str | None) -> None:
+        """Store the state tensor that was read last, after DeepSpeed has changed it."""
         if parameter.requires_grad:
-            self.shard.write(self._number(parameter), key or "master", self._read_last)
+            self.shard.write(self._number(parameter), key or "master", self._last_read)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Set a parameter's gradient from its full value."""

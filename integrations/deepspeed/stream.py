@@ -1,8 +1,8 @@
-"""DeepSpeed's own checkpoint files, whose bytes of state go from the engine to the file without a copy in memory.
+"""DeepSpeed's own checkpoint files, into which the engine's state is written without a copy of it in memory.
 
 DeepSpeed writes its files with holes where the state belongs; see `offload.checkpoint.torch_files`. The engine then
-writes each run of state to its place, in the order that suits it. Weights that masters round to are written in the
-same way, to the model's file.
+writes each run of state to its place, in the order that suits it. Weights that equal their rounded masters are
+written in the same way, to the model's file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHT = "weight"
 """What a checkpoint's `visit` calls masters that are rounded to the weights' type."""
 
 COLUMNS = 4093
-"""Of the sums in a digest: a prime, so that rows of a weight that change places change them."""
+"""Number of sums in a digest: a prime, so that exchanging two rows of a weight changes the sums."""
 
 
 def can_stream(checkpoint_engine: Any) -> bool:
@@ -36,7 +36,7 @@ def can_stream(checkpoint_engine: Any) -> bool:
 
 @contextlib.contextmanager
 def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
-    """Have a checkpoint engine write files with holes where tensors belong; yield what it has been given to write."""
+    """Let a checkpoint engine write files with holes for tensors; yield the list of the objects that it has saved."""
     saved: list[Any] = []
 
     def save(state_dict: Any, path: str) -> None:
@@ -53,15 +53,13 @@ def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
 
 
 Starts = Mapping[str, Sequence[int | None]]
-"""Where a state tensor, or weights, of each flat tensor begin in a file, by name; None for one without elements."""
+"""By a state tensor's name, or `WEIGHT`: first byte in a file, for each flat tensor; None for an empty one."""
 
 
 def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
-    """Return where state belongs in a file; None if that cannot be told.
+    """Return where state belongs in a file, given what `fill` has returned; None if a storage is not in the file.
 
-    Args:
-        places: What `fill` has returned.
-        lent: The tensors without memory in what was saved, one row for each flat tensor of the shard.
+    `lent` is the state that was saved: tensors without memory, for each flat tensor of the shard.
     """
     tensors = {name: [state.tensors[name] for state in lent] for name in (lent[0].tensors if lent else ())}
     starts = {name: [start_of(places, tensor) for tensor in rows] for name, rows in tensors.items()}
@@ -74,65 +72,59 @@ def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
 
 
 def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
-    """Return what a file that was saved without state is otherwise.
-
-    Args:
-        path: The file.
-        name: What it is called when it is whole.
-        starts: Where each state tensor begins in it.
-        shard: Whose pieces they are.
-    """
+    """Return the frame of a rank's file that was saved with holes for state; `name` is its name when it is whole."""
     pieces = {
-        piece.name: {name: (at[piece.flat] or 0) + piece.offset * _ITEM_BYTES for name, at in starts.items()}
+        piece.name: {
+            name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES for name, flat_starts in starts.items()
+        }
         for piece in shard.pieces
     }
     state = [
         (start, start + weight.numel() * _ITEM_BYTES)
-        for at in starts.values()
-        for start, weight in zip(at, shard.weights, strict=True)
+        for flat_starts in starts.values()
+        for start, weight in zip(flat_starts, shard.weights, strict=True)
         if start is not None
     ]
     return Frame.of(path, name, pieces, state)
 
 
 Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]
-"""Takes a run of a piece's state; see `offload.Engine`'s `state.visit`."""
+"""Called with a run of a piece's state; see `offload.Engine`'s `state.visit`."""
 
 
 def write_state(files: Mapping[str, Starts], shard: Shard, visit: Callable[[Take, Sequence[str]], None]) -> None:
-    """Write the bytes of state, and of weights.
+    """Write state, and rounded weights, into the holes of files.
 
     Args:
-        files: Where they belong in each file, by its path.
-        shard: Whose pieces they are.
-        visit: Hands them out, given their names.
+        files: Where tensors belong in each file, by its path.
+        visit: Calls a function with each run of the named tensors; see `Take`.
 
     Raises:
         OSError: If a file cannot be written; the state is unharmed.
     """
     with contextlib.ExitStack() as opened:
-        places = [
+        targets = [
             (opened.enter_context(writable(path)), name, files[path][name]) for path in files for name in files[path]
         ]
 
         def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
             piece = shard.pieces[number]
-            for file, name, starts in places:
+            for file, name, starts in targets:
                 if (start := starts[piece.flat]) is not None:
                     write_at(file, bytes_of(views[name]), start + (piece.offset + first) * views[name].itemsize)
 
-        visit(take, [name for _, name, _ in places])
+        visit(take, [name for _, name, _ in targets])
 
 
 @dataclass
 class SharedModel:
-    """A model's file of which each rank writes the weights that its masters round to.
+    """A model's file into which each rank writes its rounded masters as weights.
 
     Attributes:
         path: Its name when it is whole.
         starts: Where this rank's part of each flat tensor of weights begins, None for one that the file does not
-            have; none if all is there.
-        digests: Of these parts, as they are saved.
+            have; empty if the file has all weights.
+        digests: Digests of these parts as they were when they were to be saved.
     """
 
     path: str
@@ -140,19 +132,19 @@ class SharedModel:
     digests: Sequence[torch.Tensor] = ()
 
     def is_written(self, path: str, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether a file has what was to be saved.
+        """Return whether this rank's part in a file equals, by its digests, the weights that were to be saved.
 
-        Args:
-            path: The file.
-            weights: This rank's part of each flat tensor, for their sizes.
+        Of `weights`, this rank's part of each flat tensor, the sizes alone are used.
         """
         with open(path, "rb") as file:
             for start, weight, saved in zip(self.starts, weights, self.digests, strict=True):
                 if start is not None:
                     file.seek(start)
-                    sizes = (min(_DIGEST_BYTES, weight.nbytes - at) for at in range(0, weight.nbytes, _DIGEST_BYTES))
-                    pieces = (torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.int32) for nbytes in sizes)
-                    if not torch.equal(_sums(pieces, "cpu"), saved):
+                    sizes = (
+                        min(_DIGEST_BYTES, weight.nbytes - done) for done in range(0, weight.nbytes, _DIGEST_BYTES)
+                    )
+                    chunks = (torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.int32) for nbytes in sizes)
+                    if not torch.equal(_sums(chunks, "cpu"), saved):
                         return False
         return True
 
@@ -173,15 +165,16 @@ _DIGEST_BYTES = COLUMNS * 4 * 1024
 
 
 def digest(flat: torch.Tensor) -> torch.Tensor:
-    """Return what is another one, as good as surely, where a bit of a flat tensor is another one."""
+    """Return sums of a flat tensor's words that differ, almost surely, if any bit of it differs."""
     return _sums(torch.split(flat.view(torch.int32), _DIGEST_BYTES // 4), flat.device).cpu()
 
 
-def _sums(pieces: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
+def _sums(chunks: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
+    """Return sums of words by columns, as if each chunk were rows of `COLUMNS` words; they wrap around."""
     sums = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
-    for words in pieces:
+    for words in chunks:
         rows = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
-        rest = words[rows.numel() :]
+        last_words = words[rows.numel() :]
         sums += rows.sum(0, dtype=torch.int32)
-        sums[: rest.numel()] += rest
+        sums[: last_words.numel()] += last_words
     return sums

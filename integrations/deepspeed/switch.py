@@ -100,31 +100,31 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
 
 
 class _Mode(Enum):
-    """What becomes of an engine whose config has our object: OFF <-> WATCHING -> ON -> OFF."""
+    """How an engine whose config has our object gets its optimizer: OFF <-> WATCHING -> ON -> OFF."""
 
     OFF = auto()
-    """Nothing: DeepSpeed's method is its own."""
+    """As in stock DeepSpeed, whose method is not replaced."""
     WATCHING = auto()
-    """It stays stock's, and that is said: this package has been imported, and `enable` not called."""
+    """As in stock DeepSpeed, with a warning: this package has been imported, but `enable` not called."""
     ON = auto()
-    """It is ours."""
+    """From this backend."""
 
 
 _mode = _Mode.OFF
 _original: Callable[..., Any] | None = None
-"""DeepSpeed's method, where ours stands in for it."""
+"""DeepSpeed's `_configure_optimizer`, while it is replaced."""
 for_all: Mapping[str, Any] | None = None
-"""Our object for configs that have none."""
+"""The `multi_tier_offload` object for configs that have none."""
 _said_own = _said_stock = _said_ignored = False
 _undo = contextlib.ExitStack()
-"""Puts back what weights in files take."""
+"""Undoes the replacements of `weights.stand_in`."""
 
 
 def check_deepspeed() -> None:
-    """Check that the DeepSpeed that is installed has what this backend relies on.
+    """Check that the installed DeepSpeed has the methods that this backend replaces or calls.
 
     Raises:
-        ConfigError: If it is not installed, or a method is missing or takes other arguments; names them.
+        ConfigError: It is not installed, or a method is missing or has other parameters; names them.
     """
     try:
         deepspeed = import_module("deepspeed")
@@ -134,33 +134,35 @@ def check_deepspeed() -> None:
     version = str(deepspeed.__version__)
     if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
         raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}")
-    moved = []
+    changed = []
     for (module, kind), methods in RELIED_ON.items():
         owner = getattr(import_module(module), kind, None)
         for method, parameters in methods.items():
             function = getattr(owner, method, None)
             if function is None:
-                moved.append(f"{kind}.{method} is gone")
+                changed.append(f"{kind}.{method} is gone")
                 continue
-            found = list(inspect.signature(_unwrapped(function)).parameters)[1:]
-            if found[: len(parameters.split())] != parameters.split():
-                moved.append(f"{kind}.{method}({', '.join(found)}) took ({', '.join(parameters.split())})")
-    if moved:
-        raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}: {'; '.join(moved)}")
+            actual = list(inspect.signature(_unwrapped(function)).parameters)[1:]
+            if actual[: len(parameters.split())] != parameters.split():
+                changed.append(f"{kind}.{method}({', '.join(actual)}) took ({', '.join(parameters.split())})")
+    if changed:
+        raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}: {'; '.join(changed)}")
     if version.split("+")[0] not in TESTED:
         log.info("DeepSpeed %s has all that is relied on, but only %s are tested", version, ", ".join(TESTED))
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what DeepSpeed's tracing decorator has wrapped, of which it keeps no trace but its closure."""
+    """Return the function that DeepSpeed's tracing decorator has wrapped, which is found in its closure only."""
     for cell in function.__closure__ or () if function.__name__ == "wrapped_fn" else ():
         if inspect.isfunction(cell.cell_contents):
             return _unwrapped(cell.cell_contents)
     return function
 
 
-def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]) -> None:
-    """Stand in for `DeepSpeedEngine._configure_optimizer` where the config has our object."""
+def _configure_optimizer_of(
+    engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]
+) -> None:
+    """Replaces `DeepSpeedEngine._configure_optimizer` if the config has our object: the engine gets our optimizer."""
     from offload.integrations.deepspeed.common import OffloadedOptimizer, say_what_waits
     from offload.integrations.deepspeed.shard import LionGroups, check_optimizer
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
@@ -182,19 +184,19 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     elif not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(model_parameters)
     check_optimizer(optimizer)
-    # Any torch optimizer will do, as it is never stepped.
+    # DeepSpeed may not insist on its own CPU optimizer: this one is never stepped.
     engine._config.zero_force_ds_cpu_optimizer = False
-    with contextlib.suppress(ImportError):  # DeepSpeed derives from its classes when it first imports this
+    with contextlib.suppress(ImportError):  # imported before its base classes are replaced below
         import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     with contextlib.ExitStack() as stack:
         weights_file = stack.enter_context(weights.reserved(engine, optimizer))
-        for (module, name), ours in (
+        for (module, name), replacement in (
             (_STAGE3, functools.partial(OffloadedStage3, weights_file=weights_file)),
             ((_ENGINE[0], _STAGE12[1]), OffloadedStage12),
         ):
             home = import_module(module)
             stack.callback(setattr, home, name, getattr(home, name))
-            setattr(home, name, functools.partial(ours, offload_config=config, names=engine.param_names))
+            setattr(home, name, functools.partial(replacement, offload_config=config, names=engine.param_names))
         original(engine, optimizer, model_parameters)
     if not isinstance(engine.optimizer, OffloadedOptimizer):
         made = type(engine.optimizer).__name__
@@ -224,24 +226,25 @@ def _is_offloaded(config: Any) -> bool:
 
 
 def _is_ours(config: Any) -> bool:
-    """Return whether the engine of a `DeepSpeedConfig`, if it has an optimizer, is ours, or will be."""
+    """Return whether the engine of a `DeepSpeedConfig` gets its optimizer, if it has one, from this backend."""
     has_object = KEY in config._param_dict or (for_all is not None and _is_offloaded(config))
     return _mode is _Mode.ON and has_object
 
 
 def _offload_to_cpu(engine: Any) -> None:
-    """Have an optimizer that is offloaded to no device, DeepSpeed's default, count as offloaded to the CPU."""
+    """Change the config of an engine that offloads its optimizer to no device, DeepSpeed's default, to the CPU."""
     if _is_offloaded(engine._config):
         return
-    zero, found = engine._config.zero_config, import_module("deepspeed.runtime.zero.offload_config")
-    given, device = zero.offload_optimizer, found.OffloadDeviceEnum
-    given = found.DeepSpeedZeroOffloadOptimizerConfig() if given is None else given
+    zero, module = engine._config.zero_config, import_module("deepspeed.runtime.zero.offload_config")
+    given, device = zero.offload_optimizer, module.OffloadDeviceEnum
+    given = module.DeepSpeedZeroOffloadOptimizerConfig() if given is None else given
     zero.offload_optimizer = given.model_copy(update={"device": device.cpu})
     if engine.global_rank == 0:
         log.warning('%s.device counts as "cpu" beside %s; write it, and this is not said', settings.OFFLOAD, KEY)
 
 
 def _check_engine(engine: Any) -> None:
+    """Raise `ConfigError` for an engine with MoE, pipeline, model or tensor parallelism."""
     if getattr(engine, "has_moe_layers", False):
         OTHER_PARALLELISM.refuse("model", "has MoE layers")
     if getattr(engine, "pipeline_parallelism", False):
@@ -255,10 +258,10 @@ def _check_engine(engine: Any) -> None:
 
 
 def inject(engine: Any) -> None:
-    """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer.
+    """Add the object that was given for all to an engine's config, if it has none and offloads the optimizer.
 
     Raises:
-        ConfigError: It seems to have one, whose name is mistyped.
+        ConfigError: The config has a key that looks like `multi_tier_offload`, mistyped.
     """
     global _said_own, _said_stock
     config = engine.config or {}
@@ -304,13 +307,13 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     if given is not for_all:
         for_all, _said_own = given, False
     _mode = _Mode.ON
-    _stand_in()
+    _replace_configure()
 
 
 def watch() -> None:
-    """Have DeepSpeed say which engines' configs have an object that it ignores, until `enable` is called. Idempotent.
+    """Warn when a DeepSpeed engine's config has our object, which DeepSpeed ignores, until `enable` is called.
 
-    Nothing else changes. A DeepSpeed that cannot be watched is left alone.
+    Idempotent. Nothing else changes; nor does anything in a DeepSpeed whose method cannot be replaced.
     """
     global _mode
     if _mode is _Mode.OFF:
@@ -318,8 +321,8 @@ def watch() -> None:
         _when_imported()
 
 
-def _stand_in() -> None:
-    """Put our method in the place of DeepSpeed's."""
+def _replace_configure() -> None:
+    """Replace `DeepSpeedEngine._configure_optimizer`, unless that was done."""
     global _original
     if _original is not None:
         return
@@ -332,7 +335,7 @@ def _stand_in() -> None:
             inject(engine)
         has_object = KEY in (engine.config or {})
         if _mode is _Mode.ON and has_object:
-            _configure(engine, original, client_optimizer, model_parameters)
+            _configure_optimizer_of(engine, original, client_optimizer, model_parameters)
             return
         if _mode is _Mode.WATCHING and has_object:
             _say_ignored(engine)
@@ -343,6 +346,7 @@ def _stand_in() -> None:
 
 
 def _say_ignored(engine: Any) -> None:
+    """Warn, once, on rank 0, that DeepSpeed ignores our object."""
     global _said_ignored
     if engine.global_rank == 0 and not _said_ignored:
         _said_ignored = True
@@ -369,16 +373,17 @@ def disable() -> None:
 
 
 class _AtImport(MetaPathFinder):
-    """Switches the backend on when DeepSpeed has been imported, so that what a script sets before still counts."""
+    """Switches the backend on when DeepSpeed has been imported, so that variables set before that still count."""
 
     enables = False
-    """Whether `enable` is to be called then; else engines are watched."""
+    """Whether to call `enable` then; else engines are watched."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return DeepSpeed's own spec, whose loader calls `_when_imported` afterwards; None for other modules."""
         if fullname != "deepspeed":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
+        other_finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((s for finder in other_finders if (s := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -391,7 +396,7 @@ class _AtImport(MetaPathFinder):
 
 
 def _when_imported(*, enables: bool = False) -> None:
-    """Switch on, or watch, when DeepSpeed is imported, or now if it has been."""
+    """Enable the backend, or watch, once DeepSpeed is imported: at once if it is already."""
     if "deepspeed" not in sys.modules:
         finder = next((finder for finder in sys.meta_path if isinstance(finder, _AtImport)), None)
         if finder is None:
@@ -401,20 +406,21 @@ def _when_imported(*, enables: bool = False) -> None:
     elif enables:
         enable()
     elif _mode is _Mode.WATCHING:
-        with contextlib.suppress(ImportError, AttributeError):  # of another kind, or in the middle of its import
-            _stand_in()
+        with contextlib.suppress(ImportError, AttributeError):  # an unknown version, or one still being imported
+            _replace_configure()
 
 
 def enable_at_import() -> None:
-    """Call `enable` when DeepSpeed is imported, or now if it has been. Idempotent.
+    """Call `enable` when DeepSpeed is imported, or now if it is already. Idempotent.
 
-    For what starts processes that may never import it, and that may set its variables before they do.
+    For launchers of programs that may never import DeepSpeed, or set its environment variables before they do.
     """
     _when_imported(enables=True)
 
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[None]:
+    """Enable the backend while this context lasts, then restore the mode from before."""
     before = _mode
     enable()
     try:

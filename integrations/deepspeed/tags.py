@@ -1,4 +1,4 @@
-"""DeepSpeed's tags as folders that are whole or not: marked, mirrored, and saved when a SIGTERM comes."""
+"""DeepSpeed's tags as folders: marked when they are whole, mirrored, and saved on a SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from offload.optim.ranks import any_rank
 
 LATEST = "latest"
 BESIDE = "zero_to_fp32.py", "zero_to_torch.py", LATEST
-"""What DeepSpeed writes beside the tags; it finds the newest tag by the last."""
+"""Files that DeepSpeed writes beside the tags; the last one names the newest tag."""
 
 
 def save_whole(optimizer: Any, engine: Any) -> None:
-    """Have a DeepSpeed engine mark the tags that it saves as whole, and have the mirror copy them."""
-    if engine.use_node_local_storage():  # nobody sees the whole of a tag
+    """Replace an engine's `save_checkpoint` and `load_checkpoint`: tags are marked as whole, and mirrored."""
+    if engine.use_node_local_storage():  # no process sees all files of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    unmarked = ""  # the tag's folder, while it is saved and not marked
+    unmarked = ""  # the tag's folder, while it is saved and not yet marked as whole
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         nonlocal unmarked
         optimizer.wait_checkpoint()
         folder = os.path.abspath(save_dir)
         tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
-        whole = os.path.join(folder, tag)
-        is_one = begin_folder(whole, Marker(depth=1 + os.path.normpath(tag).count(os.sep), shared=BESIDE))
-        if not is_one:
-            unmark(whole)
-        unmarked, optimizer.is_saved_behind = whole if is_one else "", False
+        tag_folder = os.path.join(folder, tag)
+        is_marked = begin_folder(tag_folder, Marker(depth=1 + os.path.normpath(tag).count(os.sep), shared=BESIDE))
+        if not is_marked:
+            unmark(tag_folder)
+        unmarked, optimizer.is_saved_behind = tag_folder if is_marked else "", False
         writer = engine.checkpoint_engine
         if "commit" not in vars(writer):
             writer.commit = partial(commit, writer.commit)
         try:
-            found = save(save_dir, tag, *arguments, **keywords)
+            result = save(save_dir, tag, *arguments, **keywords)
             mark()
         finally:
             unmarked = ""
-        if is_one and not optimizer.is_saved_behind:
-            mirror_folder(optimizer.shard, whole)
-        return found
+        if is_marked and not optimizer.is_saved_behind:
+            mirror_folder(optimizer.shard, tag_folder)
+        return result
 
     def mark() -> None:
         nonlocal unmarked
@@ -54,46 +54,41 @@ def save_whole(optimizer: Any, engine: Any) -> None:
         unmarked = ""
 
     def commit(original: Callable[[Any], Any], info: Any) -> Any:
-        found = original(info)
-        mark()  # before rank 0 names it as the latest, which waits for no other rank
-        return found
+        result = original(info)
+        mark()  # before rank 0 names the tag in `latest`, which waits for no other rank
+        return result
 
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        found = load(load_dir, tag, *arguments, **keywords)
-        if found[0] is not None:
-            whole = os.path.join(load_dir, str(_latest(load_dir) if tag is None else tag))
-            if mark_of(whole) is Mark.WHOLE:  # what has no checkpoint of ours, too
-                mirror_folder(optimizer.shard, whole, is_new=False)
-        return found
+        result = load(load_dir, tag, *arguments, **keywords)
+        if result[0] is not None:
+            tag_folder = os.path.dirname(result[0])
+            if mark_of(tag_folder) is Mark.WHOLE:  # a tag without a checkpoint of the engine is mirrored, too
+                mirror_folder(optimizer.shard, tag_folder, is_new=False)
+        return result
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
-def _latest(folder: Any) -> str:
-    with open(os.path.join(folder, LATEST), encoding="utf-8") as file:
-        return file.read().strip()
-
-
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:
-    """Have all ranks save to a folder at the end of the step in which one of them gets a SIGTERM."""
-    handler, step, this = SigtermHandler(), engine.step, weakref.ref(optimizer)
+    """Replace `engine.step`: all ranks save to a folder at the end of a step in which one of them got a SIGTERM."""
+    handler, step, optimizer_ref = SigtermHandler(), engine.step, weakref.ref(optimizer)
     weakref.finalize(optimizer, handler.restore).atexit = False
 
     def save() -> None:
         engine.save_checkpoint(folder)
-        if (found := this()) is not None:
-            found.wait_checkpoint()
+        if (alive := optimizer_ref()) is not None:
+            alive.wait_checkpoint()
 
     def wait_mirror() -> None:
-        if (found := this()) is not None:
-            found.shard.engine.checkpoints.wait_mirror()
+        if (alive := optimizer_ref()) is not None:
+            alive.shard.engine.checkpoints.wait_mirror()
 
     def step_and_commit(*arguments: Any, **keywords: Any) -> Any:
         is_last = engine.is_gradient_accumulation_boundary()
-        found = step(*arguments, **keywords)
+        result = step(*arguments, **keywords)
         if is_last and any_rank(handler.has_signal):
             handler.commit(save, wait_mirror, folder)
-        return found
+        return result
 
     engine.step = step_and_commit
     return handler

@@ -1,11 +1,11 @@
 """ZeRO-3's weights in files, where a config has them on NVMe: `{"device": "nvme", "nvme_path": ...}`.
 
-DeepSpeed is told that they are on the CPU, and so leaves its own swapper out. Its tensors, which it still makes, lie
-in mapped files: those of `zero.Init` one by one as they are made, and all that an engine trains in one file, which is
-reserved before the engine changes anything. Files have no names, and each rank has its own.
+DeepSpeed is told that they are on the CPU, and so does not use its own swapper. It still makes its tensors, but they
+lie in mapped files: those of `zero.Init` in one file each as they are made, and all that an engine trains in one
+file, which is reserved before the engine changes anything. Files have no names, and each rank has its own.
 
-What is relied on beside the methods of `switch.RELIED_ON`: a parameter's `ds_tensor` is this rank's part of it, flat,
-and `ds_process_group` the ranks that have the others; DeepSpeed reads and writes parts by their tensors.
+This relies, beside the methods of `switch.RELIED_ON`, on DeepSpeed's reading and writing parts of weights by their
+tensors: a parameter's `ds_tensor` is this rank's part, flat; `ds_process_group` are the ranks that have the others.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ CONFIG = "deepspeed.runtime.config", "DeepSpeedConfig"
 INIT = "deepspeed.runtime.zero.partition_parameters", "Init"
 
 LEAST_BYTES = 1 << 20
-"""What is smaller stays in memory until an engine has a file for all; there are many such."""
+"""Smaller parts, of which there are many, stay in memory until an engine has a file for all."""
 
 _folders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Of each `zero.Init` whose partitions lie in files."""
+"""The folder of each `zero.Init` whose partitions lie in files."""
 _is_reserved = False
-"""Whether an engine is being made that has a file for all."""
+"""Whether an engine that has a file for all its weights is just being made."""
 
 
 def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None:
-    """Have weights lie in files where a DeepSpeed config says NVMe, until `undo` is closed.
+    """Replace DeepSpeed's methods so that weights lie in files where a config says NVMe, until `undo` is closed.
 
-    Args:
-        undo: Puts DeepSpeed's methods back.
-        is_ours: Whether a `DeepSpeedConfig` is one of which engines are ours.
+    `is_ours` returns whether engines of a `DeepSpeedConfig` get their optimizer from this backend.
     """
     config, init = (getattr(import_module(module), kind) for module, kind in (CONFIG, INIT))
     initialize, validate, partition = config._initialize_params, init._validate_remote_device, init._partition_param
@@ -64,13 +62,13 @@ def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None
     @functools.wraps(partition)
     def partition_param(made: Any, param: Any, *arguments: Any, **keywords: Any) -> Any:
         is_first = param.ds_tensor is None
-        found = partition(made, param, *arguments, **keywords)
+        result = partition(made, param, *arguments, **keywords)
         part = param.ds_tensor
         if is_first and made in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
             file = on_all_ranks(lambda: _open(_folders[made], [part.nbytes]), param.ds_process_group)
             file.move(part)
             file.give_back()
-        return found
+        return result
 
     shared.replace(undo, config, "_initialize_params", initialize_params)
     shared.replace(undo, init, "_validate_remote_device", validate_remote_device)
@@ -78,19 +76,19 @@ def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None
 
 
 def _folder_of(config: Any) -> str | None:
-    """Return the folder in which the weights of a `DeepSpeedConfig` lie; None for any that are not ours."""
+    """Return the folder for weights that a `DeepSpeedConfig` names; None if it names none, or is not ours."""
     given = config.zero_config.offload_param
     return None if given is None or given.device == "nvme" else settings.weights_folder(config._param_dict)
 
 
 @contextlib.contextmanager
 def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
-    """Yield a file with room for this rank's part of a DeepSpeed engine's weights; None where they lie elsewhere.
+    """Yield a file with room for this rank's part of an engine's weights; None if its config has them elsewhere.
 
-    Those that are in memory stay there meanwhile, until the engine's optimizer moves them. Collective.
+    Weights are not moved here: the engine's optimizer does that. Collective.
 
     Raises:
-        ConfigError: DeepSpeed's own swapper has some, or the folder cannot be used.
+        ConfigError: DeepSpeed's own swapper has some weights, or the folder cannot be used.
         TierFullError: There is no room.
     """
     global _is_reserved
@@ -107,7 +105,10 @@ def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
         yield None
         return
     ranks = torch.distributed.get_world_size(engine.seq_data_parallel_group)
-    sizes = [-(-getattr(each, "ds_numel", each.numel()) // ranks) * each.itemsize for each in parameters]
+    sizes = [
+        -(-getattr(parameter, "ds_numel", parameter.numel()) // ranks) * parameter.itemsize
+        for parameter in parameters
+    ]
     file = on_all_ranks(lambda: _open(folder, sizes), engine.seq_data_parallel_group)
     _is_reserved = True
     try:

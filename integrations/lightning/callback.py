@@ -1,4 +1,4 @@
-"""The callback, and what it has the strategy and the precision plugin of its own Trainer do in another way."""
+"""The callback, and the methods that replace some of its Trainer's strategy and precision plugin."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ url_to_fs, split_protocol = _FSSPEC.url_to_fs, _FSSPEC.split_protocol
 AVERAGING = "StochasticWeightAveraging", "WeightAveraging"
 
 SUFFIX = ".offload-"
-"""What comes between a checkpoint's name and a number in the name of the folder beside it."""
+"""In the name of the folder beside a checkpoint: the text between the checkpoint's name and a number."""
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]
-    """Has a `Trainer` keep the state of its optimizer out of its checkpoints, and clip in the update.
+    """Keeps the state of a `Trainer`'s optimizer out of its checkpoints, and clips in the update.
 
     `x.ckpt` names the folder `x.ckpt.offload-N` beside it, which is committed before `x.ckpt` is written and deleted
-    with it. To that end some methods of the Trainer's strategy and precision plugin, these two objects, are replaced.
+    with it. For that, methods of the Trainer's strategy and precision plugin are replaced on these two objects.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         """The folder that a checkpoint of this process names, by the checkpoint's path."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """See Lightning; before the optimizer is made."""
+        """Replace methods of the strategy and the precision plugin, before the optimizer is made."""
         if stage != "fit":
             return
         strategy, precision = trainer.strategy, trainer.precision_plugin
@@ -66,11 +66,11 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         precision.clip_grad_by_norm = partial(_clip, precision)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """See Lightning; the optimizers have been made."""
-        found = [type(optimizer).__name__ for optimizer in trainer.optimizers]
-        if len(found) != 1 or ours(trainer.optimizers[0]) is None:
+        """Check the optimizer that has been made, and let its steps go on into forward where that is allowed."""
+        made_kinds = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+        if len(made_kinds) != 1 or ours(trainer.optimizers[0]) is None:
             allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
-            raise ConfigError("optimizers", ", ".join(found) or "none", allowed)
+            raise ConfigError("optimizers", ", ".join(made_kinds) or "none", allowed)
         optimizer = ours(trainer.optimizers[0])
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
         is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
@@ -81,20 +81,20 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         hide_steps(optimizer, pl_module.children() if waits else (), [trainer.strategy.model])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """See Lightning; whoever comes next may look at weights."""
+        """Wait for the last step: the caller may read weights next."""
         ours(trainer.optimizers[0]).finish()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        """See Lightning."""
+        """Log figures of the last step, as often as Lightning logs."""
         every = trainer.log_every_n_steps
         if trainer.loggers and every and trainer.global_step and trainer.global_step % every == 0:
             values = logged(ours(trainer.optimizers[0]), pl_module)
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _save(self, strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Stand in for `Strategy.save_checkpoint`, on all ranks.
+        """Replaces `Strategy.save_checkpoint`, on all ranks.
 
-        A checkpoint of that name stays whole until the new one takes its place: the folder that it names is another.
+        An older checkpoint of that name stays whole until the new one replaces it: it names another folder.
         """
         write = partial(type(strategy).save_checkpoint, strategy, checkpoint, filepath, storage_options)
         states = checkpoint.get("optimizer_states")
@@ -124,7 +124,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         return next(folder for n in range(len(taken) + 1) if (folder := f"{path}{SUFFIX}{n}") not in taken)
 
     def _load(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Stand in for `Strategy.load_optimizer_state_dict`."""
+        """Replaces `Strategy.load_optimizer_state_dict`: load the folder that a checkpoint names, if it names one."""
         optimizer, states = ours(trainer.optimizers[0]), checkpoint["optimizer_states"]
         if len(states) != 1:
             raise ConfigError(
@@ -146,7 +146,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self._named[path] = folder
 
     def _remove(self, strategy: Any, filepath: Any) -> None:
-        """Stand in for `Strategy.remove_checkpoint`, on all ranks."""
+        """Replaces `Strategy.remove_checkpoint`, on all ranks: delete the checkpoint's folders, too."""
         path = _absolute(filepath)
         type(strategy).remove_checkpoint(strategy, filepath)
         self._named.pop(path, None)
@@ -154,32 +154,33 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
 
 def _state(strategy: Any, optimizer: Any) -> dict[str, Any]:
-    """Stand in for `Strategy.optimizer_state`; `_save` fills the name in."""
-    found = ours(optimizer)
-    state: dict[str, Any] = type(strategy).optimizer_state(strategy, optimizer) if found is None else {}
-    return state if found is None else pointer(found, None, "lightning")
+    """Replaces `Strategy.optimizer_state`: return a pointer, into which `_save` writes the folder's name."""
+    own = ours(optimizer)
+    state: dict[str, Any] = type(strategy).optimizer_state(strategy, optimizer) if own is None else {}
+    return state if own is None else pointer(own, None, "lightning")
 
 
 def _teardown(strategy: Any) -> None:
-    """Stand in for `Strategy.teardown`, which reads all state of all optimizers to move it to host memory."""
+    """Replaces `Strategy.teardown`, which would read all state of optimizers to move it to host memory."""
     optimizers, strategy.optimizers = strategy.optimizers, []
-    with contextlib.ExitStack() as rest:
-        rest.callback(setattr, strategy, "optimizers", optimizers)
-        rest.callback(type(strategy).teardown, strategy)
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(setattr, strategy, "optimizers", optimizers)
+        at_end.callback(type(strategy).teardown, strategy)
         for optimizer in filter(None, map(ours, optimizers)):
-            optimizer.finish()  # training may have ended by an error, and weights are moved, too
+            optimizer.finish()  # training may have ended with an error; `teardown` moves weights, too
 
 
 def _clip(precision: Any, optimizer: Any, clip_val: float) -> None:
-    """Stand in for `Precision.clip_grad_by_norm`."""
-    found = ours(optimizer)
-    if found is None or getattr(precision, "scaler", None) is not None:  # which changes gradients itself
+    """Replaces `Precision.clip_grad_by_norm`: our optimizer clips in the update, unless a scaler is used."""
+    own = ours(optimizer)
+    if own is None or getattr(precision, "scaler", None) is not None:  # which changes gradients itself
         type(precision).clip_grad_by_norm(precision, optimizer, clip_val)
     elif clip_val > 0:
-        found.clip_grad_norm_(clip_val)
+        own.clip_grad_norm_(clip_val)
 
 
 def _absolute(path: Any) -> str:
+    """Return a checkpoint's path, made absolute if it is a local one."""
     name = str(path)
     scheme, _ = split_protocol(name)
     if scheme not in (None, "s3"):
@@ -188,20 +189,22 @@ def _absolute(path: Any) -> str:
 
 
 def _beside(path: str) -> list[str]:
-    """Return the folders of a checkpoint."""
+    """Return the folders beside a checkpoint with its optimizer's state."""
     parent, name = os.path.split(path)
-    files, place = url_to_fs(parent)
+    files, directory = url_to_fs(parent)
     with contextlib.suppress(FileNotFoundError):
-        names = sorted(os.path.basename(found.rstrip("/")) for found in files.ls(place, detail=False, refresh=True))
-        return [f"{parent}/{found}" for found in names if found.startswith(name + SUFFIX)]
+        entries = sorted(
+            os.path.basename(path.rstrip("/")) for path in files.ls(directory, detail=False, refresh=True)
+        )
+        return [f"{parent}/{entry}" for entry in entries if entry.startswith(name + SUFFIX)]
     return []
 
 
 def _delete(strategy: Any, path: str, but: str | None = None) -> None:
-    """Delete the folders of a checkpoint, on all ranks; first what they hold on the paths is released."""
+    """Release, then delete, the folders beside a checkpoint except `but`, on all ranks."""
     unwanted = [folder for folder in _beside(path) if folder != but] if strategy.is_global_zero else []
     for folder in strategy.broadcast(unwanted):
         release(ours(strategy.optimizers[0]), folder)
         if strategy.is_global_zero:
-            files, place = url_to_fs(folder)
-            files.rm(place, recursive=True)
+            files, directory = url_to_fs(folder)
+            files.rm(directory, recursive=True)

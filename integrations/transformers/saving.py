@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: marked as whole when all is written, and older ones deleted behind that; SIGTERM."""
+"""A Trainer's checkpoints: marked as whole before older ones are deleted, and saved on a SIGTERM."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ log = logging.getLogger("offload")
 
 
 class Deleting:
-    """Stands in for `shutil` where the Trainer deletes checkpoints: what they hold on the paths is released first.
+    """Replaces `shutil` where the Trainer deletes checkpoints: what they hold on the paths is released first.
 
-    Afterwards nobody could tell a checkpoint that was deleted from one that was moved, and its state would stay.
+    After the deletion a deleted checkpoint could not be told from one that was moved, and its state would be kept.
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, ...]] | None = None
+        self._postponed: list[tuple[Any, ...]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(shutil, name)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Delete nothing meanwhile, and then what was to be deleted, unless an exception ends it."""
-        before, self._held = self._held, []
+        """Postpone deletions until this context ends; drop them if an exception ends it."""
+        before, self._postponed = self._postponed, []
         try:
             yield
-            wanted = self._held
+            wanted = self._postponed
         finally:
-            self._held = before
+            self._postponed = before
         for path, arguments, options in wanted:
             self.rmtree(path, *arguments, **options)
 
     def rmtree(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
-        """See `shutil`."""
-        if self._held is not None:
-            self._held.append((path, arguments, options))
+        """Delete a checkpoint as `shutil.rmtree` does, after releasing it."""
+        if self._postponed is not None:
+            self._postponed.append((path, arguments, options))
             return
         folder = os.path.abspath(path)
         try:
@@ -79,7 +79,7 @@ def save(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """Save a whole checkpoint by `Trainer._save_checkpoint`: marked as such, and older ones go behind that."""
+    """Save a checkpoint by `Trainer._save_checkpoint`, mark it as whole, then let older ones be deleted."""
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
     begin_folder(folder)
     with DELETING.held():
@@ -87,11 +87,10 @@ def save(
         end_folder(optimizer, folder)
 
 
-def preempted(optimizer: Callable[[], Any]) -> Any:
-    """Return a callback that has all ranks save at the end of the step in which one of them gets a SIGTERM.
+def preempted(find_optimizer: Callable[[], Any]) -> Any:
+    """Return a callback that saves on all ranks at the end of the step in which one of them gets a SIGTERM.
 
-    Args:
-        optimizer: What returns the Trainer's optimizer of ours; None where it has none.
+    `find_optimizer` returns the Trainer's optimizer of ours; None if it has none.
     """
 
     class Preempted(import_module("transformers").TrainerCallback):  # type: ignore[misc]
@@ -101,7 +100,7 @@ def preempted(optimizer: Callable[[], Any]) -> Any:
             self.on_train_end()
             if getattr(args, "enable_jit_checkpoint", False):
                 TWO_SAVES.refuse("commit_on_sigterm", True)
-            if optimizer() is not None:
+            if find_optimizer() is not None:
                 self.handler = handler = SigtermHandler()
                 weakref.finalize(self, handler.restore).atexit = False
 
@@ -112,14 +111,14 @@ def preempted(optimizer: Callable[[], Any]) -> Any:
                 handler.is_committing = control.should_save = True
                 control.should_evaluate = False
 
-        on_evaluate = on_step_end  # behind which a checkpoint comes
+        on_evaluate = on_step_end  # after an evaluation, too: the Trainer saves next
 
         def on_save(self, *arguments: Any, **options: Any) -> None:
-            handler, ours = self.handler, optimizer()
+            handler, optimizer = self.handler, find_optimizer()
             if handler is not None and handler.is_committing:
                 try:
-                    if ours is not None:
-                        ours.wait_mirror()  # the paths may go with the machine
+                    if optimizer is not None:
+                        optimizer.wait_mirror()  # the paths may be lost with the machine
                 except OffloadError:
                     log.exception("SIGTERM: the checkpoint is saved, and not mirrored")
                 handler.pass_on_together()

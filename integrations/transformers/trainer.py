@@ -86,8 +86,8 @@ def enable(
         "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
         "_load_from_checkpoint": lambda original: functools.partialmethod(_load_model, original),
-        "_load_best_model": lambda original: functools.partialmethod(_plainly, original),
-        "save_model": lambda original: functools.partialmethod(_plainly, original),
+        "_load_best_model": lambda original: functools.partialmethod(_without_fsdp, original),
+        "save_model": lambda original: functools.partialmethod(_without_fsdp, original),
     }
     if activation_memory is not None:
         wrappers["training_step"] = lambda original: functools.partialmethod(_train, original, activation_memory)
@@ -96,7 +96,7 @@ def enable(
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
         raise ConfigError("transformers", import_module("transformers").__version__, allowed)
     with contextlib.ExitStack() as undo:
-        shared.replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
+        shared.replace(undo, names, "_missing_", classmethod(functools.partial(_optimizer_name, names._missing_)))
         for module in ("transformers.trainer", "transformers.trainer_utils"):
             if hasattr(import_module(module), "shutil"):
                 shared.replace(undo, import_module(module), "shutil", saving.DELETING)
@@ -111,8 +111,8 @@ def disable() -> None:
     _undo.close()
 
 
-def _name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
-    """Stand in for `OptimizerNames._missing_`, which is asked for names that it does not have."""
+def _optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
+    """Replaces `OptimizerNames._missing_`, which is asked for names that it does not have."""
     if value not in OPTIMIZERS:
         return original(value)
     member = str.__new__(kind, value)
@@ -123,7 +123,7 @@ def _name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
 def _choose(
     original: Callable[..., Any], settings: OffloadConfig, args: Any, model: torch.nn.Module | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Stand in for `Trainer.get_optimizer_cls_and_kwargs`."""
+    """Replaces `Trainer.get_optimizer_cls_and_kwargs`."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in OPTIMIZERS:
         _say_other(name)
@@ -131,22 +131,22 @@ def _choose(
     if getattr(args, "deepspeed", None):
         DEEPSPEED_TRAINER.refuse("optim", name)
     kind, taken = OPTIMIZERS[name]
-    given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
-    given["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
+    values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
+    values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
     if settings.checkpoints_kept is None:
-        settings = replace(settings, checkpoints_kept=_most(args) or 0)
-    elif settings.paths and 0 < settings.checkpoints < (most := _most(args) or 0):
+        settings = replace(settings, checkpoints_kept=_most_checkpoints(args) or 0)
+    elif settings.paths and 0 < settings.checkpoints < (most := _most_checkpoints(args) or 0):
         advice = "leave it out, or write %d: save_total_limit, and one for the next"
         log.warning("with checkpoints_kept=%d each checkpoint is a copy; " + advice, settings.checkpoints, most)
-    return _named(kind, model), {
+    return _with_names(kind, model), {
         "lr": args.learning_rate,
         "offload": settings,
-        **{key: given[key] for key in taken},
+        **{key: values[key] for key in taken},
     }
 
 
 def _say_other(name: str) -> None:
-    """Say that a Trainer makes an optimizer that is not ours: whoever calls `enable` has meant to use one."""
+    """Warn once that a Trainer makes an optimizer that is not ours: a caller of `enable` has meant to use one."""
     global _said_other
     if not _said_other:
         _said_other = True
@@ -155,16 +155,16 @@ def _say_other(name: str) -> None:
         )
 
 
-def _most(args: Any) -> int | None:
-    """Return how many checkpoints there are at a time, the next one included; None for any number."""
+def _most_checkpoints(args: Any) -> int | None:
+    """Return the most checkpoints that a Trainer has at a time, including the next one; None for any number."""
     limit = args.save_total_limit
     if limit is None or limit <= 0:
         return None
     return int(max(limit, 2 if args.load_best_model_at_end else 1)) + 1  # an old one goes when the new one is whole
 
 
-def _named(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> type[torch.optim.Optimizer]:
-    """Return an optimizer that tells a model's parameters by their names, as checkpoints do."""
+def _with_names(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> type[torch.optim.Optimizer]:
+    """Return an optimizer's class that is given a model's parameters with their names, as in checkpoints."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
 
     class Named(kind):  # type: ignore[misc, valid-type]
@@ -180,7 +180,7 @@ def _named(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> 
 
 
 def _ours(trainer: Any) -> Any:
-    """Return the trainer's optimizer, out of Accelerate's wrapper; None if it is not one of ours, or is sharded."""
+    """Return a trainer's optimizer of ours, out of Accelerate's wrapper; None if it has none, or it is sharded."""
     by_fsdp = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
     return None if by_fsdp or getattr(trainer, "is_deepspeed_enabled", False) else shared.ours(trainer.optimizer)
 
@@ -191,14 +191,14 @@ def _is_asked_for(args: Any) -> bool:
 
 
 def _has_weights_in_host(trainer: Any) -> bool:
-    """Return whether the Trainer's own settings have weights wait in host memory, below an optimizer of ours."""
+    """Return whether a Trainer uses FSDP with an optimizer of ours, which keeps weights in host memory."""
     return getattr(trainer, "is_fsdp_enabled", False) and _is_asked_for(trainer.args)
 
 
 def _weights_to_host(trainer: Any) -> None:
-    """Have weights lie in host memory where the Trainer's settings say it: FSDP2 that offloads, in one process.
+    """Move weights to host memory, as the Trainer's settings say: FSDP2 with offloading, in one process.
 
-    Accelerate leaves a model as it is that FSDP2 has already.
+    FSDP2 is applied here; Accelerate does not apply it again.
     """
     plugin, accelerator, model = trainer.accelerator.state.fsdp_plugin, trainer.accelerator, trainer.model
     fsdp = import_module("torch.distributed.fsdp")
@@ -208,20 +208,20 @@ def _weights_to_host(trainer: Any) -> None:
         FSDP_TRAINER.refuse("fsdp", said)
     if isinstance(model, fsdp.FSDPModule):  # a second `train`
         return
-    plugin.set_auto_wrap_policy(model)  # by names of classes, which FSDP2 changes
+    plugin.set_auto_wrap_policy(model)  # now, as it finds layers by the names of classes, which FSDP2 changes
     kinds = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
     layers = [module for module in model.modules() if type(module) in kinds]
     if plugin.activation_checkpointing:
         plugin.activation_checkpointing = False  # Accelerate looks for layers by their names again
         import_module("accelerate.utils").fsdp2_apply_ac(accelerator, model)
     offload.weights_in_host_memory(model, layers=layers or None)
-    if accelerator.native_amp:  # as without FSDP, whose mixed precision would have weights in fp32
+    if accelerator.native_amp:  # autocast, as without FSDP: FSDP's mixed precision would need fp32 weights
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     shared.reduce_always(accelerator)
 
 
-def _plainly(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Have a method of the Trainer save or load as without FSDP: state dicts of weights in host memory are plain."""
+def _without_fsdp(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of the Trainer that saves or loads as if FSDP were off: weights in host memory need no more."""
     if not _has_weights_in_host(trainer):
         return original(trainer, *arguments, **options)
     trainer.is_fsdp_enabled = False
@@ -238,14 +238,14 @@ def _is_of_fsdp(checkpoint: str) -> bool:
 
 
 def _begin(arguments: Any, original: Callable[..., None]) -> None:
-    """Stand in for `TrainingArguments.__post_init__`: whoever has the run's folder may look for checkpoints next."""
+    """Replaces `TrainingArguments.__post_init__`: set aside folders of interrupted saves before any is read."""
     original(arguments)
     if _is_asked_for(arguments) and arguments.output_dir:
         set_aside(os.fspath(arguments.output_dir), saving.CHECKPOINTS)
 
 
 def _create(trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any) -> Any:
-    """Stand in for `Trainer.create_optimizer`: from then on clipping is done in the update itself."""
+    """Replaces `Trainer.create_optimizer`: prepare weights, clip in the update, and add callbacks."""
     if _has_weights_in_host(trainer):
         _weights_to_host(trainer)
     optimizer = original(trainer, *arguments, **options)
@@ -254,26 +254,26 @@ def _create(trainer: Any, original: Callable[..., Any], commits: bool, *argument
         clip = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            ours = _ours(trainer)  # the one that it has now: a second `train` may have made another
-            if ours is None:
+            optimizer_now = _ours(trainer)  # a second `train` may have made another one
+            if optimizer_now is None:
                 return clip(parameters, max_norm, norm_type)
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if shared.clipper([ours], accelerator, parameters, norm_type) is None:
+            if shared.clipper([optimizer_now], accelerator, parameters, norm_type) is None:
                 return clip(parameters, max_norm, norm_type)
-            return ours.clip_grad_norm_(max_norm)
+            return optimizer_now.clip_grad_norm_(max_norm)
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
-        trainer.add_callback(_overlapping(trainer))
+        trainer.add_callback(_overlap_callback(trainer))
         if commits:
-            this = weakref.ref(trainer)
-            trainer.add_callback(saving.preempted(lambda: _ours(trainer) if (trainer := this()) else None))
+            trainer_ref = weakref.ref(trainer)
+            trainer.add_callback(saving.preempted(lambda: _ours(trainer) if (trainer := trainer_ref()) else None))
     if _ours(trainer) is not None:
         shared.tell_last_pass(_ours(trainer), accelerator)
     return optimizer
 
 
-def _overlapping(trainer: Any) -> Any:
-    """Return a callback that gives the optimizer its model, and ends training when all weights are updated."""
+def _overlap_callback(trainer: Any) -> Any:
+    """Return a callback that gives the optimizer its model, and waits at the end until all weights are updated."""
 
     class Overlapping(import_module("transformers").TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *arguments: Any, **options: Any) -> None:
@@ -299,14 +299,14 @@ def _train(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Stand in for `Trainer.training_step`, which is forward and backward."""
+    """Replaces `Trainer.training_step` (forward and backward): activations are kept on the paths meanwhile."""
     ours = _ours(trainer)
     with contextlib.nullcontext() if ours is None else ours.activations_on_paths(model, memory):
         return original(trainer, model, *arguments, **options)
 
 
 def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-    """Stand in for `Trainer.log`: what a step took goes where the loss goes."""
+    """Replaces `Trainer.log`: figures of the last step are logged with the loss."""
     ours = _ours(trainer) if "loss" in logs else None
     if ours is not None:
         logs = {**logs, **shared.logged(ours, trainer.model)}
@@ -314,7 +314,7 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
 
 
 class _Pointer:
-    """Stands in for an optimizer while a Trainer writes or reads `optimizer.pt`."""
+    """Replaces an optimizer while a Trainer writes or reads `optimizer.pt`."""
 
     def __init__(self, content: dict[str, Any] | None = None) -> None:
         self.content = content
@@ -326,21 +326,21 @@ class _Pointer:
         self.content = state_dict
 
 
-def _pointing(
+def _with_pointer(
     trainer: Any, original: Callable[..., Any], folder: str, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Have the Trainer's own method work on a pointer in place of the optimizer; return what that holds then."""
+    """Call the Trainer's own method with a pointer in place of the optimizer; return the pointer's content then."""
     optimizer, pointer = trainer.optimizer, _Pointer(content)
     trainer.optimizer = pointer
     try:
-        _plainly(trainer, original, folder)
+        _without_fsdp(trainer, original, folder)
     finally:
         trainer.optimizer = optimizer
     return pointer.content
 
 
 def _save_checkpoint(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Stand in for `Trainer._save_checkpoint`: what is saved with ours is marked."""
+    """Replaces `Trainer._save_checkpoint`: folders saved with an optimizer of ours are marked as whole."""
     ours = _ours(trainer)
     if ours is None:
         original(trainer, *arguments, **options)
@@ -349,29 +349,29 @@ def _save_checkpoint(trainer: Any, original: Callable[..., Any], *arguments: Any
 
 
 def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
-    """Stand in for `Trainer._save_optimizer_and_scheduler`.
+    """Replaces `Trainer._save_optimizer_and_scheduler`.
 
-    It waits for the commit, as the Trainer deletes an older checkpoint next: a kill at any time leaves a whole one.
+    This waits for the commit: the Trainer deletes an older checkpoint next, and a kill must leave a whole one.
     """
     ours = _ours(trainer)
     if ours is None:
-        _plainly(trainer, original, output_dir)
+        _without_fsdp(trainer, original, output_dir)
         return
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
-    most, folder = _most(trainer.args), os.path.join(output_dir, FOLDER)
+    most, folder = _most_checkpoints(trainer.args), os.path.join(output_dir, FOLDER)
     copy = most is None or ours.engine.config.checkpoints < most
     ours.save_checkpoint(folder, copy=copy)
     ours.wait_checkpoint()
-    _pointing(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
+    _with_pointer(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
 
 def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
-    """Stand in for `Trainer._load_from_checkpoint`, with which going on begins."""
+    """Replaces `Trainer._load_from_checkpoint`, which a resume begins with: refuse a folder that is not whole."""
     if _is_asked_for(trainer.args):
         _check_whole(checkpoint)
     if _is_of_fsdp(checkpoint):
         return original(trainer, checkpoint, *arguments, **options)
-    return _plainly(trainer, original, checkpoint, *arguments, **options)
+    return _without_fsdp(trainer, original, checkpoint, *arguments, **options)
 
 
 def _resume(
@@ -381,10 +381,10 @@ def _resume(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Stand in for `Trainer.train`: what an interrupted save has left is passed over for the one before it.
+    """Replaces `Trainer.train`: if the last checkpoint is not whole, resume from the whole one before it.
 
-    The Trainer takes it for its last checkpoint, so that a run which is started again by itself would never go on.
-    Where a checkpoint was named that is not the last one, another is not what was asked for.
+    The Trainer would resume from the last one, so that a run that is restarted automatically would fail each time.
+    A checkpoint that was named and is not the last one is not replaced by another.
     """
     wanted: Any = resume_from_checkpoint
     if _is_asked_for(trainer.args) and wanted:
@@ -392,10 +392,10 @@ def _resume(
         folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
         last: str = (last_in(folder) if os.path.isdir(folder) else None) or ""
         is_meant = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
-        missing = _missing(last) if is_meant else ""
-        others = _whole_beside(last) if missing else []
-        if others:
-            wanted = others[-1]
+        missing = _first_missing(last) if is_meant else ""
+        whole_ones = _whole_beside(last) if missing else []
+        if whole_ones:
+            wanted = whole_ones[-1]
             log.warning(
                 "%s is not whole, as its save was interrupted (%s is missing): training goes on from %s",
                 *(last, missing, wanted),
@@ -410,27 +410,27 @@ def _whole_beside(folder: str) -> list[str]:
     return [
         path
         for _, path in sorted((int(n), path) for path, n in numbered.items() if n.isdecimal())
-        if not _missing(path)
+        if not _first_missing(path)
     ]
 
 
 def _check_whole(checkpoint: str) -> None:
-    """Refuse what an interrupted save has left; of what a Trainer has not saved, it says itself what it thinks."""
+    """Raise `CheckpointError` for a Trainer's checkpoint that is not whole; the Trainer judges other folders."""
     is_saved = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
     is_saved |= os.path.isdir(os.path.join(checkpoint, FOLDER))
-    missing = _missing(checkpoint) if is_saved and os.path.isdir(checkpoint) else ""
+    missing = _first_missing(checkpoint) if is_saved and os.path.isdir(checkpoint) else ""
     if not missing:
         return
-    folder, others = os.path.normpath(checkpoint), _whole_beside(checkpoint)
+    folder, whole_ones = os.path.normpath(checkpoint), _whole_beside(checkpoint)
     advice = "no other one beside it is: delete it, and begin anew"
-    if others:
-        whole = others[-1]
+    if whole_ones:
+        whole = whole_ones[-1]
         advice = f"{whole} is: delete {folder}, or go on with trainer.train(resume_from_checkpoint={whole!r})"
     raise CheckpointError(f"{folder} is not whole, as its save was interrupted ({missing} is missing); {advice}")
 
 
-def _missing(checkpoint: str) -> str:
-    """Return what a Trainer's checkpoint lacks of that which is written last; "" if nothing."""
+def _first_missing(checkpoint: str) -> str:
+    """Return the name of a file that a whole checkpoint of a Trainer has and this one lacks; "" if it lacks none."""
     if mark_of(checkpoint) is Mark.BEGUN:
         return WHOLE
     wanted = [os.path.join(FOLDER, "COMMIT")] if os.path.isdir(os.path.join(checkpoint, FOLDER)) else []
@@ -439,7 +439,7 @@ def _missing(checkpoint: str) -> str:
 
 
 def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
-    """Stand in for `Trainer._load_optimizer_and_scheduler`."""
+    """Replaces `Trainer._load_optimizer_and_scheduler`: load what a pointer names, or torch's state."""
     ours = _ours(trainer)
     if ours is None or checkpoint is None:
         if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
@@ -448,14 +448,14 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
                 f'resume with the same optim="offload_...", or from what this makes for torch\'s own: '
                 f"offload export {checkpoint} --for transformers OUT"
             )
-        _plainly(trainer, original, checkpoint)
+        _without_fsdp(trainer, original, checkpoint)
         return
 
     if _is_of_fsdp(checkpoint):
         original(trainer, checkpoint)
         return
-    loaded = _pointing(trainer, original, checkpoint)
+    loaded = _with_pointer(trainer, original, checkpoint)
     if loaded is not None and POINTER in loaded:
         ours.load_checkpoint(os.path.join(checkpoint, loaded[POINTER]))
-    elif loaded is not None:  # of torch's, or of a Trainer that did not know us
+    elif loaded is not None:  # the state of torch's optimizer, or saved by a Trainer without `enable`
         ours.load_state_dict(loaded)

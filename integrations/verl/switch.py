@@ -50,14 +50,14 @@ _undo = contextlib.ExitStack()
 
 
 def enable(keep_host: bool = True, **sizes: Any) -> None:
-    """Have verl's FSDP engines park optimizers of ours, and save them into folders of their own.
+    """Let verl's FSDP engines park optimizers of ours, and save their state into folders of its own.
 
-    In each process that trains, before or after verl's modules have been imported. A second call takes the place of
-    the first.
+    Call this in each process that trains, before or after verl's modules are imported. A second call replaces the
+    first.
 
     Args:
         keep_host: Whether state stays in host memory while an optimizer is parked, up to its own `host_memory`.
-        sizes: None: how much stays is not said in bytes.
+        sizes: No further argument is accepted: how much state stays cannot be given in bytes.
 
     Raises:
         ConfigError: `keep_host` is not a bool, or the verl that is installed cannot be used; names what is missing.
@@ -99,13 +99,13 @@ def _replace_everywhere(name: str, present: Any, other: Any) -> None:
 
 
 def _offload(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -> None:
-    """Stand in for `offload_fsdp_optimizer`."""
-    found = shared.ours(optimizer)
-    if found is None:
+    """Replaces `offload_fsdp_optimizer`: park an optimizer of ours."""
+    own = shared.ours(optimizer)
+    if own is None:
         original(optimizer)
         return
     try:
-        found.park(keep_host)
+        own.park(keep_host)
     except ConfigError as error:
         if error.field != "park":
             raise
@@ -114,73 +114,74 @@ def _offload(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -
 
 
 def _load(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) -> None:
-    """Stand in for `load_fsdp_optimizer`."""
-    found = shared.ours(optimizer)
-    if found is None:
+    """Replaces `load_fsdp_optimizer`: unpark an optimizer of ours."""
+    own = shared.ours(optimizer)
+    if own is None:
         original(optimizer, device_id)
     else:
-        found.unpark()
+        own.unpark()
 
 
 def _init(manager: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Stand in for `FSDPCheckpointManager.__init__`, which every engine gives its optimizer to."""
+    """Replaces `FSDPCheckpointManager.__init__`, which every engine gives its optimizer to: check its settings."""
     original(manager, *arguments, **options)
-    found = shared.ours(manager.optimizer)
-    if found is None:
+    own = shared.ours(manager.optimizer)
+    if own is None:
         return
-    if not found.keeps_grads:
+    if not own.keeps_grads:
         VERL_CLIPS.refuse("keep_grads", False)
-    VERL_GENERATES.check("overlap", found.config.overlap)
+    VERL_GENERATES.check("overlap", own.config.overlap)
 
 
 class _Saving:
-    """Stands in for an optimizer while verl saves: its state is the folder that has it."""
+    """Replaces an optimizer while verl saves: `state_dict` saves to a folder, and returns a pointer to it."""
 
     def __init__(self, optimizer: Any, folder: str, known: list[str]) -> None:
         self.optimizer, self.folder, self.known = optimizer, folder, known
 
     def state_dict(self) -> dict[str, Any]:
-        # Only now have all ranks waited for the first one, which deletes old checkpoints.
+        # Here all ranks have waited for the first one, which deletes old checkpoints.
         for folder in [folder for folder in self.known if not os.path.isdir(folder)]:
             self.known.remove(folder)
             shared.release(self.optimizer, folder)
         shared.save(self.optimizer, self.folder)
         if self.folder not in self.known:
             self.known.append(self.folder)
-        found: dict[str, Any] = shared.pointer(self.optimizer, FOLDER, "torch")
-        return found
+        content: dict[str, Any] = shared.pointer(self.optimizer, FOLDER, "torch")
+        return content
 
 
 class _Loading:
-    """Stands in for an optimizer, ours or another one, while verl loads."""
+    """Replaces an optimizer, ours or another one, while verl loads: `load_state_dict` takes a pointer, too."""
 
-    def __init__(self, optimizer: Any, place: str, known: list[str]) -> None:
-        self.optimizer, self.place, self.known = optimizer, place, known
+    def __init__(self, optimizer: Any, model_folder: str, known: list[str]) -> None:
+        self.optimizer, self.model_folder, self.known = optimizer, model_folder, known
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
-        # verl may add what a checkpoint lacks; one of ours lacks nothing, and all state would be read for that.
+        # verl may add entries that a checkpoint lacks; ours lacks none, and reading all state for that is slow.
         return {} if shared.ours(self.optimizer) is not None else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if POINTER not in state_dict:  # of torch's
             self.optimizer.load_state_dict(state_dict)
             return
-        folder = os.path.join(self.place, state_dict[POINTER])
-        found = shared.ours(self.optimizer)
-        if found is None:
+        folder = os.path.join(self.model_folder, state_dict[POINTER])
+        own = shared.ours(self.optimizer)
+        if own is None:
             raise CheckpointError(
                 f"{folder} was saved with an optimizer of offload, and this one is not: go on with optimizer_impl="
                 "offload, or leave the optimizer out of checkpoint.load_contents"
             )
-        found.load_checkpoint(folder)
+        own.load_checkpoint(folder)
         self.known.append(folder)
 
 
 @contextlib.contextmanager
-def _standing_in(manager: Any, stand_in: Any) -> Iterator[None]:
+def _with_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
+    """Let a manager have another optimizer while this context lasts."""
     optimizer, manager.optimizer = manager.optimizer, stand_in
     try:
         yield
@@ -188,38 +189,43 @@ def _standing_in(manager: Any, stand_in: Any) -> Iterator[None]:
         manager.optimizer = optimizer
 
 
-def _saved(manager: Any) -> list[str]:
-    """Return the folders that a manager has saved to or loaded from, as long as they are there."""
-    found: list[str] = vars(manager).setdefault("offload_saved", [])
-    return found
+def _folders_of(manager: Any) -> list[str]:
+    """Return the list of folders that a manager has saved to or loaded from, and not deleted yet."""
+    folders: list[str] = vars(manager).setdefault("offload_saved", [])
+    return folders
 
 
 def _save_checkpoint(
     manager: Any, original: Callable[..., None], local_path: Any, *arguments: Any, **options: Any
 ) -> None:
-    """Stand in for `FSDPCheckpointManager.save_checkpoint`."""
-    found = shared.ours(manager.optimizer)
-    if found is None or local_path is None:
+    """Replaces `FSDPCheckpointManager.save_checkpoint`: verl saves a pointer in place of our optimizer's state.
+
+    The model's folder is marked as begun before, and as whole after that.
+    """
+    own = shared.ours(manager.optimizer)
+    if own is None or local_path is None:
         original(manager, local_path, *arguments, **options)
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
-    place = os.path.dirname(folder)
-    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(place)))  # which has a folder for each model
-    begin_folder(place, Marker(depth=2 if is_one_of_step else 1))
-    with _standing_in(manager, _Saving(found, folder, _saved(manager))):
+    model_folder = os.path.dirname(folder)
+    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(model_folder)))  # a mirror keeps both names
+    begin_folder(model_folder, Marker(depth=2 if is_one_of_step else 1))
+    with _with_optimizer(manager, _Saving(own, folder, _folders_of(manager))):
         original(manager, local_path, *arguments, **options)
-    end_folder(found, place)
+    end_folder(own, model_folder)
 
 
 def _load_checkpoint(
     manager: Any, original: Callable[..., None], local_path: Any, *arguments: Any, **options: Any
 ) -> None:
-    """Stand in for `FSDPCheckpointManager.load_checkpoint`."""
+    """Replaces `FSDPCheckpointManager.load_checkpoint`: refuse a folder that is not whole, and follow pointers."""
     if manager.optimizer is None or local_path is None:
         original(manager, local_path, *arguments, **options)
         return
-    place = os.path.abspath(local_path)
-    if mark_of(place) is Mark.BEGUN:
-        raise CheckpointError(f"{place} is not whole, as its save was interrupted, or is under way: load another")
-    with _standing_in(manager, _Loading(manager.optimizer, place, _saved(manager))):
+    model_folder = os.path.abspath(local_path)
+    if mark_of(model_folder) is Mark.BEGUN:
+        raise CheckpointError(
+            f"{model_folder} is not whole, as its save was interrupted, or is under way: load another"
+        )
+    with _with_optimizer(manager, _Loading(manager.optimizer, model_folder, _folders_of(manager))):
         original(manager, local_path, *arguments, **options)

@@ -4,30 +4,31 @@
        with one rank a file in the folder says before that that the checkpoint is not committed, and becomes `COMMIT`
     2. the file with the caller's `extra`, then the manifest             (each whole or not there)
     3. rank 0 waits for all manifests and writes `COMMIT`                (from now on there is a checkpoint)
-    4. the checkpoint that the folder held before goes; then older checkpoints are released, each in its own folder:
-       `RELEASED` names it, `COMMIT` goes, then its manifest and its pins
+    4. the checkpoint that the folder held before is deleted; then older ones are released, each in its own folder:
+       `RELEASED` is written with its id, then its `COMMIT`, its manifest and its pins are deleted
 
 `COMMIT` names the checkpoints that the folder held before: they are replaced, even if the session is killed in 4.
 
 Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
 
-Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. It gives up when its
-session breaks, when whoever closes it has waited long enough, when it sees that a rank's process has ended before its
-part was done, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by writing `COMMIT`, and whatever this may name has to
-stay:
+Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. A rank gives up when its
+session breaks, when `close` has waited long enough, when it sees that a rank's process has ended before its part was
+done, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by writing `COMMIT`, and everything that a `COMMIT` may name
+has to be kept:
 
-    rank 0 gives up before it begins to write `COMMIT`: nobody else writes it, so there will be no checkpoint;
-        the files of this rank are deleted. Manifests of others stay; nobody looks at them.
-    rank 0 fails while it writes `COMMIT`: it may be there all the same (its name may not last; an answer was lost).
-        Where the folder can be read and has another one or none, this rank's part is undone; else it is in doubt.
-    another rank fails before it begins to write its manifest: rank 0 never finds that, so this rank's part is undone.
-    another rank gives up or fails later: rank 0 may have found the manifest, or may yet, long after this rank has
-        gone. The checkpoint is in doubt.
+    rank 0 gives up before it begins to write `COMMIT`: no other rank writes it, so there will be no checkpoint;
+        the files of this rank are deleted. Manifests of other ranks remain, and are ignored.
+    rank 0 fails while it writes `COMMIT`: the file may exist all the same (its name may not last; an answer was
+        lost). If the folder can be read and has another `COMMIT` or none, this rank's part is undone; else the
+        checkpoint is in doubt.
+    another rank fails before it begins to write its manifest: rank 0 never finds it, so this rank's part is undone.
+    another rank gives up or fails later: rank 0 may have found the manifest, or may find it long after this rank has
+        ended. The checkpoint is in doubt.
     any rank is killed: as if it had given up, with nothing undone.
 
-In doubt, manifest and pins stay and the slots are held, as if it had been committed; the caller is told that it was
-not. A session that goes on settles the doubt when its next checkpoint has been committed: that `COMMIT` names those
-that rank 0 has given up since the one before. A session that ends leaves the pin, which costs room and no data.
+For a checkpoint in doubt manifest, pins and slots are kept, as if it had been committed, and the caller gets an
+error. A session that goes on settles the doubt when its next checkpoint has been committed: that `COMMIT` names the
+ones that rank 0 has given up since the one before. A session that ends leaves the pin, which costs room but no data.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class CommitJob:
 
     Attributes:
         folder: The folder of the checkpoint.
-        request: What the caller has asked for.
+        request: The caller's request.
         manifest: This rank's part.
         extra: The caller's own bytes.
         older: Checkpoints kept so far, oldest first.
@@ -191,7 +192,7 @@ class CommitJob:
         """Commit the checkpoint, then release older ones that need not be kept.
 
         Raises:
-            CheckpointError: It was not committed, or is in doubt; see `undone`.
+            CheckpointError: The checkpoint was not committed, or is in doubt; see `undone`.
         """
         lock = FolderLock(self.folder)
         try:
@@ -248,7 +249,7 @@ class CommitJob:
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
     def undo(self) -> None:
-        """Delete the files and pins of a checkpoint in doubt; the caller knows that nobody will commit it."""
+        """Delete the files and pins of this checkpoint in doubt; the caller knows that no rank will commit it."""
         self._undo(self.folder, self.manifest.id, [self._store(ref) for ref in self.manifest.stores])
         self.undone = True
 
@@ -303,13 +304,12 @@ class CommitJob:
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
     def _settle_doubt(self) -> None:
-        """Decide what has become of checkpoints in doubt, by the ids that rank 0 names in this `COMMIT`."""
+        """Find out which checkpoints in doubt were committed, and undo the others, by the ids in this `COMMIT`."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)
-            is_there = _is_committed(
-                folder, checkpoint.id
-            )  # first: rank 0 may release it now, and says so before that
+            # Before its standing: rank 0 may be releasing it now, and writes that down before `COMMIT` is deleted.
+            is_there = _is_committed(folder, checkpoint.id)
             verdict = standing(checkpoint.pin, "")
             if checkpoint.id in abandoned or verdict is Standing.RELEASED:  # or committed and released since
                 self._undo(folder, checkpoint.id, [store_folder(path, store) for path, store in checkpoint.stores])
@@ -398,8 +398,8 @@ def release(
 
     Args:
         checkpoint: The checkpoint.
-        note: The reason, for whoever looks for it.
-        missing: Free its slots even if it is not in its folder: the caller knows that it is gone.
+        note: The reason, for a user who looks for the checkpoint.
+        missing: Free its slots even if it is not in its folder: the caller knows that it was deleted.
         is_needed: Returns whether somebody needs its slots.
 
     Returns:

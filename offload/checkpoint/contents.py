@@ -31,7 +31,7 @@ def read_commit(folder: Folder) -> CommitRecord:
     """Return the `COMMIT` of the checkpoint that a folder holds.
 
     Raises:
-        CheckpointError: It holds none, or its `COMMIT` is damaged.
+        CheckpointError: The folder holds no checkpoint, or its `COMMIT` is damaged.
     """
     content = folder.read(COMMIT_NAME)
     if content is not None:
@@ -51,7 +51,7 @@ def read_commit(folder: Folder) -> CommitRecord:
 def read_released(folder: Folder) -> tuple[tuple[str, ...], str]:
     """Return the ids of checkpoints that a folder without a `COMMIT` held until they were released, and why.
 
-    A file of that name that is not ours says nothing.
+    No ids and no reason if the file `RELEASED` was not written by this package.
     """
     content = folder.read(RELEASED_NAME)
     try:
@@ -64,7 +64,7 @@ def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
     """Return the id and all manifests of the checkpoint that a folder holds.
 
     Raises:
-        CheckpointError: There is none, or a file of it is missing, damaged, or of another checkpoint.
+        CheckpointError: There is no checkpoint, or a file of it is missing, damaged, or of another checkpoint.
     """
     commit = read_commit(folder)
     id, ranks = commit.id, commit.ranks
@@ -78,7 +78,7 @@ def read_manifest(folder: Folder, id: str, rank: int, ranks: int) -> Manifest:
     """Return one rank's manifest of a save.
 
     Raises:
-        CheckpointError: It is missing, damaged, or of another checkpoint.
+        CheckpointError: The manifest is missing, damaged, or of another checkpoint.
     """
     name = manifest_name(id, rank)
     where = os.path.join(folder.path, name)
@@ -96,7 +96,7 @@ def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
     """Return the `extra` that a rank's caller gave; None if it gave none.
 
     Raises:
-        CheckpointError: It is not there or damaged.
+        CheckpointError: The file is missing or damaged.
     """
     if manifest.extra is None:
         return None

@@ -340,7 +340,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         scratch: File to be made, as large as the state.
 
     Raises:
-        CheckpointError: It is not such a folder, or holds no optimizer state, or there is no room for the file.
+        CheckpointError: The path is no such folder, or holds no optimizer state, or there is no room for the file.
     """
     dcp = importlib.import_module("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: opened by its name, and locked by whoever commits there."""
+"""The folder of a checkpoint: opened by its name, and locked by the session that commits there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FolderLock:
         self._descriptor = -1
 
     def take(self) -> bool:
-        """Take the lock; return False if somebody else has it, and True where there are no locks."""
+        """Take the lock; return False if another session has it, and True if there are no locks."""
         if not self._has_locks:
             return True
         try:
@@ -46,11 +46,12 @@ class FolderLock:
         self._close(unlocks=True)
 
     def _close(self, *, unlocks: bool) -> None:
+        """Close the descriptor, if there is one; `unlocks` gives the lock up even if a child has the descriptor."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             _held.discard(self)
             with contextlib.suppress(OSError):
-                if unlocks:  # a child that is just being forked may have the descriptor, too
+                if unlocks:
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 

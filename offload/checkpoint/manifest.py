@@ -37,14 +37,14 @@ COMMIT_NAME = "COMMIT"
 RELEASED_NAME = "RELEASED"
 MAX_RANKS = 1 << 16
 MAX_RELEASED = 64
-"""Most earlier checkpoints that a folder names; the pins of older ones are long gone, or for `offload gc`."""
+"""Most earlier checkpoints that a folder names; pins of older ones have been deleted long ago, or by `offload gc`."""
 MAX_DIMENSIONS = 64
 MAX_PACKED_WORDS = 1 << 24
 MAX_DEPTH = 32
-"""How deeply a caller's metadata may be nested: all functions that read it are recursive."""
+"""Deepest nesting of a caller's metadata: all functions that read it are recursive."""
 
 ID = "[0-9a-f]{32}"
-"""What the id of a save looks like."""
+"""Pattern of the id of a save."""
 
 OWN_FILE = re.compile(rf"manifest-{ID}-\d+\.json|(extra|model)-{ID}-\d+\.bin")
 """Names of the files in a checkpoint's folder that this package may delete."""
@@ -92,7 +92,7 @@ class TileRef(Row, frozen=True):
 
     @classmethod
     def of(cls, store: int, record: Record) -> TileRef:
-        """Return what a manifest says of a record, given the number of its store."""
+        """Return a manifest's entry for a record in a session's index, given the number of its store."""
         return cls(store, record.location.offset, record.step, record.checksum)
 
     def record(self, path: int, nbytes: int) -> Record:
@@ -101,7 +101,7 @@ class TileRef(Row, frozen=True):
 
 
 class FileRef(NamedTuple):
-    """A file in the checkpoint's folder, and what its content is known by."""
+    """A file in the checkpoint's folder, with size and checksum of its content."""
 
     name: str
     nbytes: Count
@@ -109,7 +109,7 @@ class FileRef(NamedTuple):
 
     @classmethod
     def of(cls, name: str, content: bytes) -> FileRef:
-        """Return what is known of a file with this content."""
+        """Return the reference to a file with this content."""
         return cls(name, len(content), digest_of(content))
 
 
@@ -131,7 +131,7 @@ class Manifest:
         extra: The file with the caller's own bytes.
         seed: Seed of stochastic rounding; None where nothing was rounded so.
         numbers: Number of each parameter in stochastic rounding.
-        host: Where it was written, for messages.
+        host: Name of the machine that has written it, for messages.
     """
 
     id: str
@@ -215,7 +215,7 @@ def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
     """Return the body of a file that `seal` made.
 
     Raises:
-        CheckpointError: It is damaged, of another kind, or of a newer format; names `where`.
+        CheckpointError: The file is damaged, of another kind, or of a newer format; names `where`.
     """
     line, separator, body = content.partition(b"\n")
     try:
@@ -285,7 +285,7 @@ def check_text(value: str) -> str:
     """Return a string that can be shown, written, and used as a name.
 
     Raises:
-        ValueError: It holds halves of surrogate pairs, which JSON can say and UTF-8 cannot, or a zero.
+        ValueError: The string has halves of surrogate pairs, which JSON can express and UTF-8 cannot, or a zero.
     """
     if "\0" in value:
         raise ValueError("text with a zero in it")
@@ -294,10 +294,10 @@ def check_text(value: str) -> str:
 
 
 def check_metadata(value: object) -> None:
-    """Check that a caller's metadata can be written, read back and gone through.
+    """Check that a caller's metadata can be written, read back and walked through recursively.
 
     Raises:
-        ValueError: It is nested too deeply, or has text in it that is not Unicode.
+        ValueError: The metadata is nested too deeply, or has text in it that is not Unicode.
     """
     todo = [(value, 0)]
     while todo:
@@ -336,7 +336,7 @@ def unseal_released(content: bytes, where: str) -> tuple[tuple[str, ...], str]:
     """Return the ids and the note of a `RELEASED`.
 
     Raises:
-        CheckpointError: It is damaged, or not ours.
+        CheckpointError: The file is damaged, or was not written by this package.
     """
     released = _parse("released", _Released, content, where)
     return released.ids, released.note
@@ -502,7 +502,7 @@ def decode(content: bytes, where: str) -> Manifest:
     """Return a manifest from its file's content.
 
     Raises:
-        CheckpointError: It is damaged or of a newer format; names `where` and the field.
+        CheckpointError: The file is damaged or of a newer format; names `where` and the field.
     """
     body = _parse("manifest", _Body, content, where)
     if not body.rules and body.rule not in NAMED:

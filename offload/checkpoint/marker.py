@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import stat
+import time
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
@@ -31,7 +33,7 @@ log = logging.getLogger("offload")
 
 
 class Mark(Enum):
-    """What a folder says of itself."""
+    """Whether a folder is whole, by its marker files."""
 
     NONE = "no marker"
     BEGUN = "a save has begun, and has not ended"
@@ -39,7 +41,7 @@ class Mark(Enum):
 
 
 class Marker(msgspec.Struct, omit_defaults=True):
-    """What is in a marker.
+    """The content of a marker file.
 
     Attributes:
         process: Which began the save; None where the kernel does not say, and in a mirror once the copy is whole.
@@ -47,11 +49,11 @@ class Marker(msgspec.Struct, omit_defaults=True):
         beside: Files that belong to the folder but lie elsewhere in the run's folder, by their names in that.
         shared: Small files in the run's folder that every save writes over.
         files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
-        whole_s: In a mirror, when all became whole, since the epoch.
+        whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
     """
 
     process: Process | None = None
-    depth: int = 1
+    depth: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     beside: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     files: dict[str, tuple[int, int]] = {}
@@ -63,22 +65,21 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
 
 ALONE = Marker()
-"""What a marker says of a folder to which nothing else belongs."""
+"""The marker of a folder to which no other files belong."""
+
+DAMAGED = Marker(depth=0)
+"""What stands for a marker that is there and cannot be read."""
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
-    """Mark a folder, which is made if need be, as not whole: a save begins; and note what belongs to it.
-
-    Args:
-        folder: The folder.
-        belongs: Has `depth`, `beside` and `shared`.
+    """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
 
     Raises:
-        CheckpointError: It cannot be written to.
+        CheckpointError: The folder cannot be written to.
     """
     opened = open_folder(folder)
     opened.prepare()
-    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}, whole_s=0.0).encode())
+    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}).encode())
     opened.delete(WHOLE)
 
 
@@ -86,7 +87,7 @@ def mark_whole(folder: str) -> None:
     """Make everything in a folder durable, then mark it as whole.
 
     Raises:
-        CheckpointError: It has no marker of a begun save any more, or something in it cannot be made durable.
+        CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
     """
     with saying("mark as whole", folder):
         for above, _, names in os.walk(folder):
@@ -94,40 +95,62 @@ def mark_whole(folder: str) -> None:
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
                     if stat.S_ISREG(mode := os.lstat(path).st_mode) or stat.S_ISDIR(mode):
                         _make_durable(path)
+        opened = open_folder(folder)
+        mark, marker = mark_in(opened)
+        if mark is Mark.BEGUN and marker is not DAMAGED:
+            opened.write(BEGUN, replace(marker, whole_s=marker.whole_s or time.time()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
 
 
 def unmark(folder: str) -> None:
-    """Delete a folder's marker of a begun save, where nobody could tell when the folder is whole."""
+    """Delete a folder's marker of a begun save, as no process can tell when this folder is whole."""
     open_folder(folder).delete(BEGUN)
 
 
+def is_inside(name: str) -> bool:
+    """Return whether a relative name leads to something in the folder that it is relative to."""
+    return bool(name) and not os.path.isabs(name) and "\0" not in name and ".." not in name.split("/")
+
+
 def mark_of(folder: str) -> Mark:
-    """Return what a directory says of itself."""
+    """Return whether a directory is whole, by its markers."""
     if os.path.exists(os.path.join(folder, BEGUN)):
         return Mark.BEGUN
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
 
 
-def whole_around(folder: str) -> str:
-    """Return which of a directory and the one above it is marked as whole; "" if neither is."""
-    return next((place for place in (folder, os.path.dirname(folder)) if mark_of(place) is Mark.WHOLE), "")
+def marked_around(folder: str) -> tuple[str, Mark]:
+    """Return the first of a directory and those above it that has a marker, and which; ("", NONE) if none has."""
+    while folder:
+        if (mark := mark_of(folder)) is not Mark.NONE:
+            return folder, mark
+        above = os.path.dirname(folder)
+        folder = "" if above == folder else above
+    return "", Mark.NONE
+
+
+def is_interrupted(folder: str) -> bool:
+    """Return whether a directory is, or lies in, a folder whose save was interrupted: its process has ended."""
+    marked, mark = marked_around(folder)
+    return mark is Mark.BEGUN and _has_ended(marked)
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return what a folder says of itself, in a bucket too, and what is in its marker.
+    """Return whether a folder, of a bucket too, is whole, and the content of its marker, which may be `DAMAGED`.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The marker cannot be read.
     """
     for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):
         content = folder.read(name)
         if content is not None:
-            with contextlib.suppress(msgspec.DecodeError):
-                return mark, msgspec.json.decode(content, type=Marker)
-            return mark, Marker()
-    return Mark.NONE, Marker()
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                marker = msgspec.json.decode(content, type=Marker)
+                if all(map(is_inside, (*marker.beside, *marker.shared))):
+                    return mark, marker
+            return mark, DAMAGED
+    return Mark.NONE, ALONE
 
 
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
@@ -138,7 +161,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
     Args:
         above: The folder that they are in; one that is not there has none.
-        names: What they are called.
+        names: Pattern of their names.
         into: The folder, on the same file system, to move them to; None to leave them in `above`.
 
     Returns:

@@ -3,19 +3,20 @@
 One thread a session copies one checkpoint at a time, the newest that has been committed by then. While a checkpoint
 is copied it is not released (`is_needed`), and its manifest stays in its folder.
 
-Ranks. Rank 0 decides what is mirrored, and the others copy their parts of it once its progress file is there. A rank
-has to know before it releases anything for the next checkpoint, so that one's `COMMIT` says so, too; between `claim`
-and the end of a save rank 0 begins nothing. It may begin one in the moment in which a newer one comes, so that the
-others pass over none by themselves: only when it has begun a newer one, or a `COMMIT` says that it has not begun it.
+Ranks. Rank 0 decides which checkpoint is mirrored, and the others copy their parts of it once rank 0's progress file
+exists. A rank has to know the decision before it releases anything for the next checkpoint, so the `COMMIT` of that
+names it, too; between `claim` and the end of a save rank 0 begins to mirror nothing. As rank 0 may begin one while a
+newer one arrives, the others skip a checkpoint only when rank 0 has begun a newer one, or a `COMMIT` says that rank 0
+has not begun it.
 
-Parts. Each rank copies its own, as it is, and commits it there. A progress file in the folder names the rank's stores
-there and how many tiles are durable in each. Whoever copies the same part after a crash copies the other tiles into a
-store of its own; a store that was interrupted is not written to again, so no kind of path has to take one over. Ranks
+Parts. Each rank copies its own part, unchanged, and commits it there. A progress file in the folder names the rank's
+stores there, and how many tiles are durable in each. After a crash the same part is continued: the other tiles are
+copied into a new store. An interrupted store is not written to again, so no kind of path has to support that. Ranks
 tell each other by such files:
 
-    rank 0's progress file is there: the others are to copy their parts
-    it has gone, and there is no `COMMIT`: rank 0 has given up
-    a rank's failure file is there: the others are to give up; it stays until the folder mirrors another checkpoint
+    rank 0's progress file exists: the others are to copy their parts
+    it does not, and there is no `COMMIT`: rank 0 has given up
+    a rank's failure file exists: the others are to give up; it is kept until the folder mirrors another checkpoint
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -52,7 +52,7 @@ from offload.checkpoint.manifest import (
     seal_progress,
     unseal_progress,
 )
-from offload.checkpoint.marker import Mark, mark_of, whole_around
+from offload.checkpoint.marker import Mark, is_interrupted, marked_around
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import commit_to_replace, is_read, judge, remove, store_folder
@@ -69,19 +69,23 @@ log = logging.getLogger("offload")
 RANKS_S = 6 * 3600.0
 """Seconds that a rank waits for others, which may have far more to copy, or a slower way to the mirror."""
 
+KNOWN_S = 5.0
+"""Seconds for which whoever releases a checkpoint waits until it is known which stores the mirror reads."""
+
 BATCH_BYTES = 256 << 20
-"""Bytes after which what has been copied is made durable and noted; also what a store grows by."""
+"""Bytes after which copied tiles are made durable and noted; also the step in which a store grows."""
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """What is to be mirrored: this rank's part of a checkpoint, and on rank 0 the framework's files around it.
+    """One thing to mirror: this rank's part of a checkpoint, and on rank 0 the framework's files around it.
 
     Attributes:
         source: The folder.
         part: None where no checkpoint of ours is in it.
         files: None where a checkpoint is mirrored alone, and on other ranks.
         failure: Why the files could not be opened.
+        is_new: See `Part`.
         is_taken: Whether rank 0 has decided to mirror it.
         done: Set when it has been mirrored, skipped or given up.
     """
@@ -90,6 +94,7 @@ class Task:
     part: Part | None
     files: FolderCopy | None = None
     failure: OSError | None = None
+    is_new: bool = True
     is_taken: bool = False
     done: waits.Latch = field(default_factory=waits.Latch)
 
@@ -121,7 +126,8 @@ class Mirror:
 
     def __init__(self, path: str | None, paths: Sequence[str], *, verify: bool, io_backend: str) -> None:
         self.copied_bytes = 0
-        self._path, self._io_backend = path, io_backend
+        # Where it is does not change with the working directory.
+        self._path, self._io_backend = path and parse_place(path).name, io_backend
         self._open = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
         self._tasks: tuple[Task, ...] = ()
@@ -131,6 +137,9 @@ class Mirror:
         self._failed: WholeFolder | None = None
         """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
+        self._is_known = threading.Event()
+        """Set but while stores are opened or closed: `_reads` may lack, then, what only the mirror reads."""
+        self._is_known.set()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
         # Not a condition: the main thread posts to it, where a Ctrl-C may come at any line.
@@ -148,11 +157,7 @@ class Mirror:
         return f"{(self._path or '').rstrip('/')}/{name}"
 
     def check(self, folder: str) -> None:
-        """Verify that a checkpoint's folder is not its mirror.
-
-        Raises:
-            ConfigError: It is.
-        """
+        """Raise `ConfigError` if a checkpoint's folder is the mirror, or would be mirrored in itself."""
         if self._path is None:
             return
         if parse_place(folder).parts() in [parse_place(p).parts() for p in (self._path, self._target(folder))]:
@@ -161,18 +166,17 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a checkpoint to be mirrored next, in place of others that have not been begun.
-
-        Args:
-            saved: With which it was saved; `path` as its folder calls itself.
-            is_new: See `Part`.
-        """
+        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `Part`."""
         if self._path is None:
             return
         source = os.fspath(saved.path)
-        is_within = Mark.BEGUN in [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
-        if not is_within and not whole_around(source):  # else it goes with the folder that it is in
-            self.queue_task(Task(source, self._part(saved, self._target(source), is_new)))
+        marked, mark = marked_around(source)
+        if mark is Mark.WHOLE:
+            log.warning(
+                "%s is not mirrored, as %s is a whole folder: save in a new `checkpoint_folder`", source, marked
+            )
+        elif mark is Mark.NONE or is_interrupted(marked):  # else it goes with the folder that it is in
+            self.queue_task(Task(source, self._part(saved, self._target(source), is_new), is_new=is_new))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
         """Queue a framework's folder to be mirrored next, as `offer` does a checkpoint; not one in the mirror itself.
@@ -194,28 +198,33 @@ class Mirror:
         part = None if saved is None else self._part(saved, f"{mirror}/{whole.checkpoint}", is_new)
         files = failure = None
         try:
-            files = FolderCopy(whole, mirror) if is_first else None
+            files = FolderCopy(whole, mirror, is_new=is_new) if is_first else None
         except OSError as cause:
             failure = cause
-        self._run_folders.note(whole)
+        if is_new:  # a loaded one may be any folder's, of which nothing is to be deleted
+            self._run_folders.note(whole)
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
-        self.queue_task(Task(source, part, files, failure))
+        self.queue_task(Task(source, part, files, failure, is_new))
 
     def _part(self, saved: SaveRequest, target: str, is_new: bool) -> Part:
         named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
         return Part(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
 
     def queue_task(self, task: Task) -> None:
-        """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread."""
+        """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread.
+
+        What was loaded is no newer than what was saved, and waits for nothing: another task goes before it.
+        """
         with self._lock:
             is_queued = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
+            is_queued |= not task.is_new and task.is_first and bool(self._tasks)
             if not is_queued:
                 self._tasks = (*self._tasks, task)
         if is_queued:
             self._close_task(task)
-        elif task.is_first:
+        elif task.is_first:  # on other ranks, as rank 0 does
             self._skip_before(task)
         self._thread.start()
         self._news.put(None)
@@ -261,13 +270,18 @@ class Mirror:
         return any(task.is_taken and task.id == id for task in self._tasks)
 
     def is_needed(self, checkpoint: KeptCheckpoint) -> bool:
-        """Return whether a checkpoint is being mirrored, or somebody else than the mirror reads its stores."""
+        """Return whether a checkpoint is being mirrored, or its stores have a reader other than the mirror."""
         if self.has_taken(checkpoint.id):
             return True
+        self._is_known.wait(KNOWN_S)
         stores = ((place, store_folder(*place)) for place in checkpoint.stores)
         return any(is_read(store, own=place in self._reads) for place, store in stores)
 
     # On the caller's thread
+
+    def note_error(self, error: CheckpointError) -> None:
+        """Have `wait` raise an error: what was to be mirrored last could not be begun."""
+        self._error = error
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is left to mirror.
@@ -370,12 +384,14 @@ class Mirror:
         files, part = task.files, task.part
         if task.failure is not None:
             raise task.failure
-        if files is not None:
-            failed, self._failed = self._failed, files.whole
-            if failed is not None and failed.name != files.whole.name:
-                delete_copy(failed, files.mirror, unless=Mark.WHOLE)
+        if files is not None and self._failed is not None and self._failed.name != files.whole.name:
+            delete_copy(self._failed, files.mirror, is_failed=True)
+            self._failed = None
         is_wanted = files is not None and files.begin()
-        is_copied = part is not None and self._copy_part(part)
+        if files is not None and is_wanted:
+            self._failed = files.whole
+        is_whole_there = files is not None and not is_wanted and not task.is_new
+        is_copied = part is not None and not is_whole_there and self._copy_part(part)
         if files is not None and is_wanted:
             for nbytes in files.copy():
                 self._note(nbytes)
@@ -384,9 +400,12 @@ class Mirror:
             log.info("%s is mirrored in %s", task.source, files.target if files is not None else self._path)
         if files is not None:
             self._failed = None
-            for deleted in self._run_folders.gone(files.whole):
+            for deleted in self._run_folders.gone(files.whole) if task.is_new else ():
                 log.info("%s has gone, and goes from the mirror", deleted.source())
-                delete_copy(deleted, files.mirror)
+                try:
+                    delete_copy(deleted, files.mirror)
+                except OffloadError as cause:
+                    log.warning("%s stays in the mirror: %s", deleted.source(), cause)
 
     def _note(self, nbytes: int) -> None:
         """Count bytes that have become durable in the mirror; raise if it is being closed."""
@@ -401,12 +420,16 @@ class Mirror:
         if part.is_committed():
             return False
         with contextlib.ExitStack() as ends:
+            self._is_known.clear()
+            ends.callback(self._is_known.set)
             source = ends.enter_context(self._open(part.source, part=(request.id, request.rank, request.ranks)))
             (manifest,) = source.manifests
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
+            self._is_known.set()
             # Cleared before the stores are closed: another reader of them must not be taken for this one.
             ends.callback(setattr, self, "_reads", frozenset())
+            ends.callback(self._is_known.clear)
             extra = source.extra(0)
             copy = PartCopy(part, source, self._io_backend)
             copy.begin()
@@ -466,7 +489,7 @@ class Part:
         """Return whether rank 0 has begun, and has not given up.
 
         Raises:
-            CheckpointError: It has failed before this rank could see that it had begun.
+            CheckpointError: Rank 0 has failed before this rank could see that it had begun.
         """
         names = self.folder.names()
         if self.is_new and self.failure_name(0) in names:
@@ -491,12 +514,12 @@ class PartCopy:
     """The work on one part: `begin`, every batch of `copy`, `commit`; then `keep` or `abandon`, and `close`.
 
     Attributes:
-        part: Of which checkpoint.
+        part: The part to copy.
         source: The checkpoint, with this rank's part open.
         io_backend: Backend of a store in a directory.
-        progress: How far it is.
-        sink: The store that is written to.
-        job: The commit.
+        progress: The stores that have been written, with the tiles in them.
+        sink: The store that is being written.
+        job: The commit, once it has begun.
     """
 
     part: Part
@@ -571,12 +594,7 @@ class PartCopy:
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit the part, as that of a self-contained copy.
-
-        Args:
-            extra: The part's `extra`.
-            cancelled: Set when nobody is to wait for other ranks any more.
-        """
+        """Commit the part, as that of a self-contained copy; stop waiting for other ranks if `cancelled` is set."""
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             content = open_folder(self.source.path).read(weights)

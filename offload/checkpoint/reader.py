@@ -1,4 +1,4 @@
-"""Reading a checkpoint by parameter name and range, whoever wrote it and however it was cut.
+"""Reading a checkpoint by parameter name and range, however many ranks have written it.
 
 A checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against the others, and the stores
 that they name are opened, all before anything of the state is read. State is then read tile by tile through a bounded
@@ -135,7 +135,7 @@ class _Flight(NamedTuple):
 
 
 class StateSource(Protocol):
-    """What state can be loaded from: a checkpoint, or a file of another format."""
+    """A source from which state can be loaded: a checkpoint, or a file of another format."""
 
     @property
     def path(self) -> str:
@@ -341,7 +341,7 @@ class Checkpoint:
         """Return the `extra` that a rank's caller gave; None if it gave none.
 
         Raises:
-            CheckpointError: It is not there or damaged.
+            CheckpointError: The file is missing or damaged.
         """
         return read_extra(self._folder, self.manifests[rank])
 
@@ -449,11 +449,9 @@ class Checkpoint:
                     yield rank, tile, problem
 
     def copy(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> None:
-        """Copy tiles of the first manifest, unchanged, to another store; they are durable when this returns.
+        """Copy tiles of the first manifest, unchanged, to offsets in another store; durable when this returns.
 
-        Args:
-            tiles: Each with its offset in the sink.
-            sink: A new store that reports to `queue`, with nothing else in flight.
+        The sink is a new store that reports to `queue`, with nothing else in flight.
 
         Raises:
             CheckpointError: A tile is damaged or cannot be read.
@@ -513,6 +511,7 @@ class Checkpoint:
             raise error
 
     def _close(self) -> None:
+        """Close the stores, on a thread of its own, once opening them has ended or cannot begin any more."""
         if self._opening.forestall():
             self._opening.wait()
         with contextlib.ExitStack() as ends:
@@ -539,6 +538,7 @@ class Checkpoint:
         return self.path if path is None else path
 
     def _tier(self, rank: int, store: int) -> Tier:
+        """Return the tier of a store of a rank's manifest, opened if it is not yet."""
         ref = self.manifests[rank].stores[store]
         key = self.store_path(rank, store), ref.store.hex
         if key not in self._tiers:
@@ -747,6 +747,7 @@ class Checkpoint:
         return self.manifests[rank].request(tile, self._address(buffer), verify=self._verify)
 
     def _damage(self, key: tuple[int, TileId], cause: TierError) -> CheckpointError:
+        """Return the error for a tile that cannot be read, with its parameters and its store."""
         rank, tile = key
         manifest = self.manifests[rank]
         store = manifest.stores[manifest.tiles[tile].store]

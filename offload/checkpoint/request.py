@@ -35,7 +35,7 @@ class SaveRequest:
         ranks: Number of ranks that save to the folder together.
         replica: Whether another rank has the same state and saves it for this one, which then writes `extra` alone.
         names: Names of parameters in the checkpoint, by their names here, where these differ.
-        find_ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
+        find_ended: Returns ranks that are known to have ended, to stop waiting for them; called from another thread.
 
     Raises:
         ConfigError: A value cannot be saved or done.

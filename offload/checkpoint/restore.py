@@ -103,25 +103,26 @@ class Restorer:
         """Copy a subgroup's state, and derive its weights from it."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as exits:
-            contexts = (self._views.piece(run, view, segment, sets_master=True) for segment in subgroup.segments)
-            views_of_segments = [
-                (s, exits.enter_context(context)) for s, context in zip(subgroup.segments, contexts, strict=True)
+            views = [
+                (segment, exits.enter_context(self._views.piece(run, view, segment, sets_master=True)))
+                for segment in subgroup.segments
             ]
-            self._read_segments(subgroup.index, views_of_segments, view)
+            self._read_segments(subgroup.index, views, view)
 
-    def _read_segments(  # all segments in one read, so that each tile is read once
-        self, subgroup: int, views_of_segments: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
+    def _read_segments(
+        self, subgroup: int, views_by_segment: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
     ) -> None:
+        """Read what is saved of all segments, at once, so that each tile is read once; fill in what is not."""
         self._source.read(
             [
                 item
-                for segment, views in views_of_segments
+                for segment, views in views_by_segment
                 for name in views
                 if self._is_saved(segment, name)
                 for item in self._ranges(segment, name, views[name])
             ]
         )
-        for segment, views in views_of_segments:
+        for segment, views in views_by_segment:
             if segment.parameter in self.anew:
                 for name in views.keys() - {MASTER}:
                     views[name].zero_()

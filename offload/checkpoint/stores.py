@@ -1,19 +1,20 @@
 """Stores, the pins that keep them, and which stores may be freed.
 
-A store that checkpoints refer to says so itself, in `pins.json`: a list of checkpoints, each by its id and folder.
-A pin is durable before its checkpoint is committed.
+Each store lists the checkpoints that refer to it, in `pins.json`: a pin is the id and the folder of a checkpoint. It
+is durable before the checkpoint is committed.
 
-Whoever wants to free anything (tidying after a commit, `offload gc`, a resume that takes a store over, a session that
-uses slots again) asks `standing` about each pin, or `judge` about a store with its pins. The rule: **a pin ends only
+Before anything is freed (after a commit, by `offload gc`, in a resume that takes a store over, or when a session uses
+slots again), `standing` is asked about each pin, or `judge` about a store with its pins. The rule: **a pin ends only
 with a release that names its id**: a `RELEASED`, or a `COMMIT` that names it among those it has replaced; then the
-pin itself is removed. A session writes them for a checkpoint that it finds in its folder. Anything else there, or its
-absence, is no evidence: a folder's name may mean another folder by now (another mount, a link, a rename). A pin that
-cannot be decided is kept, and reported as missing: a person may delete its store. Who deletes a checkpoint with its
-folder has to say so in a folder that stays: `RELEASED` counts in the two folders above it, too.
+pin itself is removed. A session writes these files for a checkpoint that it finds in its folder. Anything else there,
+or an empty folder, is no evidence: the name may mean another folder by now (another mount, a link, a rename). A pin
+that cannot be decided is kept, and reported as missing: a person may delete its store. Before a checkpoint is deleted
+with its folder, a `RELEASED` has to be written in one of the two folders above it, where it counts, too.
 
-A save by one rank that was killed before its `COMMIT` ends a pin, too. Its folder has a file from before the pin
-until `COMMIT` takes its place, in one rename, so no checkpoint has both. Who was to write `COMMIT` had the store. Its
-name has the folder's inode: in a copy of the folder, made while the save went on, it says nothing.
+A save by one rank that was killed before its `COMMIT` ends a pin, too. From before the pin on, its folder has a file
+(`begun_name`) until `COMMIT` replaces that, in one rename, so no checkpoint has both. The session that was to write
+`COMMIT` had the store's lock. The file's name has the folder's inode, so that it means nothing in a copy of the
+folder that was made during the save.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def read_pins(folder: Folder) -> list[Pin]:
     """Return the pins of a store.
 
     Raises:
-        CheckpointError: They are damaged or cannot be read.
+        CheckpointError: The pins are damaged or cannot be read.
     """
     content = folder.read(PINS_NAME)
     if content is None:
@@ -148,6 +149,7 @@ def folders_above(folder: str) -> tuple[str, ...]:
 
 
 def _is_named_above(folder: str, id: str) -> bool:
+    """Return whether a `RELEASED` in one of the two folders above a checkpoint's names it."""
     for above in folders_above(folder):
         with contextlib.suppress(ConfigError, CheckpointError, ValueError):  # what cannot be read names nothing
             if id in read_released(open_folder(above))[0]:
@@ -173,7 +175,7 @@ def commit_to_replace(folder: Folder) -> CommitRecord | None:
     """Return the `COMMIT` of a folder; None if there is none.
 
     Raises:
-        CheckpointError: It is not ours to replace.
+        CheckpointError: The file was not written by this package, or is damaged: it is not replaced.
     """
     content = folder.read(COMMIT_NAME)
     try:
@@ -280,7 +282,7 @@ class Leftover:
 
     @property
     def is_unused(self) -> bool:
-        """Whether nobody uses or reads it, and no checkpoint that is in its folder needs it."""
+        """Whether no process uses or reads the store, and no checkpoint that is in its folder needs it."""
         return not (self.used_by is not None or self.being_read or self.pins or self.problem)
 
     @property
@@ -325,12 +327,7 @@ def leftover_bytes(paths: Sequence[str]) -> int:
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Find out who uses and reads a store, and which of its pins keep it.
-
-    Args:
-        store: The store.
-        locked: Whether the caller has its lock, but does not use it.
-    """
+    """Find out who uses and reads a store, and which pins keep it; a lock of the caller (`locked`) is no use."""
     nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
     pins: tuple[Pin, ...] = ()
     missing: tuple[Pin, ...] = ()
@@ -377,12 +374,8 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
 
     The store is judged again under the lock. One without a lock file may be on a file system without locks, and is
     deleted only if it is empty. One that is just being made looks like a leftover until its session has locked it;
-    the session then makes it again. Only files that stores are made of are deleted.
-
-    Args:
-        leftover: The store.
-        missing: See `Leftover.may_go`.
-        ended: See `Leftover.may_go`.
+    the session then makes it again. Only files that stores are made of are deleted. For `missing` and `ended` see
+    `Leftover.may_go`.
     """
     store = leftover.folder
     lock = store.take_lock()

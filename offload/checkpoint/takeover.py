@@ -31,14 +31,8 @@ def manifest_in_place(
 ) -> Manifest | None:
     """Return the manifest of this rank's state if its tiles are those of this layout, so that they can be reused.
 
-    None for a self-contained copy, too: its owner may move or delete it.
-
-    Args:
-        checkpoint: The checkpoint, open.
-        layout: This session's layout.
-        names: Name of each parameter in the checkpoint.
-        rank: This rank.
-        ranks: Number of ranks.
+    None for a self-contained copy, too: its owner may move or delete it. `names` are those of this layout's
+    parameters in the checkpoint.
     """
     manifests = checkpoint.manifests
     if not any(manifest.layout.parameters for manifest in manifests[1:]):  # one rank has saved for all
@@ -102,7 +96,7 @@ def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId,
     return records
 
 
-def with_path(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
+def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
     """Return a manifest that names a store's directory `path`, where it has another name for the same directory."""
 
     def locate(ref: StoreRef) -> StoreRef:
@@ -114,14 +108,9 @@ def with_path(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
 ) -> list[PinnedTiles] | None:
-    """Return the tiles that checkpoints have in a store; the caller has locked the store.
+    """Return the tiles that checkpoints have in a store, which the caller has locked; `number` is its path's.
 
-    Args:
-        path: The path of the store.
-        store: The store.
-        number: The number of its path in the session.
-        checkpoint: The one to go on from, which is open here and so reads the store.
-        layout: The session's layout.
+    The checkpoint to go on from is open here, and so reads the store, too.
 
     Returns:
         None if it is not certain which slots are free, so that none may be written to: a pin's checkpoint is
@@ -146,7 +135,7 @@ def pinned_in(
                 if id != pin.id:
                     return None
             count = len(pinned)
-            for manifest in (with_path(manifest, path, store) for manifest in manifests):
+            for manifest in (relocated(manifest, path, store) for manifest in manifests):
                 records = records_in(manifest, {(path, store): number})
                 if records and manifest.layout.subgroups != layout.subgroups:
                     return None

@@ -1,10 +1,10 @@
-"""Files of torch's that are saved without the bytes of some tensors, which are written to their places afterwards.
+"""Files of `torch.save` that are written without the bytes of some tensors, which are filled in afterwards.
 
-Tensors that have the right shape and no memory behind them are pickled under `torch.serialization.skip_data`. That
-leaves the file as it should be, with holes where their bytes belong: these need no memory and no second file. The
-checksums that a zip file has of each tensor stay 0: torch looks at none.
+Tensors of the right shape that take no memory are pickled under `torch.serialization.skip_data`. The file is then
+complete but for holes where their bytes belong, so that state needs neither memory nor a second file. The checksums
+of tensors in the zip file stay 0; torch does not read them.
 
-Not here: what a file's layout is. Whatever is pickled, the memory of its tensors is found again.
+Not here: the structure of what is saved. The tensors of any pickled object are found again by their storages.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class _Storages(pickle.Pickler):
 
 
 def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages in an object by their address; none if the object cannot be pickled a second time."""
     pickler = _Storages()
-    with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
+    with contextlib.suppress(Exception):
         pickler.dump(pickled)
         return pickler.storages
     return {}
@@ -87,12 +88,9 @@ Places = dict[int, int]
 
 
 def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
-    """Write the bytes of tensors into a file that `torch.save` has written with holes in their place.
+    """Write the bytes of the tensors in `pickled` into a file in which `torch.save` has left holes for them.
 
-    Args:
-        path: The file.
-        pickled: The object that was saved.
-        left_out: Tensors in it whose bytes stay holes: each a single run of memory.
+    Tensors in `left_out`, each a single run of memory, stay holes.
 
     Returns:
         Where each storage begins in the file; None, with nothing written, if the file does not match the object.

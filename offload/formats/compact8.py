@@ -21,7 +21,7 @@ FP24_UPPER, FP24_LOWER = Format("fp24_upper", 2, dtype="int16", code=4), Format(
 
 SIGNED = Format("s1e3m4", 1, code=5, block_numel=BLOCK_NUMEL)
 ROOT = Format("root_ue3m5", 1, code=6, block_numel=BLOCK_NUMEL)
-"""Codes of values of both signs; of the roots of values that are never negative."""
+"""Codes of a byte: for values of both signs, and for the roots of values that are never negative."""
 
 
 class _Compact8(StateFormat):
@@ -43,7 +43,7 @@ class _Compact8(StateFormat):
         return (name, MASTER_LOW if name == MASTER else SCALES)
 
     def check(self, rule: UpdateRule, values: Any) -> None:
-        """Refuse an `eps` of 0 in fp32: small roots and what they divide become 0."""
+        """Refuse an `eps` that is 0 in fp32: small roots, and what they divide, are stored as 0: that gives 0 / 0."""
         super().check(rule, values)
         eps = rule.added_to_roots(values)
         if eps is not None and np.float32(eps) == 0:

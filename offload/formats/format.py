@@ -1,7 +1,7 @@
-"""What a format of state says of itself. Layout, plan, kernels and checkpoints ask it; none knows a format by name.
+"""`StateFormat`: what layout, plan, kernels and checkpoints need to know of a format; none asks for its name.
 
-What is computed from stored state is defined in `offload.kernels.reference`, and done in csrc/kernels/formats/ and
-`offload.kernels.triton_kernels`.
+`offload.kernels.reference` defines how stored state is decoded and encoded; csrc/kernels/formats/ and
+`offload.kernels.triton_kernels` do it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.rules import BLOCK_NUMEL, MASTER, PACKED, UpdateRule
 
 
 def blocks_numel(first_index: int, numel: int, block_numel: int) -> int:
-    """Return how many blocks a run of elements lies in; the index of its first is in the unsharded parameter."""
+    """Return how many blocks a run of elements lies in; `first_index` counts from the unsharded parameter's start."""
     return -(-(first_index % block_numel + numel) // block_numel)
 
 
@@ -29,12 +29,12 @@ class Format:
     """A way to store the elements of one state tensor.
 
     Attributes:
-        name: As manifests have it.
+        name: The name in manifests.
         item_bytes: Bytes of an item: an element, or what the elements of a block share.
         item_numel: Elements of an item.
-        dtype: What torch calls the elements of memory that holds it.
-        code: What csrc/kernels/ calls it; 0 for what lies beside another.
-        block_numel: Elements that share an item of what lies beside it.
+        dtype: Torch's name for the type of the memory's elements.
+        code: Number of the format in csrc/kernels/; 0 for a tensor that is stored beside another, such as scales.
+        block_numel: Elements that share an item of the tensor beside it.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Format:
         return SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.item_bytes) * self.item_numel
 
     def offset(self, numel: Any) -> Any:
-        """Return where an element's item begins, that many elements on; the number may be an array of `uint64`."""
+        """Return the byte at which the item of element `numel` begins; `numel` may be an array of `uint64`."""
         if isinstance(numel, int):
             return numel // self.item_numel * self.item_bytes
         return numel // np.uint64(self.item_numel) * np.uint64(self.item_bytes)
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes that so many elements take: whole sectors, where several share an item."""
+        """Return the bytes that `numel` elements take: whole sectors if several share an item."""
         nbytes: int = self.offset(numel)
         return nbytes if self.item_numel == 1 else -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
 
@@ -85,21 +85,21 @@ OWN = {
 
 
 class StateTensor(NamedTuple):
-    """One tensor of state, or of what it is stored in: as many elements as the parameter, and how they are stored."""
+    """A tensor of state, or a tensor that it is stored in: its name, and the format of its elements."""
 
     name: str
     format: Format = FP32
 
 
 MASTER_LOW, SCALES = "master_low", "scales"
-"""What a format may store beside a rule's tensors: a master's lower plane; for each block a byte a tensor."""
+"""Tensors that a format may store beside a rule's: the master's lower plane; scales, a byte a block and tensor."""
 
 
 class StateFormat(ABC):
     """How the state of a parameter is stored, whatever the rule."""
 
     name: ClassVar[str]
-    """What users and files of rates call it."""
+    """The name in settings and in files of rates."""
 
     code: ClassVar[int]
     """Its number in csrc/kernels/formats.h, in manifests, and in `FORMATS`."""
@@ -108,53 +108,45 @@ class StateFormat(ABC):
     """Whether updates round state stochastically: by a seed, and an element's index in the unsharded parameter."""
 
     drift: ClassVar[float] = 1e-4
-    """How far a master may be from one in fp32 that had the same gradients, as a part of how far it has moved."""
+    """Most distance of a master from one in fp32 that had the same gradients, over the distance that it has moved."""
 
     block_numel: ClassVar[int] = 1
     """Elements that share scales, counted from the start of the unsharded parameter; 1 where none do."""
 
     stores_roots: ClassVar[bool] = False
-    """Whether a rule's `roots` are stored as such; then what lies beside a stored root of 0 is stored as 0."""
+    """Whether square roots of a rule's `roots` are stored; then other state of an element with root 0 is 0, too."""
 
     masters: ClassVar[tuple[StateTensor, ...]] = (StateTensor(MASTER),)
-    """What the master of a 16-bit weight is stored in: in planes, where there are two."""
+    """The tensors that the master of a 16-bit weight is stored in: one, or an upper and a lower plane."""
 
     @abstractmethod
     def element(self, is_root: bool) -> Format:
-        """Return how a tensor of a rule's state is stored, one of its `roots` or another."""
+        """Return the format of a tensor of a rule's state; `is_root` if it is one of the rule's `roots`."""
 
     def state(self, rule: UpdateRule) -> tuple[StateTensor, ...]:
-        """Return what a rule's state is stored in beside the master."""
-        found = tuple(StateTensor(name, self.element(name in rule.roots)) for name in rule.state)
+        """Return the tensors that a rule's state is stored in, without the master's."""
+        tensors = tuple(StateTensor(name, self.element(name in rule.roots)) for name in rule.state)
         words = rule.packed_words
         if not words:
-            return found
-        return (*found, StateTensor(PACKED, Format(f"{PACKED}{words}", 4 * words, BLOCK_NUMEL, "float32")))
+            return tensors
+        return (*tensors, StateTensor(PACKED, Format(f"{PACKED}{words}", 4 * words, BLOCK_NUMEL, "float32")))
 
     def stored_as(self, name: str) -> tuple[str, ...]:
-        """Return the names of what one of a rule's `names` is stored in, its own first."""
+        """Return the names of the tensors in which one of a rule's `names` is stored, its own first."""
         return (name,)
 
     def check(self, rule: UpdateRule, values: Any) -> None:
-        """Refuse a rule, or hyperparameters, with which state cannot be stored so.
-
-        Args:
-            rule: The update rule.
-            values: What its `values` returned.
-
-        Raises:
-            ConfigError: As said.
-        """
+        """Raise `ConfigError` if this format cannot store state of a rule with what its `values` has returned."""
         if self.rounds and rule.packed_words:
             combinations.TYPES_OF_ITS_OWN.refuse("state_format", self.name, rule=rule.name)
 
     @property
     def shares_scales(self) -> bool:
-        """Whether elements do: then parameters that suffer from it are kept exact (`offload.layout.keep_exact`)."""
+        """Whether elements share scales; parameters that lose by it are kept exact (`offload.layout.keep_exact`)."""
         return self.block_numel > 1
 
     def __reduce__(self) -> str:
-        """There is one of each, in copies and pickles of a plan, too."""
+        """Pickle and copy a format by its name: each exists once."""
         return self.name.upper()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""An update rule and a format: all that is said of the state of a parameter."""
+"""`StateSpec`: an update rule and a format, which together describe the state of a parameter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StateSpec:
     """What state a parameter has, and how it is stored.
 
     Attributes:
-        rule: What is kept, and how an update changes it.
-        format: How that is stored.
+        rule: Which state is kept, and how an update changes it.
+        format: How the state is stored.
     """
 
     rule: UpdateRule
@@ -29,7 +29,7 @@ class StateSpec:
         return self if state_format is self.format else replace(self, format=state_format)
 
     def row(self, step: int, values: Any, grad_scale: float) -> Any:
-        """Return what the rule's `row` does.
+        """Return the rule's `row`, after the format's check.
 
         Raises:
             ConfigError: If hyperparameters cannot be used, by the rule or by the format.
@@ -39,19 +39,21 @@ class StateSpec:
 
     @cached_property
     def beside(self) -> tuple[StateTensor, ...]:
-        """What all state but the master is stored in."""
+        """The tensors that all state but the master is stored in."""
         return self.format.state(self.rule)
 
     @cached_property
     def stored(self) -> tuple[StateTensor, ...]:
-        """What all state of a 16-bit weight is stored in."""
-        own = self.rule.master_dtype
-        masters = self.format.masters if own is DtypeCode.FLOAT32 else (StateTensor(MASTER, OWN[own]),)
+        """The tensors that all state of a 16-bit weight is stored in."""
+        master_dtype = self.rule.master_dtype
+        masters = (
+            self.format.masters if master_dtype is DtypeCode.FLOAT32 else (StateTensor(MASTER, OWN[master_dtype]),)
+        )
         return (*masters, *self.beside)
 
     @property
     def item_bytes(self) -> float:
-        """Bytes of state that an element of a 16-bit weight has."""
+        """Bytes of state of an element of a 16-bit weight."""
         return sum(tensor.format.bytes_each for tensor in self.stored)
 
     def nbytes(self, numel: int) -> int:
@@ -59,7 +61,7 @@ class StateSpec:
         return sum(tensor.format.nbytes(numel) for tensor in self.stored)
 
     def fitting_numel(self, nbytes: int) -> int:
-        """Return how many elements' state fits into so many bytes, in whole `sector_numel`."""
+        """Return the number of elements, a multiple of `sector_numel`, whose state fits into `nbytes`."""
         unit = self.sector_numel
         numel = int(nbytes / self.item_bytes) // unit * unit
         while self.nbytes(numel) > nbytes:  # of blocks that share scales, which are padded
@@ -68,12 +70,12 @@ class StateSpec:
 
     @property
     def sector_numel(self) -> int:
-        """Elements of which every tensor is whole sectors, but for `scales`, which are padded."""
+        """The least number of elements that fill whole sectors of every tensor but `scales`, which is padded."""
         return max(tensor.format.sector_numel for tensor in self.stored if tensor.format.item_numel == 1)
 
     @property
     def tile_unit(self) -> int:
-        """Elements of which all that is stored is whole sectors: every tile but the last has a multiple of them."""
+        """The least number of elements that fill whole sectors of every tensor: tiles have a multiple of it."""
         return max(tensor.format.sector_numel for tensor in self.stored)
 
     @property
@@ -83,4 +85,4 @@ class StateSpec:
 
 
 EXACT_ADAMW = StateSpec(ADAMW, EXACT)
-"""What is planned and measured where nobody says otherwise."""
+"""The default in plans and measurements."""

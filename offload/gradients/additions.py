@@ -1,14 +1,14 @@
-"""Gradients of further backward passes on their way out of a GPU, and their additions in host memory.
+"""Gradients of further backward passes, copied from a GPU and added in host memory to those of earlier passes.
 
-They pass through a ring of pinned buffers. Whoever sends them puts copies on lane `LEAVING`, and waits only where all
-buffers are taken; a thread waits for each copy and has the session's workers add it. A gradient that is larger than
-what is left of a buffer is cut. All is added in the order in which it was sent.
+They are copied through a ring of pinned buffers. The sender puts copies on lane `LEAVING`, and waits only if all
+buffers are taken; a thread waits for each copy and lets the session's workers add it. A gradient that is larger than
+the rest of a buffer is cut. Gradients are added in the order in which they were sent.
 
-An interrupt may end any method of the sender's at any line: a `Sending` knows how far it came, and whoever sends it
-again goes on there.
+An interrupt may end any method of the sender at any line: a `Sending` records how far it has come, and sending it
+again continues there.
 
-An addition that fails is told by `finish`, in the step, however soon it fails: backward does not end at whichever
-parameter comes next.
+An addition that fails raises in `finish`, in the step, however soon it fails: backward is not interrupted at an
+arbitrary parameter.
 
 Not done here: buckets, order with other lanes, and knowing what gradients are.
 """
@@ -37,28 +37,24 @@ BUFFERS = 4
 """Buffers of the ring: one is added while others are filled."""
 
 MOST_BUFFER_BYTES = 32 << 20
-"""Size that a buffer has at most: the link takes a millisecond or less for it, many times what its calls take."""
+"""Largest size of a buffer: copying it takes about a millisecond, many times longer than the calls for it."""
 
 
 def buffer_bytes(slots_bytes: int) -> int:
-    """Return the size of each of the `BUFFERS` buffers; 0 for none.
-
-    Args:
-        slots_bytes: Of all slots that are added to.
-    """
+    """Return the size of each of the `BUFFERS` buffers, given that of all slots that are added to; 0 for none."""
     return min(-(-slots_bytes // (BUFFERS * SECTOR_BYTES)) * SECTOR_BYTES, MOST_BUFFER_BYTES)
 
 
 @dataclass(eq=False, slots=True)
 class Filling:
-    """What one buffer holds once.
+    """One use of a buffer: what is copied to it, and added from it.
 
     Attributes:
         buffer: Number of the buffer.
-        copies: From the device to the buffer.
-        rows: What is added then: (target, source, elements), by dtype.
-        mark: Of the copies, when they are on their lane.
-        sent: Whether the thread has it for certain.
+        copies: Copies from the device to the buffer.
+        rows: Additions after that: (target, source, elements), by dtype.
+        mark: Mark after the copies; None before they are on their lane.
+        sent: Whether it was certainly given to the thread.
         ended: Set when the buffer is free again.
     """
 
@@ -71,7 +67,7 @@ class Filling:
 
 
 Sending = list[Filling]
-"""Buffers that are sent together."""
+"""The uses of buffers by gradients that are sent together."""
 
 
 class Additions:
@@ -94,11 +90,11 @@ class Additions:
         self._ring: list[Filling | None] = [None] * BUFFERS
         self._error: BaseException | None = None
         self._work: SimpleQueue[Filling | None] = SimpleQueue()
-        self._serving = threading.Lock()
+        self._thread_lock = threading.Lock()
         self._ended = waits.Latch()
 
     def prepare(self, gradients: Sequence[tuple[int, int, int, DtypeCode]], slots_bytes: int) -> Sending:
-        """Give gradients their places in buffers.
+        """Assign gradients to buffers, so that `send` can copy and add them.
 
         Args:
             gradients: Rows of (device address, slot's address, elements, dtype).
@@ -110,7 +106,7 @@ class Additions:
         if self.arena is None or self._size < size:
             if self.arena is not None:
                 self._wait_for_all()
-                # Forgotten gradients may still be copied, if an interrupt came before their mark.
+                # Copies of forgotten gradients may go on, if an interrupt came before their mark.
                 self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
                 self._close_buffers()
             self._size = size
@@ -118,37 +114,37 @@ class Additions:
         sending: Sending = []
         copies: list[tuple[int, int, int]] = []
         rows: dict[DtypeCode, list[tuple[int, int, int]]] = {}
-        at = 0
+        filled_bytes = 0
         for source, target, numel, dtype in gradients:
             item, done = int(ITEM_BYTES[dtype]), 0
             while done < numel:
-                if at == self._size:
-                    sending.append(self._filling(copies, rows))
-                    copies, rows, at = [], {}, 0
-                count = min(numel - done, (self._size - at) // item)
-                place = self.arena.address + (self._next * self._size) + at
-                copies.append((source + item * done, place, item * count))
-                rows.setdefault(dtype, []).append((target + item * done, place, count))
-                at += -(-item * count // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+                if filled_bytes == self._size:
+                    sending.append(self._new_filling(copies, rows))
+                    copies, rows, filled_bytes = [], {}, 0
+                count = min(numel - done, (self._size - filled_bytes) // item)
+                address = self.arena.address + (self._next * self._size) + filled_bytes
+                copies.append((source + item * done, address, item * count))
+                rows.setdefault(dtype, []).append((target + item * done, address, count))
+                filled_bytes += -(-item * count // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
                 done += count
         if copies:
-            sending.append(self._filling(copies, rows))
+            sending.append(self._new_filling(copies, rows))
         return sending
 
-    def _filling(
+    def _new_filling(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
     ) -> Filling:
         buffer, self._next = self._next, (self._next + 1) % BUFFERS
         return Filling(buffer, as_pieces(copies), rows)
 
     def send(self, sending: Sending) -> None:
-        """Copy gradients on lane `LEAVING`, and have the thread add them; after an interrupt, call it again.
+        """Copy gradients on lane `LEAVING`, and queue them for the thread to add; after an interrupt, call it again.
 
         Raises:
             OffloadError: The device has failed.
         """
-        if not self._serving.locked():  # a second thread returns at once
-            threading.Thread(target=self._serve, name="offload-add", daemon=True).start()
+        if not self._thread_lock.locked():  # a second thread returns at once
+            threading.Thread(target=self._run_thread, name="offload-add", daemon=True).start()
         for filling in sending:
             if filling.sent:
                 continue
@@ -166,7 +162,7 @@ class Additions:
         """Wait until all gradients that were sent have been added.
 
         Raises:
-            OffloadError: One could not be added.
+            OffloadError: A gradient could not be added.
         """
         self._wait_for_all()
         if self._error is not None:
@@ -181,7 +177,7 @@ class Additions:
     def _wait_for_all(self) -> None:
         for filling in self._ring:
             if filling is not None:
-                if not filling.sent:  # or not for certain: its sending was interrupted
+                if not filling.sent:  # `send` was interrupted: the thread may not have it
                     self._work.put(filling)
                 self._wait(filling)
 
@@ -190,19 +186,21 @@ class Additions:
 
     # On the thread
 
-    def _serve(self) -> None:
-        if not self._serving.acquire(blocking=False):
+    def _run_thread(self) -> None:
+        """Add what is sent, filling by filling, until `close`; a second thread returns at once."""
+        if not self._thread_lock.acquire(blocking=False):
             return
         try:
             with contextlib.suppress(OffloadError):  # a device that has failed says so with every mark
                 self._lanes.device.adopt_thread()
             while (filling := self._work.get()) is not None:
                 if not filling.ended.is_set():
-                    self._end(filling)
+                    self._add(filling)
         finally:
             self._ended.set()
 
-    def _end(self, filling: Filling) -> None:
+    def _add(self, filling: Filling) -> None:
+        """Wait for a filling's copies, add its gradients, and free its buffer; keep an error for `finish`."""
         try:
             if filling.mark is not None and self._error is None:
                 filling.mark.wait()
@@ -223,7 +221,7 @@ class Additions:
 
     def close(self) -> None:
         """End the thread and give the buffers back; the device has been closed."""
-        if self._serving.acquire(blocking=False):  # the thread never began, nor will
+        if self._thread_lock.acquire(blocking=False):  # the thread never began, nor will
             self._ended.set()
         self._work.put(None)
         self._ended.wait()

@@ -1,16 +1,15 @@
-"""Gradients on a GPU: their norms, and their way to the device that uses them.
+"""Gradients on a GPU: their norms, and their copies to the device that uses them.
 
-A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
-stays where it is. Its squares are summed on the GPU in the same pass. Gradients of further backward passes are added
-on the GPU where the first one has stayed, and in host memory where it has left (see `additions.py`), so that nothing
-travels twice.
+A gradient that the CPU will use is copied to its slot in host memory, in its own dtype: it *leaves* the GPU. One that
+the GPU will use stays where it is. The squares of both are summed on the GPU in the same pass. Gradients of further
+backward passes are added on the GPU if the first one has stayed, and in host memory if it has left (see
+`additions.py`), so that none is copied twice.
 
-Gradients are collected in a bucket, and leave together: small ones in few copies (see `pieces.py`), and with one
-kernel for all their sums. A bucket leaves when it is full, when backward ends, and whenever somebody asks for a
-gradient in it.
+Gradients are collected in a bucket, which is *sent* as a whole: small ones in few copies (see `pieces.py`), with one
+kernel for all their sums. A bucket is sent when it is full, when backward ends, and when a gradient in it is needed.
 
-The caller drops a gradient before the lanes have read it. It is held here until then. When too many bytes are held,
-the caller's stream waits for the oldest.
+The caller drops a gradient before the lanes have read it, so a reference is held here until then. When too many bytes
+are held, the caller's stream waits for the oldest.
 """
 
 from __future__ import annotations
@@ -49,16 +48,23 @@ class _GradientRecord:
     """The record of one parameter's gradient since the last step.
 
     Attributes:
-        parts: Memory of its block sums in the host, or of the parts that its segments have in their fingerprints.
-        there: Where the same lie on the device.
-        starts: First element of each of its segments, which have parts of their own: they begin anywhere in a block.
+        slot: Its slot in host memory; empty if it has none.
+        stays: Whether the GPU updates part of the parameter, and so reads the gradient where it lies.
+        parts: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that lies
+            in one block.
+        device_place: The memory of the same numbers on the device.
+        starts: First element of each of its segments, which may begin anywhere in a block.
+        arrivals: Backward passes that have added to it since the last step.
+        address: Where the first one lies on the device; 0 for none.
+        mark: Mark after which no lane reads the last one; None before any has arrived.
+        was_added: Whether gradients of further passes are added in host memory.
     """
 
     numel: int
     slot: torch.Tensor
     stays: bool
     parts: npt.NDArray[np.uint64]
-    there: Place
+    device_place: Place
     starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
@@ -81,17 +87,17 @@ class _GradientRecord:
 
 
 class Departure:
-    """The mark of a bucket's gradients. Before they leave it is on no lane, so lanes may follow only `on_lane()`."""
+    """The mark of a bucket's gradients, on a lane once the bucket is sent; lanes may follow `on_lane()` only."""
 
     def __init__(self, store: GpuGradients) -> None:
         self._store = store
         self.lane_mark: Mark | None = None
-        """On lane `GRADIENTS`; None before the bucket has left."""
+        """The mark on lane `GRADIENTS`; None before the bucket is sent."""
         self.sending: Sending = []
-        """Gradients of further passes, once the bucket has left."""
+        """Gradients of further passes, once the bucket is sent."""
 
     def on_lane(self) -> Mark:
-        """Return a mark of the device; have the bucket leave, if it has not."""
+        """Send the bucket, if it was not sent; return the device's mark."""
         if self.lane_mark is None:
             self._store.leave()
         if self.lane_mark is None:
@@ -99,7 +105,7 @@ class Departure:
         return self.lane_mark
 
     def reached(self) -> bool:
-        """See `Mark.reached`."""
+        """Return whether the lane has passed the mark; the bucket is not sent for that."""
         return self.lane_mark is not None and self.lane_mark.reached()
 
     def landed(self) -> bool:
@@ -107,17 +113,17 @@ class Departure:
         return self.reached() and all(filling.ended.is_set() for filling in self.sending)
 
     def wait(self) -> None:
-        """See `Mark.wait`."""
+        """Send the bucket, if it was not sent, and wait until the lane has passed the mark."""
         self.on_lane().wait()
 
     def time_s(self) -> float:
-        """See `Mark.time_s`; this mark is not timed."""
+        """Raise, as the device's mark does: it is not timed."""
         return self.on_lane().time_s()
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients of different parameters that wait to leave together.
+    """Gradients of different parameters that are to be sent together.
 
     Attributes:
         caller: The lane of backward on which they are made.
@@ -125,7 +131,7 @@ class _Bucket:
         first: Position, address and dtype of gradients that are the first of their parameters.
         further: Position, address and dtype of gradients that are added in host memory.
         nbytes: Bytes of all gradients.
-        sending: Progress of the further ones; None before they begin to leave.
+        sending: Progress of the further ones; None before their buffers are assigned.
     """
 
     caller: Hashable
@@ -144,13 +150,13 @@ class GpuGradients(GradientStore):
     Args:
         slots, tables, kernel, memory: See `GradientStore`.
         lanes: The session's lanes.
-        limits: At which sizes gradients leave.
+        limits: Sizes at which a bucket is sent, and at which callers wait.
 
     Attributes:
         records: The record of each parameter's gradient, by position.
         in_transit: Gradients that the caller has dropped and lanes may still read, each with the mark after which no
             lane does.
-        final_read: Mark after which no lane reads what `bring_final` was given; None where none does.
+        final_read: Mark after which no lane reads the gradients of `bring_final`; None if none does.
     """
 
     def __init__(
@@ -171,11 +177,12 @@ class GpuGradients(GradientStore):
         self._in_transit_bytes = 0
         self._bucket: _Bucket | None = None
         self._lock = threading.RLock()
-        # Of block sums, for the parameters of each `Engine.add`: nowhere on the device while in host memory alone.
+        # Memory of block sums, for the parameters of each `Engine.add`: on the device (address 0 while the sums are
+        # in host memory alone), and in host memory.
         self._regions: list[tuple[Block, Arena]] = []
         self._slots_bytes = 0
         self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._wide: dict[int, torch.Tensor] = {}
+        self._wide: dict[int, torch.Tensor] = {}  # see `_wide_slot`
         self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
         self._gap_bytes = 0  # see `PieceCopies.to_host`
         self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
@@ -184,7 +191,7 @@ class GpuGradients(GradientStore):
     # Memory
 
     def used_bytes(self, plan: Plan) -> int:
-        """See `GradientStore.used_bytes`."""
+        """Return the host memory for gradients, wide slots included."""
         return super().used_bytes(plan) + sum(wide.nbytes for wide in self._wide.values())
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
@@ -197,35 +204,43 @@ class GpuGradients(GradientStore):
         super()._give_back(unused)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        """Make records of the parameters from number `first` on, with host and device memory for their block sums."""
         del self.records[first:]  # of an `adopt` that failed
         layout = plan.layout
-        starts = [tuple(layout.subgroups[s].segments[n].start for s, n in each) for each in layout.places[first:]]
-        counts = [count + len(each) for count, each in zip(counts, starts, strict=True)]
-        region, there = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, Block()
+        starts = [
+            tuple(layout.subgroups[s].segments[n].start for s, n in segment_places)
+            for segment_places in layout.places[first:]
+        ]
+        counts = [count + len(segment_places) for count, segment_places in zip(counts, starts, strict=True)]
+        region, device_block = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, Block()
         if region is not None:
-            there = self.lanes.block(region.nbytes)
-            self._regions.append((there, region))
+            device_block = self.lanes.block(region.nbytes)
+            self._regions.append((device_block, region))
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
-        for parameter, count, each in zip(self._parameters[first:], counts, starts, strict=True):
-            parts = region.numpy(offset, count, np.uint64) if region is not None else np.zeros(0, np.uint64)
-            self.records.append(_GradientRecord(parameter.numel, empty, False, parts, Place(there, offset), each))
+        for parameter, count, segment_places in zip(self._parameters[first:], counts, starts, strict=True):
+            host_parts = region.numpy(offset, count, np.uint64) if region is not None else np.zeros(0, np.uint64)
+            self.records.append(
+                _GradientRecord(
+                    parameter.numel, empty, False, host_parts, Place(device_block, offset), segment_places
+                )
+            )
             offset += count * BLOCK_BYTES
         for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=False):
             record.slot, record.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
         self._slots_bytes = sum(slot.nbytes for slot in self._slots)
         self._slot_addresses, _ = self.slots_at()
-        # Gaps between slots that are smaller than any slot are padding.
-        items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
+        # A gap between slots that is smaller than any slot is padding, which a copy may overwrite.
+        items = (TORCH_DTYPES[self._slot_settings.dtype_of(parameter)].itemsize for parameter in self._parameters)
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
         return [record.blocks for record in self.records[first:]]
 
     def _borrow(self, *, buffers: bool, caller: Hashable = None) -> None:
-        """Borrow memory for block sums, and for `buffers` of pieces, from the calling thread, which has the lock.
+        """Allocate device memory for block sums, and for `buffers` of pieces, on the caller's stream, until returned.
 
-        On the engine thread: from `caller`.
+        The calling thread has the lock. The stream is that of `caller` if it is given, as on the engine thread.
         """
         lanes = self.lanes
-        away = [(there, host) for there, host in self._regions if not there.address]
+        away = [(block, host) for block, host in self._regions if not block.address]
         if not away:
             return
         device = lanes.device
@@ -234,42 +249,42 @@ class GpuGradients(GradientStore):
             lanes.borrow_buffers(caller)
         addresses = [device.allocate(host.nbytes, caller) for _, host in away]
         lanes.follow_borrowed(caller)
-        device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
+        device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which copied them to the host
         for address, (_, host) in zip(addresses, away, strict=True):
             lanes.copy(DeviceLane.H2D, address, host.address, host.nbytes)
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
-        for address, (there, _) in zip(addresses, away, strict=True):
-            there.address = address  # last: an interrupt may come before
+        for address, (block, _) in zip(addresses, away, strict=True):
+            block.address = address  # last, so that an interrupt leaves all of this to be repeated
 
     def return_borrowed(self) -> None:
-        """Give borrowed memory back, if there is any; block sums stay in host memory until gradients arrive."""
-        if not all(there.lasts for there, _ in self._regions):
+        """Give borrowed device memory back, if there is any; block sums are in host memory until gradients arrive."""
+        if not all(block.lasts for block, _ in self._regions):
             self._bring_sums()
 
     def _bring_sums(self) -> None:
-        """Copy block sums to host memory, once lane `GRADIENTS` has come so far; give all that is borrowed back."""
+        """Send the bucket, copy block sums to host memory on lane `GRADIENTS`, and give borrowed memory back."""
         lanes = self.lanes
         with self._lock:
             self.leave()
             self._copy_sums()
-            for there, _ in self._regions:
-                if not there.lasts:
-                    there.address = 0
+            for block, _ in self._regions:
+                if not block.lasts:
+                    block.address = 0
             lanes.return_borrowed()
 
     def _copy_sums(self) -> None:
         """Put on lane `GRADIENTS`: copy all block sums that are on the device to host memory."""
-        for there, host in self._regions:
-            if there.address:
-                self.lanes.copy(DeviceLane.GRADIENTS, host.address, there.address, host.nbytes)
+        for block, host in self._regions:
+            if block.address:
+                self.lanes.copy(DeviceLane.GRADIENTS, host.address, block.address, host.nbytes)
 
     def bound_at(self) -> GradientsAt:
-        """See `GradientStore.bound_at`."""
+        """Return where the CPU reads gradients: in their slots if they arrived during backward, else where bound."""
         tables, has_left = self._tables, [record.mark is not None for record in self.records]
         return np.where(has_left, self._slot_addresses, tables.gradients), tables.gradient_dtypes.copy()
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """See `GradientStore.has_landed`."""
+        """Return whether the gradients of some segments that leave the GPU are in their slots."""
         marks = dict.fromkeys(self.records[segment.parameter].mark for segment in segments)
         return all(mark is None or mark.landed() for mark in marks)
 
@@ -278,7 +293,7 @@ class GpuGradients(GradientStore):
         return self.records[position].stays
 
     def has_arrived(self, position: int) -> bool:
-        """See `Gradients.has_arrived`."""
+        """Return whether a gradient has arrived for a parameter since the last `forget`."""
         return self.records[position].arrivals > 0
 
     def have_arrived(self) -> bool:
@@ -288,11 +303,11 @@ class GpuGradients(GradientStore):
     # During backward
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Departure:
-        """Note that a backward pass's gradient has arrived on the device, and have it leave or be added.
+        """Note that a backward pass's gradient has arrived on the device, and collect it to be sent, or add it.
 
         Returns:
-            The mark after which no lane reads its memory. If `stays` is set, the first gradient is different: lanes
-            read it and add to it until `forget`.
+            The mark after which no lane reads the gradient's memory. But if the record's `stays` is set, the first
+            gradient is read, and added to, until `forget`.
 
         Raises:
             ConfigError: If its dtype is not that of the slot, or of earlier passes.
@@ -319,7 +334,7 @@ class GpuGradients(GradientStore):
         return mark
 
     def _collect(self, position: int, address: int, dtype: DtypeCode, *, first: bool) -> Departure:
-        """Put a gradient into the bucket: it will be copied to its slot, or added there."""
+        """Put a gradient into the bucket, to be copied to its slot or added there; send a bucket that is full."""
         caller = self.lanes.device.caller()
         if self._bucket is not None and self._bucket.caller != caller:
             self.leave()
@@ -337,15 +352,15 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
-        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.there.address, *target)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.device_place.address, *target)
         departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
 
     def leave(self) -> None:
-        """Have the gradients in the bucket leave; any thread.
+        """Send the bucket, if there is one: enqueue copies to slots, sums and additions; on any thread.
 
-        After an interrupt the next call has all of them leave again; none is added twice.
+        After an interrupt the next call sends all of it again; no gradient is added twice.
         """
         with self._lock:
             bucket, device = self._bucket, self.lanes.device
@@ -379,15 +394,15 @@ class GpuGradients(GradientStore):
         if len(gradients) == 1:
             position, address, dtype = gradients[0]
             record = self.records[position]
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.there.address)
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_place.address)
             return
         for dtype in sorted({dtype for _, _, dtype in gradients}):
             pairs = [(self.records[n], address) for n, address, code in gradients if code is dtype]
-            rows = [(address, record.numel, record.there.address) for record, address in pairs]
+            rows = [(address, record.numel, record.device_place.address) for record, address in pairs]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
     def _send(self, bucket: _Bucket) -> None:
-        """Have the further gradients in a bucket leave, and be added in host memory."""
+        """Send the further gradients in a bucket to be added in host memory."""
         if bucket.sending is None:
             rows = [
                 (address, record.slot.data_ptr(), record.numel, dtype)
@@ -398,6 +413,7 @@ class GpuGradients(GradientStore):
         self.additions.send(bucket.sending)
 
     def _check_dtype(self, record: _GradientRecord, dtype: DtypeCode) -> None:
+        """Raise `ConfigError` if a gradient's dtype is not that of its slot, or of the passes before."""
         item = int(ITEM_BYTES[dtype])
         if (record.slot.numel() and item != record.slot.element_size()) or (
             record.arrivals and dtype is not record.dtype
@@ -407,7 +423,7 @@ class GpuGradients(GradientStore):
             )
 
     def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
-        """See `Gradients.hold`."""
+        """Keep a gradient that the caller drops until lanes have read it; free older ones if too many are held."""
         self._drop_read()
         self.in_transit.append((mark, gradient))
         self._in_transit_bytes += gradient.nbytes
@@ -415,7 +431,7 @@ class GpuGradients(GradientStore):
             self.hand_back(elsewhere=elsewhere)
 
     def hand_back(self, *, elsewhere: bool = False) -> None:
-        """Let go of the oldest gradient in transit: the next user of its memory waits until lanes have read it."""
+        """Drop the oldest gradient in transit; the caller's stream waits for lanes, or if `elsewhere` this thread."""
         mark, gradient = self.in_transit[0]
         if elsewhere:
             mark.wait()
@@ -431,25 +447,25 @@ class GpuGradients(GradientStore):
 
     def _drop_oldest(self) -> None:
         self._in_transit_bytes -= self.in_transit.popleft()[1].nbytes
-        if not self.in_transit:  # an interrupt may have come between the two
+        if not self.in_transit:  # in case an interrupt has come between popping and subtracting
             self._in_transit_bytes = 0
 
     # For updates in backward, of gradients that stay where they are
 
     def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
-        """See `GradientStore.final`."""
+        """Return a gradient with the mark after which it is there; None if its slot has another dtype."""
         slot = self._slots[position]
         if slot.numel() and slot.dtype is not gradient.dtype:
-            return None  # the step brings it to a wider one
+            return None  # the step copies it to a wide slot
         return gradient, self.lanes.device.mark(DeviceLane.CALLER, timed=False)
 
     def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
-        """See `GradientStore.read_final`: in their slots, as rows say already."""
+        """Do nothing: `bring_final` copies gradients to their slots, which the rows name already."""
 
     def bring_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup, masters: Pieces) -> None:
-        """Copy gradients of a subgroup that is admitted to their slots, and fp32 weights; make its run wait for them.
+        """Copy an admitted subgroup's final gradients to their slots, and fp32 weights; make its run wait for that.
 
-        The caller may write to them meanwhile: the step compares what the update has read with what is there then.
+        The caller may write to them meanwhile: by fingerprints, the step notices that the update has read others.
         """
         if len(masters):
             self.lanes.leave_behind_sent(subgroup.index)
@@ -467,7 +483,7 @@ class GpuGradients(GradientStore):
             self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
-        """Wait until no lane reads what `bring_final` was given; gradients among it are dropped then."""
+        """Wait until no lane reads the gradients of `bring_final`, which the caller then drops."""
         mark, self.final_read = self.final_read, None
         if mark is not None:
             mark.wait()
@@ -480,19 +496,19 @@ class GpuGradients(GradientStore):
         *,
         masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """See `GradientStore.fingerprints`: those of masters, and of gradients that have not left, on the device."""
+        """Return fingerprints; those of masters, and of gradients that have not left, are made on the device."""
         stay = np.array([masters or self.records[position].mark is None for position in positions.tolist()], bool)
-        found = super().fingerprints(positions, addresses, np.where(stay, np.uint64(0), sizes))
+        fingerprints = super().fingerprints(positions, addresses, np.where(stay, np.uint64(0), sizes))
         chosen = np.flatnonzero(stay & (sizes > 0))
         if not chosen.size:
-            return found
+            return fingerprints
         positions = positions[chosen]
         if masters:
             at, dtypes = self._tables.weights[positions], np.full(chosen.size, DtypeCode.FLOAT32, np.int32)
         else:
             at, dtypes = self._tables.gradients[positions], self._tables.gradient_dtypes[positions]
-        found[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
-        return found
+        fingerprints[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
+        return fingerprints
 
     def _fingerprints(
         self,
@@ -502,10 +518,10 @@ class GpuGradients(GradientStore):
         at: npt.NDArray[np.uint64],
         dtypes: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints of pieces of what lies on the device: of tensors at `at`, one for each parameter."""
+        """Return fingerprints of pieces of tensors on the device, which begin at `at`, one for each parameter."""
         starts = (addresses - at) // ITEM_BYTES[dtypes]
         numels = sizes // ITEM_BYTES[dtypes]
-        # In the place of their gradients' block sums: the norm, if there is one, has been made.
+        # Their memory is that of the block sums, which are needed no more: a norm has been computed by now.
         self._gathered[positions] = DtypeCode.NONE
         records = [self.records[position] for position in positions.tolist()]
         first = [record.first_part(start) for record, start in zip(records, starts.tolist(), strict=True)]
@@ -514,24 +530,25 @@ class GpuGradients(GradientStore):
             self._borrow(buffers=False, caller=lanes.caller)
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
                 device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
-            parts = [
-                record.there.address + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
+            device_parts = [
+                record.device_place.address + number * BLOCK_BYTES
+                for record, number in zip(records, first, strict=True)
             ]
-            rows = np.stack([addresses, numels, np.array(parts, np.uint64)], axis=1)
+            rows = np.stack([addresses, numels, np.array(device_parts, np.uint64)], axis=1)
             for dtype in np.unique(dtypes).tolist():
                 device.fingerprint_gradients(DeviceLane.GRADIENTS, DtypeCode(dtype), rows[dtypes == dtype])
             self._copy_sums()
             device.mark(DeviceLane.GRADIENTS, timed=False).wait()
-        found = [
+        fingerprints = [
             record.parts[start : start + blocks_numel(numel)].sum(dtype=np.uint64)
             for record, start, numel in zip(records, first, numels.tolist(), strict=True)
         ]
-        return np.array(found, np.uint64)
+        return np.array(fingerprints, np.uint64)
 
     # Between passes
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """See `Gradients.bind`."""
+        """Note where a parameter's gradient lies; if it is another one, forget those that have arrived."""
         super().bind(position, address, dtype, gathered)
         record = self.records[position]
         if not gathered and record.arrivals:  # the caller has bound another gradient
@@ -539,10 +556,11 @@ class GpuGradients(GradientStore):
             record.forget()
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Sum the squares of gradients that have changed since, then bring all block sums to host memory."""
         tables, numbers = self._tables, np.array(positions, np.int64)
         stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
         dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
-        if stale.size:  # their memory is the caller's: sum behind its work
+        if stale.size:  # their memory is the caller's: sum after its work
             device = self.lanes.device
             with self._lock:
                 self._borrow(buffers=False)
@@ -552,7 +570,7 @@ class GpuGradients(GradientStore):
         return numbers
 
     def finish(self) -> None:
-        """Have all gradients leave, and wait until those of further passes have been added in host memory."""
+        """Send the bucket, and wait until gradients of further passes have been added in host memory."""
         self.leave()
         self.additions.finish()
 
@@ -562,7 +580,7 @@ class GpuGradients(GradientStore):
         self._bring_sums()
         self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
-        for record in self.records:
+        for record in self.records:  # what was added in host memory is not in sums that were made on the device
             if record.was_added and not record.stays:
                 address, blocks = record.slot.data_ptr(), record.blocks.ctypes.data
                 self._kernel.gradient_blocks(address, record.dtype, record.numel, blocks)
@@ -572,7 +590,7 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         for _, gradient in self.in_transit:
             device.give_up(gradient)
-        # The caller may use their memory again.
+        # The caller may use their memory again once lane `GRADIENTS` has passed.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
         with self._lock:
@@ -591,10 +609,10 @@ class GpuGradients(GradientStore):
     # In a step
 
     def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """List the gradients that each visit of a step needs, and fetch those that the CPU will use first.
+        """List the gradients that each visit of a step needs, and start to copy those that the CPU will use first.
 
         Returns:
-            Whether `used_bytes` has grown.
+            Whether `used_bytes` has grown, by wide slots.
         """
         tables, wide = self._tables, len(self._wide)
         self.lanes.forget_inputs()
@@ -612,7 +630,7 @@ class GpuGradients(GradientStore):
                 if mark is not None and (visit.gpu or slot.numel()):  # it arrived during backward
                     marks.append(mark.on_lane())
                 elif not visit.gpu:
-                    if mark is not None:  # it has stayed for the GPU, which does not update it in this step
+                    if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step
                         for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                             self.lanes.device.follow(lane, mark.on_lane())
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
@@ -627,10 +645,10 @@ class GpuGradients(GradientStore):
         return len(self._wide) > wide
 
     def bring(self, subgroup: int) -> None:
-        """Fetch the gradients of a visit that begins, and of the next visits; make each run wait for its own.
+        """Copy the gradients of a visit that begins, and of the next visits; make each run wait for its own.
 
-        They are not all fetched at the step's begin: no update starts while copies are enqueued, and other copies
-        from the GPU would wait behind all of them.
+        They are not all copied when the step begins: no update starts while copies are enqueued, and other copies
+        from the GPU would wait for all of them.
         """
         if subgroup in self._to_bring:
             self.lanes.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
@@ -638,7 +656,7 @@ class GpuGradients(GradientStore):
         self._bring_ahead()
 
     def coming(self, subgroup: int) -> None:
-        """Fetch the gradients of a visit whose state is on its way: the visit runs as soon as that is there."""
+        """Copy the gradients of a visit whose state is being fetched: the visit runs as soon as that is there."""
         if subgroup in self._to_bring:
             self._bring_early(subgroup)
 
@@ -649,12 +667,12 @@ class GpuGradients(GradientStore):
             self._ahead.add(subgroup)
 
     def _bring_ahead(self) -> None:
-        """Keep the gradients of `BROUGHT_AHEAD` visits that have not begun on their way."""
+        """Start copies until those of `BROUGHT_AHEAD` visits that have not begun are started."""
         while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
             self._bring_early(next(iter(self._to_bring)))
 
     def _wide_slot(self, position: int) -> torch.Tensor:
-        """Return a parameter's second slot: for the fp32 gradient of a 16-bit weight, or where it has no other."""
+        """Return a parameter's wide slot: for the fp32 gradient of a 16-bit weight, or for one without a slot."""
         if position not in self._wide:
             numel = self.records[position].numel
             self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)

@@ -23,10 +23,10 @@ from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
 BLOCK_BYTES = 8
-"""Of the sum of a block's squares."""
+"""Size of the sum of a block's squares."""
 
 FinalGradient = tuple[torch.Tensor, Mark | None]
-"""A gradient that is read where it lies, in no slot; on a device with the mark after which it is there."""
+"""A gradient that is read where it lies, not in a slot; on a device, with the mark after which it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class GradientSlots:
 
 
 class GradientStore:
-    """The gradients of one session: `HostGradients`, or `GpuGradients` where the weights are on a GPU.
+    """The gradients of one session: `HostGradients`, `PathGradients`, or `GpuGradients` for weights on a GPU.
 
-    `begin_step`, `bring` and `coming` belong to the engine thread, all else to the caller's or to that of backward,
-    between requests.
+    `begin_step`, `bring` and `coming` are called on the engine thread, all else on the caller's or on that of
+    backward, between requests.
 
     Args:
-        slots: How its slots are made.
+        slots: How slots are made.
         tables: Keep the address of each gradient.
         kernel: Sums squares for norms.
-        memory: Gives the memory of the slots.
+        memory: Host memory, for the slots.
     """
 
     leave = hold = forget = settle = announce = finish = bring = coming = return_borrowed = nothing
@@ -81,13 +81,13 @@ class GradientStore:
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
 
     def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
-        self._like = slots
+        self._slot_settings = slots
         self._tables = tables
         self._kernel = kernel
         self._memory = memory
         self._parameters: tuple[Parameter, ...] = ()
         self._slots: list[torch.Tensor] = []
-        self._taken: dict[int, torch.Tensor] = {}  # memory of slots by parameter, unused ones included
+        self._slot_memory: dict[int, torch.Tensor] = {}  # memory of slots by parameter, unused ones included
         self._arenas: list[tuple[Arena, tuple[int, ...]]] = []  # arenas of that memory, each with its parameters
         self._blocks: list[npt.NDArray[np.float64]] = []
         self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -103,46 +103,48 @@ class GradientStore:
         parameters = [
             parameter
             for number, parameter in enumerate(plan.layout.parameters)
-            if number in self._taken or self._needs_slot(plan, number)
+            if number in self._slot_memory or self._needs_slot(plan, number)
         ]
-        return self._like.total_bytes(parameters)
+        return self._slot_settings.total_bytes(parameters)
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the host memory that `adopt` would take."""
-        return sum(self._like.bytes_of(plan.layout.parameters[number]) for number in self._missing(plan))
+        return sum(self._slot_settings.bytes_of(plan.layout.parameters[number]) for number in self._missing(plan))
 
     def _missing(self, plan: Plan) -> list[int]:
         """Return the parameters that need a slot and have none."""
         return [
             number
             for number, parameter in enumerate(plan.layout.parameters)
-            if number not in self._taken and self._needs_slot(plan, number) and self._like.bytes_of(parameter)
+            if number not in self._slot_memory
+            and self._needs_slot(plan, number)
+            and self._slot_settings.bytes_of(parameter)
         ]
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
         return True
 
     def adopt(self, plan: Plan, before: Layout) -> None:
-        """Take memory for the gradients that `plan` has the CPU use, and for the parameters that it adds.
+        """Take over a plan: take memory for gradients that the CPU uses in it, and for the parameters that it adds.
 
         Unused slots stay allocated; an arena is freed when none of its slots is used.
 
         Args:
-            plan: The new plan. No gradient of a parameter that it gives a slot, or takes one from, has arrived.
+            plan: The new plan. No gradient of a parameter whose slot it adds or removes has arrived.
             before: The layout of the old plan.
 
         Raises:
-            OffloadError: There is not enough memory; the old slots stay as they are.
+            OffloadError: There is not enough memory; the old slots are unchanged.
         """
         first = len(before.parameters)
         del self._slots[first:], self._blocks[first:]  # of an `adopt` that failed
-        self._give_back([each for each in self._arenas if each[1][0] >= first])  # likewise
+        self._give_back([entry for entry in self._arenas if entry[1][0] >= first])  # likewise
         self._parameters = plan.layout.parameters
         self._take(self._missing(plan))
         for number, parameter in enumerate(self._parameters):
-            slot = self._taken.get(number) if self._needs_slot(plan, number) else None
+            slot = self._slot_memory.get(number) if self._needs_slot(plan, number) else None
             if slot is None:
-                slot = torch.empty(0, dtype=TORCH_DTYPES[self._like.dtype_of(parameter)], device="cpu")
+                slot = torch.empty(0, dtype=TORCH_DTYPES[self._slot_settings.dtype_of(parameter)], device="cpu")
             self._slots[number : number + 1] = [slot]
         added = len(self._parameters) - first
         self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
@@ -151,11 +153,11 @@ class GradientStore:
         self._blocks += self._new_blocks(plan, first, counts)
         self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
         self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
-        self._give_back([each for each in self._arenas if not any(self._slots[n].numel() for n in each[1])])
+        self._give_back([entry for entry in self._arenas if not any(self._slots[n].numel() for n in entry[1])])
 
     def _take(self, positions: Sequence[int]) -> None:
         """Take one arena for the slots of some parameters."""
-        sizes = [self._like.bytes_of(self._parameters[number]) for number in positions]
+        sizes = [self._slot_settings.bytes_of(self._parameters[number]) for number in positions]
         if not positions:
             return
         # A forked child may look at .grad, so gradients are inherited as torch's own are.
@@ -164,8 +166,8 @@ class GradientStore:
         offset = 0
         for number, nbytes in zip(positions, sizes, strict=True):
             parameter = self._parameters[number]
-            dtype = TORCH_DTYPES[self._like.dtype_of(parameter)]
-            self._taken[number] = arena.tensor(offset, parameter.numel, dtype)
+            dtype = TORCH_DTYPES[self._slot_settings.dtype_of(parameter)]
+            self._slot_memory[number] = arena.tensor(offset, parameter.numel, dtype)
             offset += nbytes
 
     def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
@@ -173,7 +175,7 @@ class GradientStore:
         for arena, positions in unused:
             self._arenas.remove((arena, positions))
             for number in positions:
-                del self._taken[number]
+                del self._slot_memory[number]
             self._memory.give_back(arena)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
@@ -181,54 +183,48 @@ class GradientStore:
         raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
-        """See `Gradients.slot`; empty where a parameter has none.
+        """Return a parameter's slot, a flat tensor; empty if it has none. See `Gradients.slot`.
 
         Raises:
             ConfigError: There are no slots at all.
         """
-        if not self._like.exist:
+        if not self._slot_settings.exist:
             raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
         return self._slots[position]
 
     def slots_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
         """Return address and element type of each parameter's slot in host memory; address 0 where it has none."""
         addresses = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots]
-        dtypes = [self._like.dtype_of(parameter) for parameter in self._parameters]
+        dtypes = [self._slot_settings.dtype_of(parameter) for parameter in self._parameters]
         return np.array(addresses, np.uint64), np.array(dtypes, np.int32)
 
     def read_at(self) -> GradientsAt:
-        """Return where updates in backward read gradients: in the slots, or else where they are bound."""
-        return self.slots_at() if self._like.exist else None
+        """Return where updates during backward read gradients: in the slots; None for where they are bound."""
+        return self.slots_at() if self._slot_settings.exist else None
 
     def bound_slots(self) -> Sequence[tuple[int, int]]:
-        """Return address and size of the slots in which gradients are bound, and stay when memory is given back."""
+        """Return address and size of the slots in which gradients are bound: their memory is not given back."""
         return ()
 
     def bound_at(self) -> GradientsAt:
-        """Return where the CPU reads the gradients that are bound: in their slots, if they have left a GPU."""
+        """Return where the CPU reads gradients that are bound elsewhere: slots of those that have left a GPU."""
         return None
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the gradients of some segments are in their slots, as far as they have left a GPU."""
+        """Return whether the gradients of some segments that leave a GPU are in their slots."""
         return True
 
     # Gradients that updates in backward read, and that lie in no slot
 
     def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
-        """Return a gradient that the caller has made, as updates in backward will find it; on the caller's thread.
+        """Return the `FinalGradient` of a complete gradient, for updates during backward; on the caller's thread.
 
-        None where they cannot read it.
+        None if these updates cannot read it.
         """
         return gradient, None
 
     def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
-        """Say in the rows of the expected step where updates of some segments read their gradients.
-
-        Args:
-            final: Gradients in no slot, by the position of their parameter.
-            segments: The segments.
-            rows: What is changed.
-        """
+        """Write into the expected step's `rows` where updates of segments read gradients that lie in no slot."""
         for segment in segments:
             if segment.parameter in final:
                 gradient, _ = final[segment.parameter]
@@ -243,36 +239,36 @@ class GradientStore:
         *,
         masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints of pieces of gradients, where the step that begins reads them.
+        """Return fingerprints of pieces of gradients as they are where the step that begins reads them.
 
         Args:
-            positions: Parameter of each.
-            addresses: Where it lies.
-            sizes: Its bytes; 0 for none.
-            masters: They are of fp32 weights, which are masters, instead.
+            positions: Parameter of each piece.
+            addresses: Address of each piece.
+            sizes: Bytes of each piece; 0 for none.
+            masters: Whether the pieces are of fp32 weights, which are masters, and not of gradients.
         """
         return self._kernel.fingerprints(addresses, sizes)
 
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
-        """See `Gradients.arrived`."""
+        """Take in the gradient of a backward pass; see `Gradients.arrived`."""
         raise NotImplementedError
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """See `Gradients.bind`."""
+        """Note where a parameter's gradient lies; unless `gathered`, its norm has to be computed."""
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
             self._gathered[position] = DtypeCode.NONE
 
     def norm_sq(self, positions: Sequence[int]) -> float:
-        """See `Gradients.norm_sq`."""
+        """Return the sum of squares of some gradients."""
         numbers = self._all_gathered(positions)
         return norm_sq_at(self._blocks_at[numbers], self._block_counts[numbers])
 
     def norms_sq(self, positions: Sequence[int]) -> list[float]:
-        """See `Gradients.norms_sq`."""
+        """Return the sum of squares of each of some gradients."""
         numbers = self._all_gathered(positions)
         return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in numbers.tolist()]
 
@@ -283,7 +279,7 @@ class GradientStore:
     def close(self) -> None:
         """Free all slots."""
         self._slots.clear()
-        self._taken.clear()
+        self._slot_memory.clear()
 
 
 class HostGradients(GradientStore):
@@ -296,12 +292,12 @@ class HostGradients(GradientStore):
         return [np.zeros(count, np.float64) for count in counts]
 
     def bound_slots(self) -> Sequence[tuple[int, int]]:
-        """See `GradientStore.bound_slots`."""
+        """Return address and size of the slots in which gradients are bound."""
         slots = ((slot.data_ptr(), slot.nbytes) for slot in self._slots)
         return [slot for slot, at in zip(slots, self._tables.gradients.tolist(), strict=False) if at == slot[0] != 0]
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """See `Gradients.arrived`."""
+        """Copy a gradient to its slot, if it has one, and sum its squares in the same pass."""
         slot = self._slots[position]
         target, target_dtype = address, dtype
         if slot.numel():
@@ -309,6 +305,7 @@ class HostGradients(GradientStore):
         self._gather(position, address, dtype, target, target_dtype)
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Sum the squares of those gradients that have changed since they were summed."""
         tables, numbers = self._tables, np.array(positions, np.int64)
         for position in numbers[~self._are_as_gathered(numbers)].tolist():
             address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
@@ -316,7 +313,7 @@ class HostGradients(GradientStore):
         return numbers
 
     def _gather(self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode) -> None:
-        """Make the block sums of a gradient, copy it to its target, and bind it there."""
+        """Compute the block sums of a gradient, copy it to its target in the same pass, and bind it there."""
         numel = self._parameters[position].numel
         copies = target != address
         if numel:
@@ -335,8 +332,8 @@ class HostGradients(GradientStore):
     def _are_as_gathered(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each parameter whether its block sums are still those of its gradient.
 
-        Gradients are changed without a trace in their version counters: through `.data`, through NumPy arrays, by
-        `torch.amp.GradScaler.unscale_`.
+        Their fingerprints tell, as version counters do not: gradients may be changed through `.data`, through NumPy
+        arrays, or by `torch.amp.GradScaler.unscale_`.
         """
         tables = self._tables
         same: npt.NDArray[np.bool_] = self._gathered[positions] == tables.gradient_dtypes[positions]

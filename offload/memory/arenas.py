@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES = 2 << 20
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where the kernel says what a control group may use; below `memory` in version 1."""
+"""Folder of the control groups' limits; in version 1 that of `memory` below it."""
 
 OWN_GROUPS = Path("/proc/self/cgroup")
-"""Where it says which groups this process is in."""
+"""File with the control groups that this process is in."""
 
 _GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
-"""For each version: the limit, what is used, and how names in memory.stat begin that count groups below, too."""
+"""By version: files of limit and used bytes, and the prefix of names in memory.stat that count subgroups."""
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
 _MADV_DONTNEED_LOCKED = 24  # since Linux 5.18
 
 
 def available_bytes() -> int:
-    """Return the memory that this process may still take: the machine's, or that of a control group if it is less."""
+    """Return the bytes of memory that this process may still take, by the machine and all its control groups."""
     available: int = psutil.virtual_memory().available
     for folder, version in control_groups():
         limit_name, used_name, prefix = _GROUP_FILES[version]
@@ -54,10 +54,12 @@ def available_bytes() -> int:
             limit = int((folder / limit_name).read_text())
             used = int((folder / used_name).read_text())
             with contextlib.suppress(OSError, ValueError):
-                parts = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-                # Cached files count as used there, and give way, as the machine's own figure takes for granted.
+                stat_values = dict(
+                    line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines()
+                )
+                # Cached files count as used there, but are evicted when needed, as the machine's figure assumes.
                 names = (f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable")
-                used -= sum(int(parts.get(name, 0)) for name in names)
+                used -= sum(int(stat_values.get(name, 0)) for name in names)
             available = min(available, limit - used)
     return max(available, 0)
 
@@ -65,22 +67,23 @@ def available_bytes() -> int:
 def control_groups() -> Iterator[tuple[Path, int]]:
     """Yield the folders of the control groups that this process is in, innermost first, each with its version.
 
-    Whose memory is limited by a group is also limited by those above it. A container sees its own group as the root.
+    The limits of the groups above a group apply to it, too. A container sees its own group as the root.
     """
-    own = ""  # where a container hides /proc
+    own_group = ""  # where a container hides /proc
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             if not controllers:
-                own = name
+                own_group = name
             elif "memory" in controllers.split(","):
                 yield from ((CGROUP / "memory" / above, 1) for above in _upwards(name))
-    yield from ((CGROUP / above, 2) for above in _upwards(own))
+    yield from ((CGROUP / above, 2) for above in _upwards(own_group))
 
 
 def _upwards(group: str) -> Iterator[Path]:
-    place = Path(group.lstrip("/"))
-    yield from (place, *place.parents)
+    """Yield the relative folders of a group and of those above it."""
+    folder = Path(group.lstrip("/"))
+    yield from (folder, *folder.parents)
 
 
 class Arena:
@@ -94,16 +97,16 @@ class Arena:
         huge_pages: Ask for transparent huge pages.
         inherit: Let forked children see the memory, copied on write; without it they have no such addresses.
         prefault: Touch every page now, so that later use never waits and a shortage shows here.
-        node: The memory node to bind it to; None for wherever it is touched from. Where the system refuses that,
-            every page is touched now, by threads on the node's CPUs.
+        node: The memory node to bind the memory to; None for the node of the thread that touches a page first. If
+            the system refuses to bind it, every page is touched now, by threads on the node's CPUs.
 
     Attributes:
         address: Memory address of the first byte.
         nbytes: The size asked for.
-        node: The memory node that it is for, if there is one.
+        node: The memory node that the memory is bound to; None for any.
 
     Raises:
-        OffloadError: the system does not have that much memory.
+        OffloadError: The system does not have that much memory.
     """
 
     def __init__(
@@ -118,10 +121,10 @@ class Arena:
         invariant(nbytes > 0, f"an arena of {nbytes} bytes")
         self.nbytes = nbytes
         self.node = node
-        self._near: frozenset[int] = frozenset()  # CPUs to touch it from, where the kernel does not place it
+        self._near: frozenset[int] = frozenset()  # the node's CPUs, if memory could not be bound to it
         large = nbytes >= HUGE_PAGE_BYTES
         alignment = HUGE_PAGE_BYTES if large else SECTOR_BYTES
-        # The kernel promises page alignment only; the rest is address space, not memory.
+        # The kernel aligns to pages only; the slack takes address space, not memory.
         slack = alignment - mmap.PAGESIZE if alignment > mmap.PAGESIZE else 0
         try:
             mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -171,19 +174,17 @@ class Arena:
         invariant(offset % dtype.itemsize == 0, f"a tensor of {dtype} at byte {offset}")
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        # By way of numpy, whose array holds the buffer open; torch.frombuffer does not, and close() could
-        # then pull the memory from under the tensor.
+        # By numpy, whose array keeps the mapping open; torch.frombuffer does not, so that close() could unmap the
+        # tensor's memory.
         return torch.from_numpy(self.numpy(offset, numel * dtype.itemsize, np.uint8)).view(dtype)
 
     def discard(self, offset: int = 0, nbytes: int | None = None) -> None:
-        """Give pages back to the system, and keep their addresses; their content is lost.
+        """Give whole pages, by default all from `offset` on, back to the system; their content is lost.
 
-        Args:
-            offset: Where they begin; at a page.
-            nbytes: How many bytes, of whole pages; None for all from there on.
+        Their addresses stay mapped, so that they can be used again.
 
         Raises:
-            OffloadError: The system does not take them, as where memory is locked (`mlockall`) before Linux 5.18.
+            OffloadError: The system refuses, as for memory locked by `mlockall` before Linux 5.18.
         """
         if self._mapping is None:
             return
@@ -198,11 +199,11 @@ class Arena:
             raise OffloadError(f"{length} bytes of memory cannot be given back: {cause.strerror}") from cause
 
     def close(self) -> None:
-        """Give the memory back, or leave that to the last view where some still live; idempotent."""
+        """Give the memory back: now, or when the last view of it is dropped; idempotent."""
         mapping, self._mapping = self._mapping, None
         if mapping is None:
             return
-        # Where views hold the mapping open, dropping our reference leaves its end to them.
+        # If views still use the mapping, dropping our reference lets the last of them close it.
         with contextlib.suppress(BufferError):
             mapping.close()
 
@@ -217,26 +218,22 @@ class Arena:
         touch(self.touch_part, self.nbytes, nodes, given_up)
 
     def touch_part(self, offset: int, nbytes: int) -> None:
-        """Touch some pages on this thread; their content stays.
-
-        Args:
-            offset: Where they begin; at a page.
-            nbytes: How many bytes.
+        """Touch the pages of `nbytes` from `offset` (at a page) on this thread, without changing their content.
 
         Raises:
             OffloadError: The system does not have that much memory.
         """
         libc = ctypes.CDLL(None, use_errno=True)
-        # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
+        # By ctypes, which releases the GIL meanwhile; mmap.madvise does not.
         length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with bound(self._near):
-            failed = libc.madvise(
+            result = libc.madvise(
                 ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
             )
-            if failed == 0:
+            if result == 0:
                 return
             code = ctypes.get_errno()
-            if code == errno.EINVAL:  # a kernel that does not know this
+            if code == errno.EINVAL:  # a kernel without MADV_POPULATE_WRITE
                 pages = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
                 pages |= np.uint8(0)
                 return

@@ -25,10 +25,10 @@ from offload.memory import touching
 from offload.protocols import MAX_NODES
 
 STATUS = Path("/proc/self/status")
-"""Where Linux tells which nodes this process may have memory on."""
+"""File in which Linux says on which nodes this process may have memory."""
 
 MOST_ASKED = 4096
-"""Pages of an arena whose node is asked for, spread evenly: about a millisecond."""
+"""Most pages of an arena whose nodes are queried, spread evenly: that takes about a millisecond."""
 
 _MPOL_BIND = 2
 _SYSCALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}
@@ -40,11 +40,11 @@ _REFUSED = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 log = logging.getLogger("offload")
 
 told: set[str] = set()
-"""What this process has been told once."""
+"""Warnings that were logged, each of which is logged once."""
 
 
 def memory_nodes() -> list[int]:
-    """Return the numbers of the nodes that have memory for this process; none where the kernel does not tell."""
+    """Return the numbers of the nodes that have memory for this process; none if the kernel does not say."""
     with contextlib.suppress(OSError):
         allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", STATUS.read_text(), re.MULTILINE)
         if allowed is not None:
@@ -53,23 +53,23 @@ def memory_nodes() -> list[int]:
 
 
 def check_nodes(field: str, numbers: Iterable[int]) -> None:
-    """Raise `ConfigError` if there is no memory node of one of these numbers for this process."""
+    """Raise `ConfigError` if one of these memory nodes does not exist or is not allowed for this process."""
     here = memory_nodes()
     for number in numbers:
         if number not in here:
-            names = " and ".join(f"node{each}" for each in here)
+            names = " and ".join(f"node{here_number}" for here_number in here)
             allowed = f"there is memory on {names}" if here else "the kernel tells of no memory nodes: give one size"
             raise ConfigError(field, f"node{number}", allowed)
 
 
 def free_bytes(number: int) -> int:
-    """Return what is free on a node, the page cache that would give way included."""
-    found = _meminfo(number)
-    return sum(found.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+    """Return the free bytes on a node, including the page cache that can be evicted."""
+    meminfo = _meminfo(number)
+    return sum(meminfo.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
 
 
 def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
-    """Raise `InfeasiblePlanError` if a memory node has less free than it is to hold; going on, one may be killed."""
+    """Raise `InfeasiblePlanError` if a memory node has less free than needed: the kernel could kill the process."""
     for number, needed in needed_bytes.items():
         free = free_bytes(number)
         if needed > free:
@@ -78,23 +78,18 @@ def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
 
 
 def cpus_near(numbers: Iterable[int]) -> frozenset[int]:
-    """Return the CPUs of some nodes; none where they have none that this process may use, or all of them."""
+    """Return the CPUs of some nodes that this process may use; none if these are all that it may use."""
     here = touching.nodes_here()
-    found = frozenset().union(*(here.get(number, ()) for number in numbers))
-    return frozenset() if found >= os.sched_getaffinity(0) else found
+    near = frozenset().union(*(here.get(number, ()) for number in numbers))
+    return frozenset() if near >= os.sched_getaffinity(0) else near
 
 
 def bind(address: int, nbytes: int, number: int) -> frozenset[int]:
-    """Bind pages that nobody has touched to a node.
-
-    Args:
-        address: Where they begin; at a page.
-        nbytes: How many bytes.
-        number: The node's.
+    """Bind pages that have not been touched to the node of a number.
 
     Returns:
-        Nothing where they are bound. Where the system does not let this process bind memory, which is said once, the
-        node's CPUs: a thread that runs there has to touch the pages first.
+        No CPUs if the pages are bound. If the system refuses to bind memory (logged once), the node's CPUs: threads
+        that run on them have to touch the pages first.
 
     Raises:
         OffloadError: There is no such node, or this process may have no memory there.
@@ -121,24 +116,24 @@ def bind(address: int, nbytes: int, number: int) -> frozenset[int]:
 
 
 def where(address: int, nbytes: int) -> dict[int, int]:
-    """Return how many bytes of some memory lie on each node, by up to `MOST_ASKED` of its pages.
+    """Return how many bytes of some memory lie on each node, estimated by up to `MOST_ASKED` of its pages.
 
-    Pages that have not been touched lie nowhere. Nothing where the system does not say, which is said once.
+    Pages that have not been touched lie on no node. The result is empty if the system does not say (logged once).
     """
     count = -(-nbytes // mmap.PAGESIZE)
-    asked = range(0, count, -(-count // MOST_ASKED)) if count else range(0)
-    pages = (ctypes.c_void_p * len(asked))(*(address + page * mmap.PAGESIZE for page in asked))
-    status = (ctypes.c_int * len(asked))()
-    code = system_call(1, 0, ctypes.c_ulong(len(asked)), pages, None, status, 0) if asked else 0
+    page_numbers = range(0, count, -(-count // MOST_ASKED)) if count else range(0)
+    pages = (ctypes.c_void_p * len(page_numbers))(*(address + page * mmap.PAGESIZE for page in page_numbers))
+    status = (ctypes.c_int * len(page_numbers))()
+    code = system_call(1, 0, ctypes.c_ulong(len(page_numbers)), pages, None, status, 0) if page_numbers else 0
     if code:
         _tell("the system does not say on which node memory lies (move_pages: %s)", os.strerror(code))
         return {}
-    counts = Counter(node for node in status if node >= 0)  # else the page is not there
-    return {node: counts[node] * nbytes // len(asked) for node in sorted(counts)}
+    counts = Counter(node for node in status if node >= 0)  # negative: the page has not been touched
+    return {node: counts[node] * nbytes // len(page_numbers) for node in sorted(counts)}
 
 
 def system_call(which: int, *arguments: object) -> int:
-    """Return the error of a system call, 0 for none."""
+    """Make a system call, 0 for mbind and 1 for move_pages; return its errno, 0 if it succeeded."""
     numbers: Sequence[int] = _SYSCALLS.get(platform.machine(), ())
     if not numbers:
         return errno.ENOSYS
@@ -147,13 +142,14 @@ def system_call(which: int, *arguments: object) -> int:
 
 
 def _tell(text: str, *parts: object) -> None:
+    """Log a warning, the first time only."""
     if text not in told:
         told.add(text)
         log.warning(f"{text} (said once)", *parts)
 
 
 def _meminfo(number: int) -> dict[str, int]:
-    """Return bytes by name, as the kernel tells them of a node."""
+    """Return the kernel's figures of a node's memory in bytes, by name."""
     with contextlib.suppress(OSError):
         text = (touching.NODES / f"node{number}" / "meminfo").read_text()
         return {name: int(size) << 10 for name, size in _NAMED.findall(text)}

@@ -1,10 +1,9 @@
 """NUMA nodes and the cores of a rank; and touching memory before it is used, by several threads on some nodes.
 
-The kernel gives and clears a page when it is first touched, on the node of the CPU that touches it, unless the
-process has another policy (`numactl`, say, which stays in force). Whoever locks memory has it touched, by one thread
-and on that thread's node. So memory is touched here first, by threads that are bound to nodes for as long as that
-takes. This asks for no memory policy, which containers may refuse; where threads may not be bound either, memory is
-touched from anywhere.
+The kernel allocates and clears a page when it is first touched, on the node of the CPU that touches it, unless the
+process has another policy (of `numactl`, say, which is not changed). Locking memory touches it, too, by one thread
+and on that thread's node. So memory is touched here first, by threads that are bound to nodes for that time. This
+needs no memory policy, which containers may refuse; if threads cannot be bound either, any CPU touches the memory.
 
 Not done here: choosing huge pages, locking.
 """
@@ -27,7 +26,7 @@ NODES = Path("/sys/devices/system/node")
 """Where Linux lists NUMA nodes."""
 
 PIECE_BYTES = 16 << 20
-"""Touched by one thread at a time, so on one node: parts of a subgroup lie on all of them."""
+"""Bytes that one thread touches at a time, so that they lie on one node: each subgroup is spread over all nodes."""
 
 MOST_THREADS = 16
 
@@ -38,23 +37,23 @@ Nodes = Mapping[int, frozenset[int]]
 
 
 def nodes_here() -> Nodes:
-    """Return the nodes with CPUs that this process may use; none where the kernel does not tell."""
-    cpus, found = os.sched_getaffinity(0), {}
+    """Return the nodes with CPUs that this process may use; none if the kernel does not say."""
+    cpus, cpus_by_node = os.sched_getaffinity(0), {}
     for folder in NODES.glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            mine = frozenset(cpus & numbers_in((folder / "cpulist").read_text()))
-            if mine:
-                found[int(folder.name.removeprefix("node"))] = mine
-    return dict(sorted(found.items()))
+            allowed = frozenset(cpus & numbers_in((folder / "cpulist").read_text()))
+            if allowed:
+                cpus_by_node[int(folder.name.removeprefix("node"))] = allowed
+    return dict(sorted(cpus_by_node.items()))
 
 
 def nodes_for(reader: int | None) -> Nodes:
-    """Return the nodes that host memory of a session with a GPU should lie on; none where that is one anyway.
+    """Return the nodes that host memory of a session with a GPU should lie on; none if there is one node only.
 
     Args:
-        reader: The GPU's, if nothing else reads that memory; None where that is not known, or the CPU may update some
-            of the state. It then needs what all its cores' nodes give together, and a GPU's link is slower than the
-            one between nodes.
+        reader: The GPU's node, if nothing else reads that memory. None if that is unknown, or the CPU may update some
+            of the state: then memory is spread, as the CPU needs the bandwidth of all nodes, and the GPU's link is
+            slower than that between nodes.
     """
     nodes = nodes_here()
     if len(nodes) < 2:
@@ -68,19 +67,15 @@ def nodes_for(reader: int | None) -> Nodes:
 
 
 def cores_of_rank(number: int, ranks: int) -> frozenset[int]:
-    """Return the cores for one of several ranks that may all run on the same ones; none where it is all of them.
+    """Return the cores of one rank's share of the NUMA nodes, of ranks that may all run on the same cores.
 
-    They are those of its share of NUMA nodes.
-
-    Args:
-        number: Which of them it is, from 0.
-        ranks: How many they are.
+    Empty if there is one node only: each rank then uses all cores. `number` is that of the rank, from 0.
     """
-    parts = sorted(nodes_here().values(), key=min)
-    if len(parts) < 2:
+    cpus_of_nodes = sorted(nodes_here().values(), key=min)
+    if len(cpus_of_nodes) < 2:
         return frozenset()
-    first = number * len(parts) // ranks
-    return frozenset().union(*parts[first : max(first + 1, (number + 1) * len(parts) // ranks)])
+    first = number * len(cpus_of_nodes) // ranks
+    return frozenset().union(*cpus_of_nodes[first : max(first + 1, (number + 1) * len(cpus_of_nodes) // ranks)])
 
 
 def touch(
@@ -89,21 +84,21 @@ def touch(
     nodes: Nodes | None = None,
     given_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Touch memory piece by piece, in turn on each of some nodes; a Ctrl-C is a way out.
+    """Touch memory piece by piece, in turn on each of some nodes; a Ctrl-C interrupts it.
 
     Args:
-        piece: Touches so many bytes from an offset on; any thread.
-        nbytes: How much there is.
-        nodes: Which nodes; None for those of all CPUs.
-        given_up: Asked before each piece; whether nobody wants the memory any more.
+        piece: Called with offset and bytes of a piece to touch; on any thread.
+        nbytes: Bytes of the memory.
+        nodes: The nodes; None for those of all CPUs.
+        given_up: Called before each piece; returns whether the memory is not wanted any more.
 
     Raises:
-        OffloadError: There is not so much, or it was given up.
+        OffloadError: The system does not have that much memory, or it was given up.
     """
     count = -(-nbytes // PIECE_BYTES)
-    places: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]
-    cpus = len(frozenset().union(*places)) or len(os.sched_getaffinity(0))
-    turns = [itertools.count(first, len(places)) for first in range(len(places))]  # numbers of pieces
+    cpu_sets: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]
+    cpus = len(frozenset().union(*cpu_sets)) or len(os.sched_getaffinity(0))
+    turns = [itertools.count(first, len(cpu_sets)) for first in range(len(cpu_sets))]  # numbers of pieces
     done: list[int] = []
     ends_early = False
 
@@ -111,10 +106,10 @@ def touch(
         nonlocal ends_early
         ends_early = True
 
-    def touch_there(place: int, where: frozenset[int]) -> None:
+    def touch_from(index: int, where: frozenset[int]) -> None:
         with bound(where):
             try:
-                for number in turns[place]:
+                for number in turns[index]:
                     if ends_early or number >= count:
                         break
                     if given_up():
@@ -126,25 +121,25 @@ def touch(
                 raise
 
     crew = min(MOST_THREADS, cpus, count)
-    if crew <= 1 and len(places) == 1:
-        touch_there(0, frozenset())
+    if crew <= 1 and len(cpu_sets) == 1:
+        touch_from(0, frozenset())
         return
 
     def awaited() -> str:
         left_bytes = (count - len(done)) * PIECE_BYTES
         return f"{format_bytes(left_bytes)} of {format_bytes(nbytes)} of host memory to be touched"
 
-    numbers = (number % len(places) for number in range(max(crew, len(places))))
+    numbers = (number % len(cpu_sets) for number in range(max(crew, len(cpu_sets))))
     waits.side_by_side(
-        [partial(touch_there, place, places[place]) for place in numbers], "offload-touch", awaited, give_up
+        [partial(touch_from, index, cpu_sets[index]) for index in numbers], "offload-touch", awaited, give_up
     )
 
 
 @contextlib.contextmanager
 def bound(cpus: frozenset[int]) -> Iterator[None]:
-    """Bind this thread to CPUs, if there are any; where that is refused it runs on as it did.
+    """Bind this thread to some CPUs, if any are given, while this context lasts; a refusal is ignored.
 
-    Threads that it starts meanwhile stay there, as does memory that it touches.
+    Threads that it starts meanwhile stay bound, and memory that it touches stays on their node.
     """
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from offload.rules.rule import UpdateRule, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
-    """What an update needs beside tensors."""
+    """The numbers that an update needs beside tensors."""
 
     grad_scale: float
     decay: float

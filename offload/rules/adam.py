@@ -16,7 +16,7 @@ class GroupScalars:
 
     Attributes:
         lr: Learning rate.
-        beta1: Decay rate of exp_avg, in [0, 1) but where a schedule has driven it further.
+        beta1: Decay rate of exp_avg, in [0, 1) unless a schedule has exceeded that.
         beta2: Decay rate of exp_avg_sq, in [0, 1).
         eps: Added to the root of the second moment after bias correction.
         weight_decay: Coefficient of the decay.
@@ -34,7 +34,7 @@ class GroupScalars:
 
 
 class Scalars(NamedTuple):
-    """What an update needs beside tensors; see `scalars`."""
+    """The numbers that an update needs beside tensors; see `scalars`."""
 
     grad_scale: float
     decay: float
@@ -63,12 +63,9 @@ def scalars(
     Args:
         step: Number of this update of the parameter, counted from 1.
         lr: See `GroupScalars`, as for the other hyperparameters.
-        betas: The second in [0, 1), the first anything but where the bias correction divides by 0, as for 1.
-        eps: The same.
-        weight_decay: The same.
-        decoupled: The same.
-        grad_scale: What the gradient is multiplied by: clipping, one over the loss scale, or their product.
-        maximize: The same.
+        betas: The second in [0, 1); the first any number for which the bias correction is not 0 (for 1 it is).
+        eps: See `GroupScalars`, as for `weight_decay`, `decoupled` and `maximize`.
+        grad_scale: Factor of the gradient: clipping, one over the loss scale, or their product.
 
     Raises:
         ValueError: `step` is below 1, or a beta has no bias correction.

@@ -1,7 +1,7 @@
-"""Classes of `torch.optim`'s kind as update rules: a visit runs the class on views of the state.
+"""Classes like `torch.optim`'s as update rules: a visit runs the class on views of the state.
 
-What a class keeps of a parameter is packed (`offload.optim.packing` knows how); layout and checkpoints know its size
-alone. Nothing here imports a class: a manifest names one, and whoever reads it need not have it.
+The state that a class keeps of a parameter is packed (`offload.optim.packing` knows how); layout and checkpoints know
+its size alone. Nothing here imports a class: a manifest names one, which need not be installed to read the manifest.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from offload.rules.rule import UpdateRule, WholeRule
 
 
 class Runner(Protocol):
-    """Runs the class."""
+    """Runs a class on packed state."""
 
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
-        """See `ClassRule.update`."""
+        """Update one whole parameter; see `UpdateRule.update`."""
 
     def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
-        """Return a step of the class to be timed, on a tensor of a shape and type, as one of a group."""
+        """Return a function that makes a step of the class on a tensor of this shape and type, to be timed."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,8 @@ class ClassRule(WholeRule):
     """The rule of the parameters whose packed state has one size.
 
     Attributes:
-        name: The class's, with its module's.
-        packed_words: See `UpdateRule`.
-        master_dtype: Likewise.
-        runner: Runs the class; None where state is only read.
+        name: The class's qualified name.
+        runner: Runs the class; None if state is only read.
     """
 
     name: str
@@ -53,12 +51,12 @@ class ClassRule(WholeRule):
         known(self.runner, f"{self.name} is only read, and is to run").update(piece, group, values)
 
     def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
-        """See `Runner.trial`."""
+        """Return a function that makes a step of the class, to be timed; see `Runner.trial`."""
         return known(self.runner, f"{self.name} is only read, and is to run").trial(shape, dtype, group)
 
 
 def described(rules: Mapping[str, UpdateRule], name: str, words: int, master_dtype: DtypeCode) -> UpdateRule:
-    """Return the rule that a manifest describes by its name, and the sizes that a rule of this package leaves at 0.
+    """Return the rule that a manifest describes: a class's if `words` is not 0, else one of `rules` by its name.
 
     Raises:
         ConfigError: There is no such rule.

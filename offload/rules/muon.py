@@ -1,6 +1,6 @@
 """Muon, as torch has it: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 
-The momentum of a matrix is orthogonalized by Newton-Schulz, which takes all of it; `offload.kernels.whole` does that.
+Newton-Schulz orthogonalizes the momentum of a whole matrix, so matrices are not cut; see `offload.kernels.whole`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class _Muon(WholeRule):
     }
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = {**self.defaults, **{name: group[name] for name in self.defaults if name in group}}
-        lr, weight_decay, momentum, eps = not_negative(found, "lr", "weight_decay", "momentum", "eps")
-        coefficients, steps = items(found["ns_coefficients"]) or [], found["ns_steps"]
-        if len(coefficients) != 3 or any(number(each) != number(each) for each in coefficients):
-            raise ConfigError("ns_coefficients", found["ns_coefficients"], "give three numbers")
+        settings = {**self.defaults, **{name: group[name] for name in self.defaults if name in group}}
+        lr, weight_decay, momentum, eps = not_negative(settings, "lr", "weight_decay", "momentum", "eps")
+        coefficients, steps = items(settings["ns_coefficients"]) or [], settings["ns_steps"]
+        if len(coefficients) != 3 or any(number(coefficient) != number(coefficient) for coefficient in coefficients):
+            raise ConfigError("ns_coefficients", settings["ns_coefficients"], "give three numbers")
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
             raise ConfigError("ns_steps", steps, "give a number of iterations from 0 to 99")
-        if found["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            raise ConfigError("adjust_lr_fn", found["adjust_lr_fn"], 'use "original" or "match_rms_adamw"')
+        if settings["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ConfigError("adjust_lr_fn", settings["adjust_lr_fn"], 'use "original" or "match_rms_adamw"')
         plain = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
         return {
-            **found,
+            **settings,
             **plain,
-            "nesterov": flag(found, "nesterov"),
+            "nesterov": flag(settings, "nesterov"),
             "ns_coefficients": tuple(map(number, coefficients)),
         }
 

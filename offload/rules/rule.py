@@ -1,7 +1,7 @@
-"""What an update rule says of itself. Layout, plan, measurement and checkpoints ask it; none knows a rule by name.
+"""`UpdateRule`: what layout, plan, measurement and checkpoints need to know of a rule; none asks for its name.
 
 Each rule has arithmetic in csrc/kernels/rules/, a block in `offload.kernels.triton_kernels`, and a definition in
-`offload.kernels.reference`; all three compute what the master moves by, from a scaled gradient and the rule's state.
+`offload.kernels.reference`; all three compute the master's change from a scaled gradient and the rule's state.
 """
 
 from __future__ import annotations
@@ -20,63 +20,63 @@ from offload.errors import ConfigError
 from offload.protocols import SEGMENT_DTYPE
 
 MOST_STEPS = 2**53
-"""Step counts beyond this are not told apart in float64, in which the factors of a step are computed."""
+"""Largest step count: float64, in which the factors of a step are computed, has no larger odd numbers."""
 
 MOST_ITEMS = 64
-"""Items of a hyperparameter that is neither a list nor a tuple; what has more is no hyperparameter."""
+"""Most items of a hyperparameter that is a sequence but neither a list nor a tuple."""
 
 BETAS = "give a sequence of two numbers from 0 (included) to 1 (not included)"
 
 BLOCK_NUMEL = 64
-"""Elements whose packed state is one item: no segment begins within a block."""
+"""Elements of a block, whose packed state is one item: no segment begins within a block."""
 
 MASTER = "master"
 """The copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
 
 PACKED = "packed"
-"""All that a class of torch's own kind keeps of a parameter, one tensor or number behind the other."""
+"""All state that a `torch.optim` class keeps of a parameter: its tensors and numbers, one after the other."""
 
 
 class UpdateRule(ABC):
-    """Which state a parameter has, which hyperparameters a group has, and what a step's segments are told."""
+    """Which state a parameter has, which hyperparameters a group has, and which scalars a step computes from them."""
 
     name: str
-    """In manifests: state of one rule is not read as another's."""
+    """The name in manifests: state of one rule is not read as another's."""
 
     code: ClassVar[int] = 0
-    """Number of the rule in csrc/kernels/rules.h; one of whole parameters has no kernel, and none."""
+    """Number of the rule in csrc/kernels/rules.h; 0 for rules of whole parameters, which have no kernel there."""
 
     state: ClassVar[tuple[str, ...]]
     """The tensors beside the master, each of which starts from zeros; at most `protocols.MAX_STATES`."""
 
     roots: ClassVar[tuple[str, ...]] = ()
-    """Those that are never negative and enter updates by their square roots, which a format may store instead."""
+    """State tensors that are never negative and are used by their square roots, which a format may store instead."""
 
     scalars: ClassVar[Any]
-    """A named tuple of what an update needs beside tensors, each number one of float32's.
+    """A named tuple of the float32 numbers that an update needs beside tensors.
 
     It begins with `grad_scale`, which the gradient is multiplied by, and `decay`; up to `protocols.MAX_SCALARS` of
     the rule's own follow.
     """
 
     cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "anywhere"
-    """Where a parameter may be cut. What is updated whole is updated by `offload.kernels.whole`, in torch operations:
-    by the CPU, and never before its step is sealed."""
+    """Where a parameter may be cut. Whole parameters are updated by `offload.kernels.whole`, with torch operations:
+    on the CPU, and never before their step is sealed."""
 
     packed_words: int = 0
     """Words of `PACKED`, 4 bytes each, for each block of `BLOCK_NUMEL` elements; 0 where a rule has no such state."""
 
     master_dtype: DtypeCode = DtypeCode.FLOAT32
-    """What masters are kept in: fp32, or the weight's own type, of which they are copies then."""
+    """The type of masters: fp32, or the weight's own type, so that they are copies of it."""
 
     scratch_item_bytes: ClassVar[int] = 0
-    """Bytes that the update of a parameter takes meanwhile, beside state, for each of its elements."""
+    """Bytes of temporary memory that the update of a parameter takes for each of its elements."""
 
     defaults: ClassVar[Mapping[str, Any]]
-    """A group's hyperparameters, by torch's names, as they are where nobody says otherwise."""
+    """Default hyperparameters of a group, by torch's names."""
 
     missing_step: ClassVar[int | None] = None
-    """The step count of state that has none, where other implementations of the rule keep none."""
+    """The step count to assume on import of state without one, as other implementations of the rule write."""
 
     @abstractmethod
     def values(self, group: Mapping[str, Any]) -> Any:
@@ -110,16 +110,13 @@ class UpdateRule(ABC):
         raise NotImplementedError
 
     def work(self, shape: Sequence[int]) -> float:
-        """Return the operations of one whole parameter's update, by which ranks share them; here its elements."""
+        """Return the cost of one whole parameter's update, by which ranks divide parameters; here its elements."""
         return float(math.prod(shape))
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse hyperparameters that no training begins with.
+        """Raise `ConfigError` for hyperparameters that no training should begin with.
 
-        A schedule may go beyond them later: `values` and `row` refuse what cannot be computed.
-
-        Raises:
-            ConfigError: As said.
+        A schedule may exceed these limits later: `values` and `row` refuse only what cannot be computed.
         """
         self.values(group)
 
@@ -132,7 +129,7 @@ class UpdateRule(ABC):
         return False
 
     def added_to_roots(self, values: Any) -> float | None:
-        """Return what is added to roots before they divide, of what `values` returned; None where none do."""
+        """Return the number (eps) that is added to roots before they divide; None if no roots divide."""
         return None
 
     @property
@@ -146,7 +143,7 @@ class UpdateRule(ABC):
         return self.cut == "whole_parameter"
 
     def numel_of(self, name: str, numel: int) -> int:
-        """Return the elements, of 4 bytes in memory, of one of `names`, for a parameter of so many."""
+        """Return the elements, 4 bytes each in memory, of one of `names`, for a parameter of `numel` elements."""
         return -(-numel // BLOCK_NUMEL) * self.packed_words if name == PACKED else numel
 
 
@@ -158,7 +155,7 @@ class WholeScalars(NamedTuple):
 
 
 class WholeRule(UpdateRule):
-    """A rule whose parameters are not cut; its hyperparameters go to the update as they are."""
+    """A rule whose parameters are not cut; its update is given the hyperparameters themselves."""
 
     scalars = WholeScalars
     cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
@@ -169,10 +166,10 @@ class WholeRule(UpdateRule):
 
 @cache
 def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
-    """Return `SEGMENT_DTYPE` with the names that a rule has for its state and scalars."""
+    """Return `SEGMENT_DTYPE` with fields named as a rule's state tensors and scalars."""
     fields = {name: field[:2] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
     (_, states), (_, scalars) = fields.pop("state"), fields.pop("scalars")
-    if rule.packed_words:
+    if rule.packed_words:  # no format with scales stores such state
         fields[PACKED] = fields.pop("scales")
     for number, name in enumerate(rule.state):
         fields[name] = np.dtype(np.uint64), states + 8 * number
@@ -184,13 +181,13 @@ def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
 
 
 def rounded(values: Iterable[float]) -> Iterator[float]:
-    """Return numbers rounded to float32, once; beyond it is infinity, which the update then shows."""
+    """Yield numbers rounded to float32; a number beyond its range becomes infinity, which shows in the update."""
     with np.errstate(over="ignore"):
         yield from [float(np.float32(value)) for value in values]
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number, or that of a tensor or an array of one, exactly; None for anything else."""
+    """Return a number, or the one element of a tensor or an array, exactly; None for anything else."""
     try:
         if hasattr(value, "shape") and hasattr(value, "item"):
             value = value.item() if math.prod(value.shape) == 1 else None
@@ -200,19 +197,19 @@ def plain_number(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """Return a number, or a tensor or an array of one, as a float; NaN for anything else."""
-    found = plain_number(value)
+    """Return a number, or the one element of a tensor or an array, as a float; NaN for anything else."""
+    plain = plain_number(value)
     try:
-        return math.nan if found is None else float(found)
+        return math.nan if plain is None else float(plain)
     except OverflowError:
-        return math.inf if found > 0 else -math.inf
+        return math.inf if plain > 0 else -math.inf
 
 
 def checked_step(what: str, value: Any) -> int:
-    """Return how many updates a parameter has had.
+    """Return a value as a step count.
 
     Raises:
-        ConfigError: It is no such number; names `what`.
+        ConfigError: The value is no step count; names `what`.
     """
     step = number(value)
     if not (0 <= step <= MOST_STEPS and step == int(step)):
@@ -238,15 +235,15 @@ def not_negative(group: Mapping[str, Any], *names: str) -> list[float]:
     Raises:
         ConfigError: If one is not.
     """
-    found = [number(group.get(name)) for name in names]
-    for name, value in zip(names, found, strict=True):
+    numbers_given = [number(group.get(name)) for name in names]
+    for name, value in zip(names, numbers_given, strict=True):
         if not 0 <= value < math.inf:
             raise ConfigError(name, group.get(name), "give a finite number >= 0")
-    return found
+    return numbers_given
 
 
 def items(value: Any) -> list[Any] | None:
-    """Return the items of what can be counted and indexed; None for anything else, and for more than a few items."""
+    """Return the items of a sequence; None for anything else, and for more than `MOST_ITEMS` of an unknown type."""
     if isinstance(value, tuple | list):
         return [*value]
     try:

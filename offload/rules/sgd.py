@@ -1,4 +1,4 @@
-"""SGD with momentum, as torch has it (Sutskever et al., ICML 2013, with the rate outside of the momentum)."""
+"""SGD with momentum, as torch computes it (Sutskever et al., ICML 2013, but the rate does not enter the momentum)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from offload.rules.rule import UpdateRule, flag, not_negative, number, rounded
 
 
 class Scalars(NamedTuple):
-    """What an update needs beside tensors; the master moves by a sum of gradient and momentum, times `lr`."""
+    """The numbers that an update needs beside tensors: the master moves by `lr` times a sum of gradient and momentum.
+
+    In that sum the gradient has the factor `of_gradient`, and the momentum `of_momentum`.
+    """
 
     grad_scale: float
     decay: float
@@ -54,7 +57,7 @@ class _Sgd(UpdateRule):
         }
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
-        # The first momentum is the gradient itself.
+        # At the first update the momentum is the gradient itself, without dampening.
         momentum, kept = (0.0, 1.0) if step == 1 else (values["momentum"], 1.0 - values["dampening"])
         mixed = (1.0, values["momentum"]) if values["nesterov"] else (0.0, 1.0)
         exact = (values["sign"] * grad_scale, values["weight_decay"], momentum, kept, *mixed, values["lr"])

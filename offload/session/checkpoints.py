@@ -95,6 +95,8 @@ class Checkpoints:
         self._thread.check_usable()
         if parts.saves.has_leaving:
             self._release_now(parts.saves.release_deleted)
+        if parts.saves.has_interrupted:
+            self._release_now(parts.saves.release_interrupted)
         parts.saves.begin(request)
         layout, index = parts.plan.layout, parts.machine.index
         # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
@@ -294,14 +296,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Keep saves within this block from releasing older checkpoints; release those that are too many after it.
+        """Keep all checkpoints within this block; after it release the older ones that are too many.
 
-        If an exception ends the block, the next save releases them.
+        If an exception ends the block, checkpoints made in it are released first, when the next save needs room.
         """
         saves = self._parts.saves
+        before = saves.last
         with saves.keeping_all():
             yield
-        self._release(saves.release_older)
+        self._release(partial(saves.release_older, before))
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
         """Wait for a save under way, then do as `_release_now`."""

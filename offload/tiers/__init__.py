@@ -47,17 +47,17 @@ __all__ = [
 _SCHEME = re.compile(r"([^/]*)://")
 
 PLACES: dict[str, Callable[[str, str], Place]] = {"file": Directory, "s3": Bucket}
-"""What each scheme stands for: makes a place of a path and of what errors call it."""
+"""Makers of places by the scheme of a path; each is given the path, and the name that errors have for it."""
 
 
 def parse_place(path: str, field: str = "paths") -> Place:
-    """Return what a path names: a directory, "file://" and a directory, or "s3://bucket/prefix".
+    """Return the place that a path names: a directory, "file://" and a directory, or "s3://bucket/prefix".
 
     Raises:
-        ConfigError: There is no such kind of path, or it cannot be the name of a bucket; names `field`.
+        ConfigError: The scheme is unknown, or the path cannot be the name of a bucket; names `field`.
     """
-    found = _SCHEME.match(path)
-    scheme = "file" if found is None else found[1]
+    match = _SCHEME.match(path)
+    scheme = "file" if match is None else match[1]
     if scheme not in PLACES:
         allowed = f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
         raise ConfigError(field, path, allowed)
@@ -65,7 +65,7 @@ def parse_place(path: str, field: str = "paths") -> Place:
 
 
 def check_places(paths: Sequence[str]) -> None:
-    """Verify that stores can be opened on `paths`; nothing is touched and nobody is asked over a network.
+    """Check that stores can be opened on `paths`, without touching anything and without network requests.
 
     Raises:
         ConfigError: If a directory does not exist, is not one, or cannot be written, if a bucket's name cannot be one
@@ -86,27 +86,18 @@ def free_bytes(paths: Sequence[str]) -> list[int]:
     Directories on one device share its free space evenly; a warning names the device, as such paths are no faster
     than one. An object store has no limit, nor has a file system that does not say how large it is.
     """
-    rooms = [parse_place(path).room() for path in paths]
-    devices = [device for _, device in rooms]
+    rooms_and_devices = [parse_place(path).room() for path in paths]
+    devices = [device for _, device in rooms_and_devices]
     for device in dict.fromkeys(devices):
         if device is not None and devices.count(device) > 1:
-            names = ", ".join(path for path, its in zip(paths, devices, strict=True) if its == device)
+            names = ", ".join(path for path, its_device in zip(paths, devices, strict=True) if its_device == device)
             numbers = os.major(device), os.minor(device)
             _log.warning("%s are on one device (%d:%d): together they are no faster than one", names, *numbers)
-    return [room if device is None else room // devices.count(device) for room, device in rooms]
+    return [room if device is None else room // devices.count(device) for room, device in rooms_and_devices]
 
 
 def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, *, options: StoreOptions = DEFAULTS) -> Tier:
-    """Open a new store on a path.
-
-    Args:
-        path: See `parse_place`.
-        store: The session's store.
-        queue: Where completions go; must outlive the tier.
-        options: How.
-
-    Returns:
-        The tier; the caller closes it.
+    """Open a new store on a path (see `parse_place`); the caller closes the tier, and the queue outlives it.
 
     Raises:
         ConfigError: The path or the backend cannot be used; nothing has been created.
@@ -116,7 +107,7 @@ def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, *, options: S
 
 
 def innermost(tier: Tier) -> Tier:
-    """Return the tier that does the work under those that watch, slow down or spoil it."""
+    """Return the tier that does the I/O, without the tiers that wrap it (to take turns, or in tests)."""
     while (inner := getattr(tier, "inner", None)) is not None:
         tier = inner
     return tier

@@ -56,7 +56,7 @@ def supports_direct(directory: str) -> bool:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop that may be forgotten half made: where no descriptor is left its constructor fails, and then its end."""
+    """A loop whose destructor does not fail after its constructor has, as when no descriptor is left."""
 
     def __del__(self) -> None:
         if hasattr(self, "_csock"):
@@ -64,13 +64,13 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class AsyncIo:
-    """What a `FileTier` moves slots with, in the place of `_native.IoThreads`, whose methods it has.
+    """Reads and writes slots for a `FileTier`, with the methods of `_native.IoThreads`, which it replaces.
 
     Args:
         queue: Where completions go; must outlive it.
-        depth: System calls at a time for each direction, which share them.
+        depth: Half of the system calls at a time, which reads and writes share.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        path: The file, opened here once more.
+        path: The file; it is opened here a second time.
         store: The session's store, for headers.
 
     Raises:
@@ -95,31 +95,31 @@ class AsyncIo:
             self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
             undo.callback(self._stop_loop)
             self._thread.start()
-            self._ends = undo.pop_all()
+            self._closers = undo.pop_all()
 
-    def read(self, file: StoreFile, *asked: Any) -> None:
-        """See `IoThreads.read`."""
-        request = TileRequest(*asked)
-        self._start(lambda: self._answer(request.op, request.offset, self._read(request)))
+    def read(self, file: StoreFile, *fields: Any) -> None:
+        """Start reading a slot; see `IoThreads.read`."""
+        request = TileRequest(*fields)
+        self._start(lambda: self._complete(request.op, request.offset, self._read(request)))
 
-    def write(self, file: StoreFile, *asked: Any) -> None:
-        """See `IoThreads.write`."""
-        request = TileRequest(*asked)
-        self._start(lambda: self._answer(request.op, request.offset, self._write(file, request)), writes=True)
+    def write(self, file: StoreFile, *fields: Any) -> None:
+        """Start writing a slot; see `IoThreads.write`."""
+        request = TileRequest(*fields)
+        self._start(lambda: self._complete(request.op, request.offset, self._write(file, request)), writes=True)
 
     def sync(self, file: StoreFile, op: int) -> None:
-        """See `IoThreads.sync`; once failed, it fails for good."""
-        self._start(lambda: self._answer(op, 0, self._sync(frozenset(self._writing))))
+        """Make the writes that were submitted before durable; once one has failed, all later ones fail."""
+        self._start(lambda: self._complete(op, 0, self._sync(frozenset(self._writing))))
 
     def set_depth(self, depth: int) -> None:
-        """See `Tier.set_depth`."""
+        """Change how many system calls go on at a time."""
         self._lane.set_threads(2 * depth)
 
     def close(self) -> None:
         """Finish what is in flight and end the threads; idempotent."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
-        self._ends.close()
+        self._closers.close()
 
     def _stop_loop(self) -> None:
         if self._thread.ident is not None:  # it has started, whatever interrupted that
@@ -129,6 +129,8 @@ class AsyncIo:
     # On the loop's thread
 
     def _start(self, answer: Callable[[], Coroutine[Any, Any, None]], *, writes: bool = False) -> None:
+        """Start a coroutine on the loop, among the running tasks, and among the writes that a sync waits for."""
+
         def start() -> None:
             task = self._loop.create_task(answer())
             for group in (self._running, self._writing) if writes else (self._running,):
@@ -142,37 +144,40 @@ class AsyncIo:
         while self._running:
             await asyncio.wait(set(self._running))
 
-    async def _answer(self, op: int, offset: int, work: Coroutine[Any, Any, tuple[int, int]]) -> None:
+    async def _complete(self, op: int, offset: int, work: Coroutine[Any, Any, tuple[int, int]]) -> None:
+        """Await `work`, which returns (error, detail), and post the completion of operation `op`."""
         started_s = time.monotonic()
         try:
-            error, found = await work
+            error, detail = await work
         except OSError as cause:
-            error, found = cause.errno or errno.EIO, 0
-        except Exception as cause:  # a lane answers, whatever happens
+            error, detail = cause.errno or errno.EIO, 0
+        except Exception as cause:  # every operation is completed, whatever happens
             _log.error("asyncio: %r", cause)
-            error, found = errno.EIO, 0
-        self._queue.post(op, error, offset if error else found, started_s, time.monotonic())
+            error, detail = errno.EIO, 0
+        self._queue.post(op, error, offset if error else detail, started_s, time.monotonic())
 
     async def _read(self, request: TileRequest) -> tuple[int, int]:
+        """Read a slot's header, then its payload, and verify both; return error and checksum."""
         header = bytearray(SLOT_HEADER_BYTES)
         if await self._move(_preadv, [memoryview(header)], request.offset) < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
-        error, promised = admit(bytes(header), self._store, request)
+        error, expected = admit(bytes(header), self._store, request)
         if error:
             return error, 0
         if await self._move(_preadv, [memory_of(request)], request.offset + SLOT_HEADER_BYTES) < request.nbytes:
             return ERROR_SHORT, 0
-        return (0, 0) if promised is None else await self._do(_compare, request, promised)
+        return (0, 0) if expected is None else await self._do(_compare, request, expected)
 
     async def _write(self, file: StoreFile, request: TileRequest) -> tuple[int, int]:
         nbytes = SLOT_HEADER_BYTES + request.nbytes
         if error := await self._do(_reserve, file, request.offset + nbytes):
             return error, 0
-        header, known = await self._do(_make_header, self._store, request)
+        header, checksum = await self._do(_make_header, self._store, request)
         moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
-        return (0, known or 0) if moved == nbytes else (errno.EIO, 0)
+        return (0, checksum or 0) if moved == nbytes else (errno.EIO, 0)
 
     async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
+        """Wait for the writes `before`, then make them durable; return the error, and 0."""
         if before:
             await asyncio.wait(before)
         try:
@@ -187,7 +192,7 @@ class AsyncIo:
         return await call(*arguments, loop=self._loop, executor=self._lane)
 
     async def _move(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
-        """Read or write `buffers` at `offset`, however often the system stops short; return the bytes moved."""
+        """Read or write `buffers` at `offset`, repeating short transfers; return the bytes moved."""
         total = 0
         for buffer in buffers:
             done = 0

@@ -23,72 +23,64 @@ _STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
 
 
 class Bucket(Place):
-    """A `Place` in an object store.
+    """A `Place` in an object store; its methods are described there.
 
     Args:
         path: "s3://bucket/prefix".
-        field: What errors call it.
+        field: The setting that errors name.
 
     Raises:
-        ConfigError: It cannot be the name of a bucket.
+        ConfigError: The path cannot be the name of a bucket.
     """
 
     def __init__(self, path: str, field: str = "paths") -> None:
         self.path = self.name = path
-        self._place = split_url(path, field)
+        self._bucket_and_prefix = split_url(path, field)
 
     def check(self, field: str) -> Hashable:
-        """See `Place.check`."""
         import_botocore(self.path, field)
-        return self._place
+        return self._bucket_and_prefix
 
     def parts(self) -> tuple[str, ...]:
-        """See `Place.parts`."""
-        bucket, prefix = self._place
+        bucket, prefix = self._bucket_and_prefix
         return ("s3:", bucket, *filter(None, prefix.split("/")))
 
     def facts(self) -> dict[str, str]:
         """See `Place.facts`; a bucket is known by its name and its endpoint."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
-        return {"path": self.path, "file_system": "s3", "device": f"{self._place[0]} at {endpoint}"}
+        return {"path": self.path, "file_system": "s3", "device": f"{self._bucket_and_prefix[0]} at {endpoint}"}
 
     def for_rank(self, rank: int, field: str) -> Bucket:
-        """See `Place.for_rank`."""
         return Bucket(f"{self.path.rstrip('/')}/rank-{rank}", field)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
-        """See `Place.open`."""
         check_new(self.path, options, "requests to an object store take no turns")
         return RemoteTier(self.path, store, queue, options)
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
-        """See `Place.open_existing`."""
         return ExistingRemoteStore(self.path, store, queue)
 
     def folder(self) -> BucketFolder:
-        """See `Place.folder`."""
         return BucketFolder(self.path)
 
     def store(self, store: uuid.UUID) -> BucketFolder:
-        """See `Place.store`."""
         return BucketFolder(f"{self.path.rstrip('/')}/offload-{store}")
 
     def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
-        """See `Place.stores`."""
-        folder, found = self.folder(), dict[str, int]()
+        folder, nbytes_by_store = self.folder(), dict[str, int]()
         for key, nbytes in folder.walk():
             store = _STORE_KEY.match(key)
             if store is not None and (ranks or RANK_NAME.match(key) is None):
-                found[store[1]] = found.get(store[1], 0) + nbytes
-        return [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
+                nbytes_by_store[store[1]] = nbytes_by_store.get(store[1], 0) + nbytes
+        return [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(nbytes_by_store.items())]
 
 
 class BucketFolder(Folder):
-    """A `Folder` in an object store: an object is whole or not there by nature. Nobody can tell who uses or reads it.
+    """A `Folder` (which describes the methods) in an object store: objects are whole or not there, and have no locks.
 
     Args:
         path: "s3://bucket/prefix".
-        nbytes: What it takes, if that is known.
+        nbytes: Bytes of all its objects, if that is known.
     """
 
     fails_late = True
@@ -101,7 +93,6 @@ class BucketFolder(Folder):
         self._client = S3Client(path, bucket, retry=HASTY)
 
     def read(self, name: str) -> bytes | None:
-        """See `Folder.read`."""
         key = self._prefix + name
         with saying("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
             nbytes = self._client.head(key)
@@ -116,74 +107,62 @@ class BucketFolder(Folder):
         return None
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
-        """See `Folder.read_into`."""
         with saying("read", f"{self.path}/{name}"):
-            found = self._client.get_into(self._prefix + name, pieces)
-        if found != sum(map(len, pieces)):
+            nbytes = self._client.get_into(self._prefix + name, pieces)
+        if nbytes != sum(map(len, pieces)):
             raise CheckpointError(f"{self.path}/{name} is damaged: it has another size than was written")
 
     def identity(self) -> str:
-        """See `Folder.identity`."""
         return ""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
-        """See `Folder.write`."""
-        buffers = (
-            [content]
-            if isinstance(content, FileBytes)
-            else [memoryview(content)]
-            if isinstance(content, bytes)
-            else [*content]
-        )
+        """Put one object, whole and durable when this returns; `begun` is ignored, as there are no locks."""
+        content = memoryview(content) if isinstance(content, bytes) else content
+        buffers = [content] if isinstance(content, FileBytes | memoryview) else [*content]
         with saying("write", f"{self.path}/{name}"):
             self._client.put(self._prefix + name, buffers)
 
     def delete(self, name: str) -> None:
-        """See `Folder.delete`."""
         with saying("delete", f"{self.path}/{name}"):
             self._client.delete([self._prefix + name])
 
     def names(self) -> list[str]:
-        """See `Folder.names`."""
         with saying("list", f"{self.path}/"):
             keys = self._client.list(self._prefix)
         names = (key.removeprefix(self._prefix) for key in keys)
         return sorted(name for name in names if "/" not in name)
 
     def prepare(self) -> None:
-        """See `Folder.prepare`."""
         name = f"{TEMPORARY}{uuid.uuid4().hex}"
         self.write(name, b"trial")
         self.delete(name)
 
     def walk(self) -> list[tuple[str, int]]:
-        """See `Folder.walk`."""
         with saying("list", f"{self.path}/"):
-            found = self._client.sizes(self._prefix)
-        return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
+            sizes = self._client.sizes(self._prefix)
+        return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in sizes.items())
 
     def nbytes(self) -> int:
-        """See `Folder.nbytes`."""
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """See `Folder.opened_by`: its session, or one that has noted that it reads it, unless that has ended."""
+        """Return who may still use the store: its session, or one whose note says that it reads the store."""
         with saying("list", f"{self.path}/"):
             notes = self._client.list(self._prefix + READER_NAME)
         for name in (RECORD_NAME, *(key.removeprefix(self._prefix) for key in notes)):
             try:
-                opened = json.loads(self.read(name) or b'{"ended": true}')
-                process, whose = (
-                    opened.get("process"),
-                    f"process {opened.get('pid', '?')} on {opened.get('host', '?')}",
+                note = json.loads(self.read(name) or b'{"ended": true}')
+                process, user = (
+                    note.get("process"),
+                    f"process {note.get('pid', '?')} on {note.get('host', '?')}",
                 )
             except (ValueError, AttributeError, RecursionError) as cause:
                 raise CheckpointError(str(cause)) from cause
-            has_ended = opened.get("ended") is True
+            has_ended = note.get("ended") is True
             if isinstance(process, list) and list(map(type, process)) == [str, int, str]:
                 has_ended |= Process(*process).has_ended()
             if not has_ended:
-                return whose
+                return user
         return ""
 
     def remove(self) -> None:
@@ -193,8 +172,8 @@ class BucketFolder(Folder):
         """
         with saying("delete", f"{self.path}/"):
             keys = self._client.list(self._prefix)
-            described = [key for key in keys if key.endswith(".json")]
-            self._client.delete([key for key in keys if key not in described])
-            self._client.delete(described)
+            descriptions = [key for key in keys if key.endswith(".json")]
+            self._client.delete([key for key in keys if key not in descriptions])
+            self._client.delete(descriptions)
 
     remove_tree = remove

@@ -45,7 +45,7 @@ FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """System errors that mean that a path has no room: device, quota, largest file."""
 
 FILE_PIECE_BYTES = 1 << 20
-"""What is in memory at a time of a file that is copied."""
+"""Bytes of a file that are in memory at a time while it is copied."""
 
 _CORRUPT = {
     ERROR_HEADER: "the slot's header is damaged or belongs to another tile, step or store",
@@ -61,10 +61,10 @@ class Turns:
     Attributes:
         path: Directory whose identity names the lock; None for the tier's own path. Ranks that write to different
             subdirectories of one path take turns on the path.
-        holders: Processes that may have a turn at once; all have to say the same.
-        turn_bytes: What a turn may move while somebody else is waiting, and what is in flight at once (a larger
-            request goes alone). Each end of a turn lets the path run dry.
-        report_after_s: How long to wait for a turn before a warning names the process that is in the way.
+        holders: Processes that may have a turn at once; the same number in all processes.
+        turn_bytes: Bytes that a turn may move while another process is waiting, and that are in flight at once (a
+            larger request goes alone). At each end of a turn the path is idle for a moment.
+        report_after_s: How long to wait for a turn before a warning names the process that has it.
     """
 
     path: str | None = None
@@ -74,12 +74,12 @@ class Turns:
 
 
 class FileBytes:
-    """The content of an open file as if it were in memory: each part is read when somebody wants it.
+    """The content of an open file as if it were in memory: each part is read when it is used.
 
     Args:
-        descriptor: Of the file; stays the caller's.
-        nbytes: Its size.
-        first: Where it begins in the file.
+        descriptor: Of the file; the caller closes it.
+        nbytes: Size of the content.
+        first: Where the content begins in the file.
 
     Raises:
         CheckpointError: From any read, if the file has become shorter.
@@ -91,8 +91,9 @@ class FileBytes:
     def __len__(self) -> int:
         return self._nbytes
 
-    def __getitem__(self, part: slice) -> memoryview:
-        start, stop, _ = part.indices(self._nbytes)
+    def __getitem__(self, wanted: slice) -> memoryview:
+        """Read a part of the content."""
+        start, stop, _ = wanted.indices(self._nbytes)
         content = memoryview(bytearray(stop - start))
         done = 0
         while done < len(content):
@@ -103,7 +104,7 @@ class FileBytes:
         return content
 
     def part(self, start: int, stop: int) -> FileBytes:
-        """Return a part of it, which is read when somebody wants it, too."""
+        """Return a part of the content, which is read when it is used, too."""
         return FileBytes(self._descriptor, min(stop, self._nbytes) - start, self._first + start)
 
     def __iter__(self) -> Iterator[memoryview]:
@@ -116,15 +117,15 @@ class StoreOptions:
     """How a store is opened, on any path.
 
     Attributes:
-        max_bytes: Most that it may grow to; None for all there is.
-        extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
+        max_bytes: Most that the store may grow to; None for no limit.
+        extent_bytes: The step in which a directory's store grows; no more than it is expected to need in all.
         depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
-        turns: Take turns on the path with other processes (with threads only; a warning says where that is not
-            so); None for no lock.
+        turns: Take turns on the path with other processes (with threads only; else a warning says that nobody does);
+            None for no lock.
         io_backend: How directories are read and written: "threads", "asyncio", or "auto": threads, with asyncio for
             network and parallel file systems without O_DIRECT. "io_uring" is taken as "threads".
-        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
-            cut into slots already; `close` leaves it in place. With threads only. None for a new store.
+        used_bytes: Take over an existing store whose session has ended, and whose first `used_bytes` are divided
+            into slots; `close` does not delete it. With threads only. None for a new store.
     """
 
     max_bytes: int | None = None
@@ -139,7 +140,7 @@ DEFAULTS = StoreOptions()
 
 
 class NamedPath(Protocol):
-    """The part of a tier that messages are made from."""
+    """The attributes of a tier that messages name."""
 
     name: str
     path: str
@@ -173,7 +174,7 @@ class Owned:
         self._closed = False
 
     def keep(self, offsets: Collection[int]) -> None:
-        """See `Tier.keep`."""
+        """Let `close` keep the store, and in it the slots at these offsets."""
         self.kept = frozenset(offsets)
 
     def check_open(self, operation: str) -> None:
@@ -185,7 +186,7 @@ class Owned:
 
     @contextlib.contextmanager
     def answering_for(self, operation: str) -> Iterator[None]:
-        """Turn what the system refuses into a `TierError`."""
+        """Turn errors of the system into a `TierError` about `operation`."""
         try:
             yield
         except OSError as cause:
@@ -194,13 +195,13 @@ class Owned:
             raise TierError(operation, tier=self.name, path=self.path, detail=str(cause)) from cause
 
     def ends_here(self) -> bool:
-        """Take note that the tier is closed; return whether there is anything to end: once, and not after a fork."""
+        """Mark the tier as closed; return whether the caller has to free it: the first time, and not after a fork."""
         ends, self._closed = not self._closed, True
         return ends and os.getpid() == self._pid
 
 
 def check_new(path: str, options: StoreOptions, no_turns: str) -> None:
-    """Refuse to take a store over, and say why nobody takes turns, where only a `FileTier` does either."""
+    """Raise if `options` take a store over, and warn if they ask for turns: only a `FileTier` does either."""
     if options.used_bytes is not None:
         detail = "stores are taken over on local file systems only"
         raise TierError("take over", tier="storage", path=path, detail=detail)
@@ -224,35 +225,35 @@ def check_depth(depth: int) -> None:
 
 
 def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
-    """Return 0 where a header is what was asked for, else an error; and what to `compare` the payload with.
+    """Return 0 if a header belongs to the request's slot, else an error; and the checksum to `compare` with.
 
-    It is compared even where the caller will do that: what was damaged on its way may be read again here.
+    The payload is compared even if the caller will do that: what was damaged in transfer may be read again here.
     """
     _, tile, step, _, _, nbytes, checksum, verify = request
     return admit_slot_header(header, store, tile, step, nbytes, checksum, verify or checksum is not None)
 
 
 def compare(request: TileRequest, promised: int) -> tuple[int, int]:
-    """Return 0 where a payload that was read is what its header promises, else an error; and what was found."""
-    found = crc32c(request.address, request.nbytes)
-    return (0 if found == promised else ERROR_CHECKSUM), found
+    """Return 0 if a payload that was read has the checksum of its header, else an error; and its checksum."""
+    checksum = crc32c(request.address, request.nbytes)
+    return (0 if checksum == promised else ERROR_CHECKSUM), checksum
 
 
 def make_header(store: bytes, request: TileRequest) -> tuple[bytes, int | None]:
-    """Return the header of a tile that is written, and the checksum in it, if it gets one."""
-    known = None
+    """Return the header for a tile that is written, and the checksum in it; None if it gets none."""
+    checksum = None
     if request.verify:
-        known = crc32c(request.address, request.nbytes) if request.checksum is None else request.checksum
-    return make_slot_header(store, request.tile, request.step, request.nbytes, known), known
+        checksum = crc32c(request.address, request.nbytes) if request.checksum is None else request.checksum
+    return make_slot_header(store, request.tile, request.step, request.nbytes, checksum), checksum
 
 
-def digest_after(header: bytes, known: int | None, nbytes: int) -> int | None:
-    """Return the digest of a header and its payload, given the payload's checksum; None where there is none."""
-    return None if known is None else crc32c_combine(digest_of(header), known, nbytes)
+def digest_after(header: bytes, checksum: int | None, nbytes: int) -> int | None:
+    """Return the digest of a header and its payload, given the payload's checksum; None if that is None."""
+    return None if checksum is None else crc32c_combine(digest_of(header), checksum, nbytes)
 
 
 def digest_of(content: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC32C of bytes that follow those which `before` is of."""
+    """Return the CRC32C of bytes; `before` is that of the bytes before them, if there are any."""
     return crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content), before) if content else before
 
 
@@ -265,14 +266,14 @@ def check_request(request: TileRequest) -> None:
     """Raise `InternalError` unless a request is aligned as `TileRequest` says it has to be."""
     offset, address, nbytes = request.offset, request.address, request.nbytes
     if offset >= 0 and address > 0 and nbytes >= 0 and not (offset | address | nbytes) % SECTOR_BYTES:
-        return  # before there are words for what is wrong: this is done for every tile
+        return  # at once, without making messages: this runs for every tile
     invariant(offset >= 0 and offset % SECTOR_BYTES == 0, f"unaligned slot: {request}")
     invariant(address > 0 and address % SECTOR_BYTES == 0, f"unaligned buffer: {request}")
     invariant(False, f"unaligned length: {request}")
 
 
 def memory_of(request: TileRequest) -> memoryview:
-    """Return the memory that a request moves, which its caller keeps alive."""
+    """Return the memory that a request reads or writes; its caller keeps it alive."""
     return memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
 
 
@@ -295,28 +296,22 @@ def system_error(operation: str, cause: OSError, tier: NamedPath) -> TierError:
 
 
 def tier_error(operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath) -> TierError:
-    """Return the error that a failed completion stands for.
-
-    Args:
-        operation: "read", "write" or "sync", as asked for.
-        completion: A completion whose `error` is not 0.
-        request: What was asked for; None for a sync.
-        tier: The tier that reported it.
+    """Return the error to raise for a failed completion of an operation: "read", "write" or "sync" (of no request).
 
     Returns:
-        `TierFullError` where there was no room, `CorruptRecordError` where what was read is not what was
-        written, else a plain `TierError` with the system's error number. The caller raises it.
+        `TierFullError` if there was no room, `CorruptRecordError` if what was read is not what was written, else a
+        plain `TierError` with the system's error number.
     """
     invariant(completion.error != 0, "an error was made from a completion that succeeded")
     offset = completion.detail if completion.detail or request is None else request.offset
     tile = describe(request) if request is not None else ""
-    place = None if request is None else offset
+    shown_offset = None if request is None else offset
     reason = tier.explain(completion.op) if isinstance(tier, Explaining) else ""
     if reason:
         tile = f"{tile}: {reason}" if tile else reason
     if completion.error < 0:
         what = _CORRUPT.get(completion.error, f"unknown error {completion.error}")
         detail = f"{tile}: {what}" if tile else what
-        return CorruptRecordError(operation, tier=tier.name, path=tier.path, offset=place, detail=detail)
+        return CorruptRecordError(operation, tier=tier.name, path=tier.path, offset=shown_offset, detail=detail)
     kind = TierFullError if completion.error in FULL_ERRNOS else TierError
-    return kind(operation, tier=tier.name, path=tier.path, offset=place, errno=completion.error, detail=tile)
+    return kind(operation, tier=tier.name, path=tier.path, offset=shown_offset, errno=completion.error, detail=tile)

@@ -48,11 +48,11 @@ _RECORD_BYTES = 1 << 16
 
 
 class Directory(Place):
-    """A `Place` on a file system.
+    """A `Place` on a file system; its methods are described there.
 
     Args:
         path: The directory, or "file://" and it.
-        field: Not used: anything may be the name of a directory.
+        field: Ignored: any text may be the name of a directory.
     """
 
     has_locks = True
@@ -63,7 +63,6 @@ class Directory(Place):
         self.lock_path = self.path
 
     def check(self, field: str) -> Hashable:
-        """See `Place.check`."""
         if not os.path.exists(self.path):
             raise ConfigError(field, self.path, "the directory does not exist; create it first")
         if not os.path.isdir(self.path):
@@ -82,7 +81,7 @@ class Directory(Place):
         return room_bytes(os.statvfs(self.path)), os.stat(self.path).st_dev
 
     def facts(self) -> dict[str, str]:
-        """See `Place.facts`; directories of one file system have the same."""
+        """See `Place.facts`; all directories of one file system have the same `device`."""
         directory = os.path.realpath(self.path)
         try:
             # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
@@ -93,19 +92,17 @@ class Directory(Place):
             raise ConfigError("paths", self.path, f"it cannot be used: {cause.strerror}") from cause
 
     def for_rank(self, rank: int, field: str) -> Directory:
-        """See `Place.for_rank`."""
-        own = os.path.join(self.path, f"rank-{rank}")
-        if not os.path.isdir(own):
+        rank_directory = os.path.join(self.path, f"rank-{rank}")
+        if not os.path.isdir(rank_directory):
             self.check(field)
         try:
-            os.makedirs(own, exist_ok=True)
+            os.makedirs(rank_directory, exist_ok=True)
         except OSError as error:
             allowed = f"the directory cannot be written ({error.strerror}); change its permissions or name another"
             raise ConfigError(field, self.path, allowed) from error
-        return Directory(own)
+        return Directory(rank_directory)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
-        """See `Place.open`."""
         if options.io_backend == "auto" and self._wants_asyncio():
             options = replace(options, io_backend="asyncio")
         if options.io_backend == "asyncio":
@@ -122,26 +119,23 @@ class Directory(Place):
             raise
 
     def _wants_asyncio(self) -> bool:
-        """Return whether it is on a network or parallel file system that has no O_DIRECT."""
+        """Return whether the directory is on a network or parallel file system without O_DIRECT."""
         try:
             return file_system(self.path) in NETWORK_FILE_SYSTEMS and not supports_direct(self.path)
         except OSError:
-            return False  # opening it says what is wrong
+            return False  # opening the store raises an error that says what is wrong
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
-        """See `Place.open_existing`."""
         return ExistingStore(self.path, store, queue)
 
     def folder(self) -> DirectoryFolder:
-        """See `Place.folder`."""
         return DirectoryFolder(self.path)
 
     def store(self, store: uuid.UUID) -> DirectoryFolder:
-        """See `Place.store`."""
         return DirectoryFolder(f"{self.path.rstrip('/')}/offload-{store}", follow=False)
 
     def stores(self, *, ranks: bool = True) -> list[DirectoryFolder]:
-        """See `Place.stores`; a link in the place of a store is none."""
+        """See `Place.stores`; a link is never a store."""
         root = Path(self.path)
         folders = [root, *filter(_is_directory, _ranks_in(root) if ranks else ())]
         entries = [entry for folder in folders for entry in sorted(folder.iterdir())]
@@ -149,14 +143,13 @@ class Directory(Place):
         return [DirectoryFolder(name, follow=False) for name in names]
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
-        """See `Place.search`."""
-        found: list[Path] = []
+        folders: list[Path] = []
         for root in map(Path, names):
             top = root.parent if RANK_NAME.fullmatch(root.name) else root
             with contextlib.suppress(OSError):
                 roots = [root, top, *_ranks_in(top)]
-                found += [folder for folder in roots if _is_directory(folder / f"offload-{store}")]
-        return list(dict.fromkeys(map(str, found)))
+                folders += [folder for folder in roots if _is_directory(folder / f"offload-{store}")]
+        return list(dict.fromkeys(map(str, folders)))
 
 
 def _ranks_in(root: Path) -> list[Path]:
@@ -168,19 +161,20 @@ def _is_directory(entry: Path) -> bool:
 
 
 def _mount_source(directory: str) -> str:
+    """Return what is mounted where a directory lies, such as a server's export; "" if that is unknown."""
     mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
-    place = Path(directory)
-    while str(place) not in mounts and place != place.parent:
-        place = place.parent
-    return str(mounts.get(str(place), ""))
+    directory_above = Path(directory)
+    while str(directory_above) not in mounts and directory_above != directory_above.parent:
+        directory_above = directory_above.parent
+    return str(mounts.get(str(directory_above), ""))
 
 
 class DirectoryFolder(Folder):
-    """A `Folder` on a file system.
+    """A `Folder` on a file system; its methods are described there.
 
     Args:
-        path: Where it is; made absolute and free of links, which may point elsewhere tomorrow.
-        follow: Whether its last name, and its files, may be links; not those of a store.
+        path: The directory; made absolute, and links in it are resolved now, as they may change.
+        follow: Whether its last name, and its files, may be links; False for a store.
     """
 
     has_locks = True
@@ -196,74 +190,65 @@ class DirectoryFolder(Folder):
         self._root = Path(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """See `Folder.read`."""
-        what = os.path.join(self.path, name)
+        file_path = os.path.join(self.path, name)
         try:
-            with saying("read", what), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with saying("read", file_path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 return read_regular(self._root / name, limit_bytes(name), follow=self._follow)
         except MemoryError as cause:
-            raise CheckpointError(f"cannot read {what}: it is larger than memory") from cause
+            raise CheckpointError(f"cannot read {file_path}: it is larger than memory") from cause
         return None
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
-        """See `Folder.read_into`."""
-        what, opener = os.path.join(self.path, name), partial(open_regular, follow=self._follow)
-        with saying("read", what), open(self._root / name, "rb", opener=opener) as file:
+        file_path, opener = os.path.join(self.path, name), partial(open_regular, follow=self._follow)
+        with saying("read", file_path), open(self._root / name, "rb", opener=opener) as file:
             if any(file.readinto(piece) != len(piece) for piece in pieces) or file.read(1):
-                raise CheckpointError(f"{what} is damaged: it has another size than was written")
+                raise CheckpointError(f"{file_path} is damaged: it has another size than was written")
 
     def identity(self) -> str:
-        """See `Folder.identity`."""
         with contextlib.suppress(OSError):
             return str(os.stat(self.path).st_ino)
         return ""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
-        """See `Folder.write`."""
         temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"
         with saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
             file.writelines([content] if isinstance(content, bytes) else content)
 
     def delete(self, name: str) -> None:
-        """See `Folder.delete`."""
         with saying("delete", os.path.join(self.path, name)), contextlib.suppress(FileNotFoundError):
             (self._root / name).unlink()
             sync_directory(self._root)
 
     def names(self) -> list[str]:
-        """See `Folder.names`."""
         with saying("list", f"{self.path}/"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(name for name in os.listdir(self._root) if not name.startswith(TEMPORARY))
         return []
 
     def walk(self) -> list[tuple[str, int]]:
-        """See `Folder.walk`."""
-        found = []
+        sizes = []
         with saying("list", f"{self.path}/"):
             for path in self._root.rglob("*"):
                 if path.is_file() and not path.name.startswith(TEMPORARY):
-                    found.append((path.relative_to(self._root).as_posix(), path.stat().st_size))
-        return sorted(found)
+                    sizes.append((path.relative_to(self._root).as_posix(), path.stat().st_size))
+        return sorted(sizes)
 
     def prepare(self) -> None:
-        """See `Folder.prepare`."""
         with saying("use", f"{self.path}/"):
             self._root.mkdir(parents=True, exist_ok=True)
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
             trial.unlink()
-            # The names of parent folders that were made have to last too.
+            # The names of parent folders that were made have to be durable, too.
             for directory in (self._root, *list(self._root.parents)[:2]):
                 with contextlib.suppress(PermissionError):
                     sync_directory(directory)
 
     def nbytes(self) -> int:
-        """See `Folder.nbytes`."""
         with StoreDirectory(self._root) as files:
             return sum(status.st_blocks * 512 for status in files.files().values())
 
     def opened_by(self) -> str:
-        """See `Folder.opened_by`; its record, if it has one, is its own: it may be a copy made by hand."""
+        """See `Folder.opened_by`; a store whose record names another one is a copy made by hand, and refused."""
         owner = os.stat(self._root, follow_symlinks=False).st_uid
         if os.geteuid() not in (0, owner):
             raise CheckpointError(f"it belongs to the user with number {owner}")
@@ -279,36 +264,30 @@ class DirectoryFolder(Folder):
         return ""
 
     def used_by(self) -> int | None:
-        """See `Folder.used_by`."""
         return lock_holder(self._root)
 
     def is_read(self, *, own: int = 0) -> bool:
-        """See `Folder.is_read`."""
         return is_being_read(self._root, own=own)
 
     def take_lock(self) -> int | None:
-        """See `Folder.take_lock`."""
         try:
             return hold_lock(self._root / LOCK_NAME, existing=True)
         except OSError:
             return None
 
     def remove(self) -> None:
-        """See `Folder.remove`."""
         with StoreDirectory(self._root) as files:
             names = list(files.files())
-            # The lock goes last: what is left without one goes only if it is empty.
+            # The lock is deleted last: `remove_empty` deletes a store without one only if it is empty.
             files.delete([*(name for name in names if name.startswith(TEMPORARY)), *STORE_FILES])
             files.remove()
 
     def remove_tree(self) -> None:
-        """See `Folder.remove_tree`."""
         with saying("delete", f"{self.label}/"), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.label)
             sync_directory(self._root.parent)
 
     def remove_empty(self) -> bool:
-        """See `Folder.remove_empty`."""
         with contextlib.suppress(OSError):
             self._root.rmdir()
             return True
@@ -319,15 +298,10 @@ DEPTH = 4
 
 
 class ExistingStore(FileTier):
-    """Slots of another session's store; nothing is made, changed or deleted.
+    """Slots of another session's store, for reading; nothing is made, changed or deleted.
 
-    While it is open, and where the file system has locks, the store's `lock` says that somebody reads it, so that no
-    session lets go of what checkpoints name there.
-
-    Args:
-        path: The directory that the store lies in.
-        store: The store.
-        queue: Where completions go; must outlive the tier.
+    While it is open, if the file system has locks, a shared lock on the store's `lock` file says that it is read, so
+    that no session frees slots that checkpoints name. Arguments are those of `FileTier`.
 
     Raises:
         TierError: There is no such store, or it cannot be read.
@@ -339,16 +313,16 @@ class ExistingStore(FileTier):
         Owned.__init__(self, path)
         self.depth = DEPTH
         with self.answering_for("open"), contextlib.ExitStack() as undo:
-            self._place = _Shared(Path(os.path.abspath(path)) / f"offload-{store}")
-            undo.callback(self._place.close)
-            self.store_path, self.data_path = self._place.directory, self._place.data_path
+            self._directory = _Shared(Path(os.path.abspath(path)) / f"offload-{store}")
+            undo.callback(self._directory.close)
+            self.store_path, self.data_path = self._directory.directory, self._directory.data_path
             descriptor, self.direct = _open_data(self.data_path)
             self._file = StoreFile(descriptor, self.direct, store.bytes)
-            self._engine = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES)
+            self._io = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES)
             undo.pop_all()
 
     def write(self, request: TileRequest) -> None:
-        """Not possible."""
+        """Raise: another session's store is never written to."""
         invariant(False, "a store of another session is written to")
 
     def free_bytes(self) -> int:
@@ -357,23 +331,23 @@ class ExistingStore(FileTier):
 
 
 class _Shared(Store):
-    """A store of another session, which is said to be read until `close`."""
+    """The directory of another session's store, under a shared lock until `close`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.data_path = directory, directory / DATA_NAME
-        self._share: int | None = None
+        self._lock_descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):  # a copy has no lock where nobody may write
             try:
-                self._share = share_lock(directory / LOCK_NAME)
+                self._lock_descriptor = share_lock(directory / LOCK_NAME)
             except OSError as cause:
                 if cause.errno not in NO_LOCKS:
                     raise
 
     def close(self, *, keep: bool = True) -> None:
-        """Read it no more."""
-        if self._share is not None:
-            unshare_lock(self._share)
-            self._share = None
+        """Give the shared lock up."""
+        if self._lock_descriptor is not None:
+            unshare_lock(self._lock_descriptor)
+            self._lock_descriptor = None
 
 
 def _open_data(path: Path) -> tuple[int, bool]:

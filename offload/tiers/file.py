@@ -32,14 +32,14 @@ _said: set[str] = set()
 
 
 def _say_once(message: str, level: int = logging.INFO) -> None:
-    """Log what is true of the whole process and need not be repeated for every path."""
+    """Log a message the first time only: it is true of the whole process, not of one path."""
     if message not in _said:
         _said.add(message)
         logging.getLogger("offload").log(level, "%s", message)
 
 
 def choose_io_backend(wanted: str = "auto") -> str:
-    """Return "threads" or "asyncio": what `wanted` comes to. "io_uring" of earlier versions is taken as "threads".
+    """Return the backend that `wanted` selects, "threads" or "asyncio"; "io_uring" is now "threads".
 
     Raises:
         ConfigError: `wanted` is unknown.
@@ -54,7 +54,7 @@ def choose_io_backend(wanted: str = "auto") -> str:
 
 
 class FileTier(Owned):
-    """Slots in one preallocated file of a directory, read and written past the interpreter.
+    """Slots in one preallocated file of a directory, read and written by native threads or asyncio.
 
     The store is `<path>/offload-<uuid>/` (see `store.Store`) with the slots in `tiles`; `close` deletes it. The file
     is opened past the page cache (O_DIRECT) where the file system allows it.
@@ -66,20 +66,20 @@ class FileTier(Owned):
         path: An existing, writable directory.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        options: How; the depth is of tiles (with threads) or system calls (with asyncio), by default
-            `DEFAULT_DEPTHS`, and the backend one of `IO_BACKENDS`.
+        options: The depth is of tiles (with threads) or system calls (with asyncio), by default `DEFAULT_DEPTHS`; the
+            backend is one of `IO_BACKENDS`.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        direct: Try O_DIRECT; False for the page cache, through which asyncio goes anyway.
+        direct: Try O_DIRECT; False for the page cache, which asyncio always uses.
 
     Attributes:
-        io_backend: What that came to: "threads" or "asyncio".
+        io_backend: The backend that is used: "threads" or "asyncio".
         direct: Whether the file is open with O_DIRECT.
         store_path: The store's directory.
         data_path: The file with the slots.
 
     Raises:
         ConfigError: `path` or a size cannot be used; nothing has been created.
-        TierError: the store could not be created; what had been created is gone again.
+        TierError: The store could not be created; what had been created is deleted again.
     """
 
     name = "file"
@@ -99,56 +99,56 @@ class FileTier(Owned):
         self.depth = DEFAULT_DEPTHS[self.io_backend] if options.depth is None else options.depth
         check_limits(options.max_bytes, self.depth, piece_bytes)
         used_bytes = options.used_bytes
-        existing = used_bytes is not None
-        if existing:
+        is_existing = used_bytes is not None
+        if is_existing:
             self.kept = frozenset()
         with self.answering_for("open"), contextlib.ExitStack() as undo:
-            self._place = Store(self.path, store, existing=existing)
-            undo.callback(self._place.close, keep=existing)
-            self.store_path, self.data_path = self._place.directory, self._place.data_path
+            self._directory = Store(self.path, store, existing=is_existing)
+            undo.callback(self._directory.close, keep=is_existing)
+            self.store_path, self.data_path = self._directory.directory, self._directory.data_path
             direct = direct and self.io_backend != "asyncio"
-            descriptor, self.direct = _open_data(self.data_path, direct, existing=existing)
+            descriptor, self.direct = _open_data(self.data_path, direct, existing=is_existing)
             self.cached = not self.direct
-            self._bytes_before = os.fstat(descriptor).st_size if existing else 0
-            # Takes the descriptor over, whatever happens next.
+            self._bytes_before = os.fstat(descriptor).st_size if is_existing else 0
+            # From here on the `StoreFile` closes the descriptor, whatever happens.
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
                 raise OSError(error, os.strerror(error))
-            how = queue, self.depth, piece_bytes
+            settings = queue, self.depth, piece_bytes
             if self.io_backend == "asyncio":
-                self._engine = cast(IoThreads, AsyncIo(*how, self.data_path, store.bytes))
+                self._io = cast(IoThreads, AsyncIo(*settings, self.data_path, store.bytes))
             else:
-                self._engine = IoThreads(*how)
-            undo.callback(self._engine.close)
+                self._io = IoThreads(*settings)
+            undo.callback(self._io.close)
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
         self.check_open("read")
         check_request(request)
-        self._engine.read(self._file, *request)
+        self._io.read(self._file, *request)
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
         self.check_open("write")
         check_request(request)
-        self._engine.write(self._file, *request)
+        self._io.write(self._file, *request)
 
     def sync(self, op: int) -> None:
         """Make every write that was submitted before durable; completes as `op`."""
         self.check_open("sync")
-        self._engine.sync(self._file, op)
+        self._io.sync(self._file, op)
 
     def set_depth(self, depth: int) -> None:
-        """See `Tier.set_depth`."""
+        """Change how many requests are in flight for each direction."""
         self.check_open("set_depth")
         check_depth(depth)
         with self.answering_for("set_depth"):
-            self._engine.set_depth(depth)
+            self._io.set_depth(depth)
         self.depth = depth
 
     def allocate(self, nbytes: int) -> None:
-        """See `Tier.allocate`."""
+        """Set `nbytes` of the file aside, so that writes there do not fail for lack of room."""
         self.check_open("allocate")
         with self.answering_for("allocate"):
             if error := self._file.reserve(nbytes, exact=True):
@@ -169,20 +169,20 @@ class FileTier(Owned):
             limit_bytes: Most that a short transfer moves.
         """
         self.check_open("inject")
-        self._engine.inject(kind, nth, error, limit_bytes)
+        self._io.inject(kind, nth, error, limit_bytes)
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent."""
         if not self.ends_here():
             return
-        self._engine.close()
-        # Nothing is in flight any more: descriptors go now.
+        self._io.close()
+        # Nothing is in flight any more: descriptors are closed now.
         used_bytes = self._file.used_bytes
-        del self._engine, self._file
+        del self._io, self._file
         if self.kept is not None:
-            with contextlib.suppress(OSError):  # what was preallocated beyond; not needed, not harmful
+            with contextlib.suppress(OSError):  # frees what was preallocated; keeping it does no harm
                 os.truncate(self.data_path, max(used_bytes, self._bytes_before))
-        self._place.close(keep=self.kept is not None)
+        self._directory.close(keep=self.kept is not None)
 
 
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Questions about paths: what they are, whether two are the same, and who is using a store."""
+"""The file system of paths: its type, identities, durable and locked files, and which process uses a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload._native import file_system_magic
 LOCK_NAME = "lock"
 
 UNLIMITED_BYTES = 1 << 60
-"""What a place has room for that does not say."""
+"""Room of a file system or object store that does not report its size."""
 
 _FILE_SYSTEMS = {
     0xEF53: "ext",
@@ -60,14 +60,17 @@ _OWNER_BYTE = 0
 _READERS_BYTE = 1
 
 _POLL_S = 1e-3
-"""How often a lock is asked for that another process will give up soon."""
+"""Seconds between attempts to take a lock that another process will give up soon."""
 
 
 @dataclass(slots=True)
 class _LockFile:
-    """A lock file that this process has open. Closing any descriptor of it gives all its locks up, so there is one
-    entry for each file, and its descriptors stay open until nobody needs it. A forked child inherits the table but
-    not the locks, which is why the pid is kept."""
+    """A lock file that this process has open.
+
+    Closing any descriptor of a file gives up all POSIX locks of the process on it. So there is one entry for each
+    file, and its descriptors stay open until no lock is needed. A forked child inherits this table but not the locks,
+    so an entry says which process made it.
+    """
 
     pid: int
     descriptors: list[int]
@@ -75,8 +78,8 @@ class _LockFile:
     readers: int = 0
 
 
-_files: dict[tuple[int, int], _LockFile] = {}
-_files_lock = threading.Lock()
+_lock_files: dict[tuple[int, int], _LockFile] = {}
+_table_lock = threading.Lock()
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
@@ -92,12 +95,12 @@ def file_system(path: str | os.PathLike[str]) -> str:
 
 
 def room_bytes(status: os.statvfs_result) -> int:
-    """Return what a user may still write; `UNLIMITED_BYTES` where the file system does not say how large it is."""
+    """Return the bytes that a user may still write; `UNLIMITED_BYTES` if the file system does not report its size."""
     return status.f_bavail * status.f_frsize if status.f_blocks else UNLIMITED_BYTES
 
 
 def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Return what tells one directory from another, whatever it is called: (st_dev, st_ino).
+    """Return what identifies a directory under any of its names: (st_dev, st_ino).
 
     Raises:
         OSError: `path` does not exist or cannot be reached.
@@ -110,7 +113,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
     """Make the names in a directory durable, where its file system can.
 
     Raises:
-        OSError: It could not be done.
+        OSError: The directory cannot be opened, or an error occurred on its device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -124,18 +127,19 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[IO[bytes]]:
-    """Open a new file, which takes the place of `path`, durably, once it has been written.
+    """Open a temporary file for writing, which durably replaces `path` when this context ends without an error.
 
     Args:
         path: The file to make or replace.
-        temporary: Name beside it until then; what was left under that name is overwritten, but for what somebody
-            else is writing at the same time.
-        is_new: Whether `path` must not be there by then.
+        temporary: Name of the temporary file, beside `path`. A leftover of that name is overwritten, unless another
+            process is writing it.
+        is_new: Raise if there is a file at `path` by then.
 
     Raises:
-        OSError: It could not be done; what was there before is still there.
+        OSError: The file could not be written; `path` is as it was before.
     """
     unfinished = path.with_name(temporary)
+    # Not truncated before it is locked: another process may be writing it.
     with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666)) as file:
         _write_alone(file.fileno(), unfinished)
         try:
@@ -155,10 +159,10 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
 
 @contextlib.contextmanager
 def working_in(folder: Path) -> Iterator[Path]:
-    """Make a folder for what is under way, which goes at the end; what a killed process has left there goes first.
+    """Make a temporary folder, which is deleted at the end; leftovers of a killed process are deleted first.
 
     Raises:
-        OSError: It cannot be made, or somebody else works there.
+        OSError: The folder cannot be made, or another process uses it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink():
@@ -166,19 +170,19 @@ def working_in(folder: Path) -> Iterator[Path]:
     with open(folder / LOCK_NAME, "wb") as lock, contextlib.ExitStack() as ends:
         _write_alone(lock.fileno(), folder / LOCK_NAME)
         ends.callback(shutil.rmtree, folder, ignore_errors=True)
-        for left in folder.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            elif left.name != LOCK_NAME:
-                left.unlink()
+        for leftover in folder.iterdir():
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            elif leftover.name != LOCK_NAME:
+                leftover.unlink()
         yield folder
 
 
 def _write_alone(descriptor: int, path: Path) -> None:
-    """Keep others from a file that has just been opened to be written, where the file system has locks.
+    """Lock a file that has just been opened for writing, if the file system has locks.
 
     Raises:
-        OSError: Another has it, or had.
+        OSError: Another process is writing it, or has replaced it meanwhile.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,14 +195,14 @@ def _write_alone(descriptor: int, path: Path) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a file is still what its name means."""
+    """Return whether a path still names the open file."""
     return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Open a file that somebody else may have made; return its descriptor.
+    """Open a file that another user may have made; return its descriptor.
 
-    Neither a FIFO nor a device is opened, not even for a moment, and nothing is waited for.
+    FIFOs and devices are refused without being opened, and opening never blocks.
 
     Args:
         path: The file.
@@ -206,16 +210,16 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
         follow: Whether it may be a symbolic link. Links among its directories are always followed.
 
     Raises:
-        OSError: It is not there, cannot be opened, or is not a regular file (EINVAL; ELOOP for a link).
+        OSError: The file does not exist, cannot be opened, or is not a regular file (EINVAL; ELOOP for a link).
     """
-    # Opening a device may have effects already, so it is looked at first; then again, as names can change.
+    # Opening a device may have effects, so the type is checked before; then again, as the name may have changed.
     _check_regular(os.stat(path, follow_symlinks=follow), path)
     descriptor = -1
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         _check_regular(os.fstat(descriptor), path)
-        os.set_blocking(descriptor, True)  # only opening is not to wait
-        return descriptor  # here, so that an interrupt at this line closes it
+        os.set_blocking(descriptor, True)  # only opening must not block
+        return descriptor  # within `try`, so that an interrupt at this line closes it
     except BaseException:
         if descriptor >= 0:
             os.close(descriptor)
@@ -232,12 +236,12 @@ def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 
 def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool = False) -> bytes:
-    """Return the content of a file that somebody else may have made; see `open_regular`.
+    """Return the content of a file that another user may have made; see `open_regular`.
 
     Raises:
         OSError: As `open_regular`; or it is larger than `limit_bytes` (EFBIG).
     """
-    # The file has the descriptor before any line of ours: no interrupt comes in between.
+    # `open` calls the opener itself, so that no interrupt comes between opening and noting the descriptor.
     with open(path, "rb", opener=partial(open_regular, follow=follow)) as file:
         content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > limit_bytes:
@@ -246,11 +250,11 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool
 
 
 def read_json(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool = False) -> Any:
-    """Return what a file of JSON says that somebody else may have made; see `open_regular`.
+    """Return the value in a JSON file that another user may have made; see `open_regular`.
 
     Raises:
         OSError: As `read_regular`.
-        ValueError: It is not JSON in UTF-8, or nested too deeply.
+        ValueError: The content is not JSON in UTF-8, or nested too deeply.
     """
     content = read_regular(path, limit_bytes, follow=follow)
     try:
@@ -264,27 +268,27 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
 
     A POSIX record lock: freed when this process ends, however it ends, even if a forked child lives on.
 
-    A lock file that is there and free belongs to nobody, so whoever deletes leftovers may lock a new one first. That
-    is waited for.
+    Until a new lock file is locked its store looks like a leftover, so a process that deletes leftovers may lock it
+    first. This waits until that process gives the lock up.
 
     Args:
         path: The file; made here unless `existing`.
-        existing: Lock a file that is there.
+        existing: Lock a file that exists.
 
     Raises:
-        FileNotFoundError: Its directory is not there (or, with `existing`, the file is not), or it was deleted
-            before it was locked.
+        FileNotFoundError: Its directory does not exist (or, with `existing`, the file does not), or the file was
+            deleted before it was locked.
         OSError: The file cannot be made, an existing store has an owner (EAGAIN or EACCES), or the file system has
-            no locks; a file that was made is there.
+            no locks; a file that was made is not deleted.
     """
-    with _files_lock:
+    with _table_lock:
         if existing:
-            if (known := _known(path)) is not None and known.owned:
+            if (known := _known_lock_file(path)) is not None and known.owned:
                 raise BlockingIOError(errno.EAGAIN, "this process has locked it already", str(path))
             descriptor = open_regular(path, os.O_RDWR)
         else:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        entry = _entry(descriptor)
+        entry = _entry_of(descriptor)
         try:
             if not _lock_owner(descriptor, 0.0):
                 if existing:
@@ -300,7 +304,7 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
 
 
 def _lock_owner(descriptor: int, pause_s: float) -> bool:
-    """Return whether this process owns a lock file now; pause for so long at most if another one does."""
+    """Try to lock a lock file as owner; return whether that succeeded, after a pause if another process has it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_BYTE)
         return True
@@ -313,8 +317,8 @@ def _lock_owner(descriptor: int, pause_s: float) -> bool:
 
 def release_lock(descriptor: int) -> None:
     """Give up a lock of `hold_lock`."""
-    with _files_lock:
-        entry = _entry(descriptor)
+    with _table_lock:
+        entry = _entry_of(descriptor)
         if entry.readers:
             fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _OWNER_BYTE)
         entry.owned = False
@@ -322,15 +326,15 @@ def release_lock(descriptor: int) -> None:
 
 
 def share_lock(path: Path) -> int:
-    """Say that this process reads what a store's checkpoints name; return a descriptor for `unshare_lock`.
+    """Lock a store's lock file as a reader of what checkpoints name there; return a descriptor for `unshare_lock`.
 
     Raises:
         OSError: There is no such file, or the file system has no locks.
     """
-    with _files_lock:
-        known = _known(path)
+    with _table_lock:
+        known = _known_lock_file(path)
         descriptor = known.descriptors[0] if known is not None else open_regular(path)
-        entry = _entry(descriptor)
+        entry = _entry_of(descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _READERS_BYTE)
         except OSError:
@@ -341,40 +345,43 @@ def share_lock(path: Path) -> int:
 
 
 def unshare_lock(descriptor: int) -> None:
-    """End one `share_lock`."""
-    with _files_lock:
-        entry = _entry(descriptor)
+    """Give one lock of `share_lock` up."""
+    with _table_lock:
+        entry = _entry_of(descriptor)
         entry.readers -= 1
         if not entry.readers and entry.owned:
             fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _READERS_BYTE)
         _close_unused(entry)
 
 
-def _known(path: str | os.PathLike[str]) -> _LockFile | None:
+def _known_lock_file(path: str | os.PathLike[str]) -> _LockFile | None:
+    """Return the entry of a lock file that this process has open; None if it has not."""
     status = os.stat(path, follow_symlinks=False)
-    entry = _files.get((status.st_dev, status.st_ino))
+    entry = _lock_files.get((status.st_dev, status.st_ino))
     return entry if entry is not None and entry.pid == os.getpid() else None
 
 
-def _entry(descriptor: int) -> _LockFile:
-    for known in _files.values():
+def _entry_of(descriptor: int) -> _LockFile:
+    """Return the entry of an open lock file, made if there is none."""
+    for known in _lock_files.values():
         if known.pid == os.getpid() and descriptor in known.descriptors:
-            return known  # a server may have nothing to say of a file that is gone
+            return known  # without `fstat`, which a file server may refuse for a deleted file
     status = os.fstat(descriptor)
     key = status.st_dev, status.st_ino
-    entry = _files.get(key)
+    entry = _lock_files.get(key)
     if entry is None or entry.pid != os.getpid():
-        entry = _files[key] = _LockFile(os.getpid(), [])
+        entry = _lock_files[key] = _LockFile(os.getpid(), [])
     if descriptor not in entry.descriptors:
         entry.descriptors.append(descriptor)
     return entry
 
 
 def _close_unused(entry: _LockFile) -> None:
+    """Close a lock file's descriptors if this process has no lock on it any more."""
     if entry.owned or entry.readers:
         return
-    for key in [key for key, value in _files.items() if value is entry]:
-        del _files[key]
+    for key in [key for key, value in _lock_files.items() if value is entry]:
+        del _lock_files[key]
     for descriptor in entry.descriptors:
         os.close(descriptor)
 
@@ -382,8 +389,8 @@ def _close_unused(entry: _LockFile) -> None:
 def lock_holder(store: str | os.PathLike[str]) -> int | None:
     """Return the pid of the process that is using a store, or None if its lock is free.
 
-    Never disturbs the lock, also where this process holds it. A holder on another machine has a pid of 0 or
-    one of that machine's.
+    The lock is left as it is, even if this process holds it. For a holder on another machine the pid is 0, or one of
+    that machine.
 
     Args:
         store: A store's directory.
@@ -395,7 +402,7 @@ def lock_holder(store: str | os.PathLike[str]) -> int | None:
 
 
 def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
-    """Return whether anybody reads what a store's checkpoints name, beyond `own` readers here; see `share_lock`.
+    """Return whether a store has more readers than `own` ones of this process; see `share_lock`.
 
     Raises:
         OSError: the lock file exists but cannot be opened.
@@ -403,14 +410,15 @@ def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
     return _holder(store, _READERS_BYTE, lambda entry: entry.readers > own) is not None
 
 
-def _holder(store: str | os.PathLike[str], byte: int, here: Callable[[_LockFile], bool]) -> int | None:
+def _holder(store: str | os.PathLike[str], byte: int, is_own: Callable[[_LockFile], bool]) -> int | None:
+    """Return the pid of the process that has a byte of a store's lock, this one if `is_own` says so; None if none."""
     path = os.path.join(store, LOCK_NAME)
-    with _files_lock:
+    with _table_lock:
         try:
-            known = _known(path)
+            known = _known_lock_file(path)
         except FileNotFoundError:
             return None
-        if known is not None and here(known):
+        if known is not None and is_own(known):
             return os.getpid()
         descriptor = known.descriptors[0] if known is not None else open_regular(path)
         try:
@@ -421,13 +429,13 @@ def _holder(store: str | os.PathLike[str], byte: int, here: Callable[[_LockFile]
 
 
 def byte_holder(descriptor: int, byte: int) -> int | None:
-    """Return the pid of the other process that has a record lock on a byte of a file, as the system says it, or None.
+    """Return the pid of another process that has a record lock on a byte of a file, as the system says, or None.
 
     Raises:
         OSError: The file system has no locks.
     """
     # struct flock: type, whence, start, length, pid; native alignment and padding.
     layout = "@hhqqi4x"
-    asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    question = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, question))
     return None if kind == fcntl.F_UNLCK else int(pid)

@@ -1,4 +1,4 @@
-"""Threads of a tier in Python, which nobody has to wait for if their device hangs."""
+"""Threads of a tier in Python, which no exit has to wait for if their device hangs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Lane:
         self.set_threads(threads)
 
     def put(self, work: Callable[[], None]) -> None:
-        """Have `work` done; it must not raise."""
+        """Queue `work` for a thread; it must not raise."""
         self._work.put(work)
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have a call made; return what becomes of it, as executors of `concurrent.futures` do."""
+        """Queue a call for a thread; return its future, as executors of `concurrent.futures` do."""
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -44,7 +44,7 @@ class Lane:
         return future
 
     def set_threads(self, threads: int) -> None:
-        """Go on with so many threads; RuntimeError if the system has not so many."""
+        """Finish all work, then go on with `threads` threads; RuntimeError if the system gives no more."""
         self.close()
         for number in range(threads):
             thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)

@@ -1,8 +1,8 @@
-"""Objects in a bucket: what the remote tier needs of a store, and a client for S3-compatible ones.
+"""Objects in a bucket: what the remote tier needs of an object store, and a client for S3-compatible ones.
 
-botocore finds credentials, region and endpoint and signs; http.client moves the bytes of tiles between the socket
-and the caller's memory, so that nothing is copied in between. Every request has a time limit and is tried again, a
-bounded number of times, where trying again can help.
+botocore finds credentials, region and endpoint, and signs; http.client moves the bytes of tiles between the socket
+and the caller's memory, so that nothing is copied in between. Every request has a time limit, and is tried again a
+bounded number of times if that can help.
 
 Not done here: proxies (the proxy variables of the environment do not apply to tiles), and checksums of parts of a
 multipart upload; readers verify what they get.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PIECE_BYTES = 1 << 20
-"""Most that one call on a socket moves: the time limit of a request is looked at in between."""
+"""Most that one call on a socket moves: the time limit of a request is checked after each."""
 
 MULTIPART_BYTES = 64 << 20
 PART_BYTES = 32 << 20
@@ -55,7 +55,7 @@ INSTALL = "install its client with: pip install 'offload[s3]'"
 
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9])(/.*)?", re.DOTALL)
 
-# Answers that another attempt may turn into success although their status says that the request was at fault.
+# Errors after which another attempt may succeed, although their status blames the request.
 _TRANSIENT_CODES = frozenset(
     {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentChecksumMismatch", "OperationAborted"}
 )
@@ -71,13 +71,11 @@ Result = TypeVar("Result")
 class RetryPolicy:
     """How often and how patiently a request is tried.
 
-    The wait before attempt n + 1 is `first_delay_s * 2**n`, at most `longest_delay_s`, of which a random part between
-    a half and all is waited, so that clients that failed together do not come back together.
+    The wait before attempt n + 1 is `first_delay_s * 2**(n - 1)`, at most `longest_delay_s`, times a random number
+    from 0.5 to 1, so that clients that failed together do not try again together.
 
     Attributes:
         attempts: Most attempts, the first included.
-        first_delay_s: See above.
-        longest_delay_s: See above.
         connect_timeout_s: For making a connection.
         stall_timeout_s: For each piece of a transfer, and for the answer to begin.
     """
@@ -90,10 +88,10 @@ class RetryPolicy:
 
 
 PATIENT = RetryPolicy()
-"""While training: rides out half a minute without a server, and ends before a session calls a lane stuck."""
+"""While training: survives half a minute without a server, and ends before a session calls a lane stuck."""
 
 HASTY = RetryPolicy(attempts=3, stall_timeout_s=10.0)
-"""While a configuration is looked at: somebody is waiting for the answer."""
+"""While a configuration is checked: a person is waiting for the answer."""
 
 
 class ObjectError(TravellingError):
@@ -102,7 +100,7 @@ class ObjectError(TravellingError):
     Attributes:
         code: The store's name for it ("AccessDenied"), or the exception's.
         status: HTTP status; 0 if there was no answer.
-        errno: The system error that it is most like.
+        errno: The most similar system error.
         transient: Whether another attempt may succeed.
     """
 
@@ -134,16 +132,13 @@ class ObjectClient(Protocol):
     def get_into(self, key: str, buffers: Sequence[memoryview]) -> int:
         """Fill `buffers`, one after the other, from the start of an object; return the object's size in bytes.
 
-        Of a smaller object the rest of the buffers is left alone, of a larger one the rest of the object.
+        If the object is smaller, the rest of the buffers is not written; if it is larger, its rest is not read.
         """
 
     def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
-        """Make an object of `buffers`, one after the other; whole or not at all.
+        """Make an object whose content is `buffers`, one after the other; it is there whole or not at all.
 
-        Args:
-            key: Its name.
-            buffers: Its content.
-            crc32c: Checksum of the whole, for the store to verify what arrived; None for none.
+        `crc32c` is the checksum by which the store verifies the content; None for no verification.
         """
 
     def create(self, key: str, content: bytes) -> None:
@@ -159,32 +154,32 @@ class ObjectClient(Protocol):
         """Return an object's size in bytes, or None if there is none."""
 
     def limit_attempts(self, most: int) -> None:
-        """Try requests at most so often from now on, those under way included; with 1, nothing waits any more."""
+        """Try requests at most `most` times from now on, also those under way; with 1, waits between tries end."""
 
     def close(self) -> None:
         """Free connections, with nothing in flight; idempotent."""
 
 
 def split_url(path: str, field: str = "paths") -> tuple[str, str]:
-    """Return bucket and prefix (without slashes around it) of "s3://bucket/prefix".
+    """Return bucket and prefix (without leading and trailing slashes) of "s3://bucket/prefix".
 
     Raises:
-        ConfigError: If it is not such a path.
+        ConfigError: The path is not of this form.
     """
-    found = _URL.fullmatch(path)
-    if found is None:
+    match = _URL.fullmatch(path)
+    if match is None:
         raise ConfigError(field, path, "name a bucket and a prefix: s3://bucket/prefix")
-    return found[1], (found[2] or "").strip("/")
+    return match[1], (match[2] or "").strip("/")
 
 
 class Quiet(logging.Filter):
-    """Drops what botocore says at INFO and below while one of our clients uses it, on that client's thread alone.
+    """Drops log records of botocore at INFO and below while one of our clients uses it, on that client's thread.
 
-    It says where it has found credentials and endpoint, for each client: twice a checkpoint and path.
+    botocore logs where it has found credentials and endpoint for each client, so twice a checkpoint and path.
     """
 
     loggers = "client", "configprovider", "credentials", "endpoint_provider", "tokens", "utils"
-    """Those of botocore that say anything at INFO; a filter of a logger does not reach those below it."""
+    """botocore's loggers that log at INFO; a filter of a logger does not apply to the loggers below it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,12 +188,12 @@ class Quiet(logging.Filter):
             logging.getLogger(f"botocore.{name}").addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`."""
+        """Return whether a record is logged."""
         return record.levelno > logging.INFO or not getattr(self._threads, "ours", False)
 
     @contextlib.contextmanager
     def ours(self) -> Iterator[None]:
-        """While this lasts, the thread uses botocore for us."""
+        """Mark this thread as using botocore for one of our clients while the context lasts."""
         self._threads.ours = True
         try:
             yield
@@ -208,7 +203,7 @@ class Quiet(logging.Filter):
 
 quiet = Quiet()
 _loaders: list[Any] = []
-"""botocore's own, which has the descriptions of services: reading them takes six times as long as making a client."""
+"""botocore's loader of service descriptions, shared by all clients: loading takes six times as long as the rest."""
 
 
 def import_botocore(path: str, field: str = "paths") -> ModuleType:
@@ -227,7 +222,7 @@ def import_botocore(path: str, field: str = "paths") -> ModuleType:
 
 
 def advice(error: ObjectError, endpoint: str, bucket: str) -> str:
-    """Return what a user can do about an error that met the first request to a bucket."""
+    """Return a message about an error of the first request to a bucket that says what a user can do."""
     said = f"{endpoint} answers: {error}"
     if error.code in ("NoCredentialsError", "PartialCredentialsError"):
         return (
@@ -252,17 +247,14 @@ def advice(error: ObjectError, endpoint: str, bucket: str) -> str:
 
 
 class S3Client:
-    """One bucket of an S3-compatible store.
+    """One bucket of an S3-compatible store: an `ObjectClient`, which describes the methods.
 
     Endpoint, region, profile and credentials are botocore's: AWS_* variables and ~/.aws. A server that is not AWS is
     addressed by path unless the profile says otherwise.
 
     Args:
         path: "s3://bucket/prefix", for messages.
-        bucket: The bucket.
         retry: How requests are tried.
-        multipart_bytes: See `MULTIPART_BYTES`.
-        part_bytes: See `PART_BYTES`.
 
     Attributes:
         retry: May be changed between requests.
@@ -285,7 +277,7 @@ class S3Client:
         self._multipart_bytes = multipart_bytes
         self._part_bytes = part_bytes
         self._most_attempts = sys.maxsize
-        self._hurry = threading.Event()
+        self._gives_up = threading.Event()
         self._idle: list[tuple[str, http.client.HTTPConnection]] = []
         self._lock = threading.Lock()
         self._botocore = import_botocore(path)
@@ -299,9 +291,9 @@ class S3Client:
                 self._client = self._make_client(session, style)
                 host = urlsplit(self._client.meta.endpoint_url).hostname or ""
                 aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-                wanted = configured or ("auto" if aws else "path")
-                if wanted != style:  # only a client knows where it goes: a profile may name an endpoint too
-                    self._client = self._make_client(session, wanted)
+                right_style = configured or ("auto" if aws else "path")
+                if right_style != style:  # only a client knows its endpoint, which a profile may name, too
+                    self._client = self._make_client(session, right_style)
                 self.endpoint = str(self._client.meta.endpoint_url)
                 bundle = session.get_config_variable("ca_bundle")
             self._tls = ssl.create_default_context(cafile=bundle) if self.endpoint.startswith("https") else None
@@ -309,24 +301,23 @@ class S3Client:
             raise ConfigError("paths", path, f"the S3 client refuses its settings: {cause}") from cause
 
     def _make_client(self, session: Any, style: str) -> Any:
+        """Return botocore's client for S3, with a style of addressing: "path", "virtual" or "auto"."""
         settings: dict[str, Any] = {
             "connect_timeout": self.retry.connect_timeout_s,
             "read_timeout": self.retry.stall_timeout_s,
             "retries": {"total_max_attempts": 1},  # attempts are counted here
             "s3": {"addressing_style": style},
             "signature_version": "s3v4",
-            # What newer servers add and others refuse.
+            # Checksums that botocore adds by default, and some servers refuse.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
         }
         return session.create_client("s3", config=self._botocore.config.Config(**settings))
 
     def get_into(self, key: str, buffers: Sequence[memoryview]) -> int:
-        """See `ObjectClient.get_into`."""
-        return self._try(f"get {key}", lambda: self._get(key, buffers))
+        return self._with_retries(f"get {key}", lambda: self._get(key, buffers))
 
     def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
-        """See `ObjectClient.put`."""
         whole = sum(len(buffer) for buffer in buffers)
         if whole > self._multipart_bytes:
             self._put_parts(key, buffers, whole)
@@ -334,17 +325,16 @@ class S3Client:
         # Signed along with the rest, so it can neither be dropped nor changed on the way.
         extra = {} if crc32c is None else {"ChecksumCRC32C": base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
         headers = {} if crc32c is None else {"x-amz-checksum-crc32c": extra["ChecksumCRC32C"]}
-        self._try(f"put {key}", lambda: self._send("put_object", {"Key": key, **extra}, buffers, headers))
+        self._with_retries(f"put {key}", lambda: self._send("put_object", {"Key": key, **extra}, buffers, headers))
 
     def create(self, key: str, content: bytes) -> None:
-        """See `ObjectClient.create`; a server that does not know the condition overwrites."""
-        self._ask(f"create {key}", "put_object", Key=key, Body=content, IfNoneMatch="*")
+        """See `ObjectClient.create`; a server that ignores the condition overwrites the object."""
+        self._request(f"create {key}", "put_object", Key=key, Body=content, IfNoneMatch="*")
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectClient.delete`."""
         for start in range(0, len(keys), DELETE_KEYS):
             batch = [{"Key": key} for key in keys[start : start + DELETE_KEYS]]
-            answer = self._ask("delete objects", "delete_objects", Delete={"Objects": batch, "Quiet": True})
+            answer = self._request("delete objects", "delete_objects", Delete={"Objects": batch, "Quiet": True})
             for failed in answer.get("Errors", []):
                 code = str(failed.get("Code", "unknown"))
                 what = f"delete {failed.get('Key')}: {code} {failed.get('Message', '')}"
@@ -352,37 +342,33 @@ class S3Client:
                 raise ObjectError(what, code=code, status=status, errno=_errno_of(status), transient=False)
 
     def list(self, prefix: str) -> list[str]:
-        """See `ObjectClient.list`."""
         return [*self.sizes(prefix)]
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return all keys that begin with `prefix`, and the size of each object in bytes."""
-        found: dict[str, int] = {}
+        nbytes_by_key: dict[str, int] = {}
         more: dict[str, str] = {}
         while True:
-            answer = self._ask(f"list {prefix}", "list_objects_v2", Prefix=prefix, **more)
-            found.update((str(each["Key"]), int(each["Size"])) for each in answer.get("Contents", []))
+            answer = self._request(f"list {prefix}", "list_objects_v2", Prefix=prefix, **more)
+            nbytes_by_key.update((str(item["Key"]), int(item["Size"])) for item in answer.get("Contents", []))
             if not answer.get("IsTruncated"):
-                return found
+                return nbytes_by_key
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def head(self, key: str) -> int | None:
-        """See `ObjectClient.head`."""
         try:
-            return int(self._ask(f"head {key}", "head_object", Key=key)["ContentLength"])
+            return int(self._request(f"head {key}", "head_object", Key=key)["ContentLength"])
         except ObjectMissingError:
             return None
 
     def limit_attempts(self, most: int) -> None:
-        """See `ObjectClient.limit_attempts`."""
         self._most_attempts = most
         if most > 1:
-            self._hurry.clear()
+            self._gives_up.clear()
         else:
-            self._hurry.set()
+            self._gives_up.set()
 
     def close(self) -> None:
-        """See `ObjectClient.close`."""
         with self._lock:
             idle, self._idle = self._idle, []
         for _, connection in idle:
@@ -391,7 +377,8 @@ class S3Client:
 
     # Attempts
 
-    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
+    def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Call `attempt` until it succeeds, fails for good, or has been tried often enough."""
         retry, number = self.retry, 0
         while True:
             number += 1
@@ -403,11 +390,11 @@ class S3Client:
                 delay_s = min(retry.longest_delay_s, retry.first_delay_s * 2.0 ** (number - 1))
                 delay_s *= random.uniform(0.5, 1.0)
                 _log.info("%s: %s; attempt %d follows in %.1f s", what, error, number + 1, delay_s)
-                self._hurry.wait(delay_s)
-                if self._hurry.is_set():
+                self._gives_up.wait(delay_s)
+                if self._gives_up.is_set():
                     raise
 
-    def _ask(self, what: str, method: str, **arguments: Any) -> dict[str, Any]:
+    def _request(self, what: str, method: str, **arguments: Any) -> dict[str, Any]:
         """Make a small request through botocore."""
         exceptions = self._botocore.exceptions
 
@@ -416,31 +403,34 @@ class S3Client:
                 with quiet.ours():  # credentials may be renewed by any request
                     answer: dict[str, Any] = getattr(self._client, method)(Bucket=self._bucket, **arguments)
             except exceptions.ClientError as cause:
-                found = cause.response
-                status = int(found.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-                _refuse(what, status, str(found["Error"].get("Code")), str(found["Error"].get("Message")), cause)
+                answered = cause.response
+                status = int(answered.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+                _raise_refused(
+                    what, status, str(answered["Error"].get("Code")), str(answered["Error"].get("Message")), cause
+                )
             except (exceptions.BotoCoreError, OSError) as cause:
-                _lost(what, cause, transient=isinstance(cause, exceptions.HTTPClientError | OSError))
+                _raise_unanswered(what, cause, transient=isinstance(cause, exceptions.HTTPClientError | OSError))
             return answer
 
-        return self._try(what, attempt)
+        return self._with_retries(what, attempt)
 
     # Bytes
 
     def _url(self, method: str, arguments: dict[str, Any]) -> SplitResult:
+        """Return a signed URL for a request."""
         try:
             with quiet.ours():
                 url: str = self._client.generate_presigned_url(
                     method, Params={"Bucket": self._bucket, **arguments}, ExpiresIn=URL_SECONDS
                 )
         except self._botocore.exceptions.BotoCoreError as cause:
-            # A provider of credentials may be out of order for a while, missing ones stay missing.
+            # A provider of credentials may fail for a while; credentials that are missing stay so.
             missing = isinstance(cause, self._botocore.exceptions.NoCredentialsError)
-            _lost(f"sign {method}", cause, transient=not missing)
+            _raise_unanswered(f"sign {method}", cause, transient=not missing)
         return urlsplit(url)
 
     def _connect(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        """Return a connection to a server that nobody else uses, and whether it has been used before."""
+        """Return a connection that is in use nowhere else, and whether it has been used before."""
         while True:
             with self._lock:
                 netloc, connection = self._idle.pop() if self._idle else ("", None)
@@ -449,7 +439,7 @@ class S3Client:
             if netloc == url.netloc:
                 connection.sock.settimeout(self.retry.stall_timeout_s)
                 return connection, True
-            connection.close()  # the endpoint of another time
+            connection.close()  # to an endpoint of before
         host, port = url.hostname or "", url.port
         timeout_s = self.retry.connect_timeout_s
         if self._tls is not None:
@@ -468,7 +458,7 @@ class S3Client:
         talk: Callable[[http.client.HTTPConnection, str, float], Result],
         nbytes: int,
     ) -> Result:
-        """Run `talk(connection, target, deadline_s)`, which closes a connection if it is of no use; one attempt."""
+        """Make one attempt: run `talk(connection, target, deadline_s)`, which closes a connection it cannot reuse."""
         url = self._url(method, arguments)
         target = f"{url.path or '/'}?{url.query}"
         while True:
@@ -488,12 +478,13 @@ class S3Client:
             except (http.client.HTTPException, OSError) as cause:
                 if connection is not None:
                     connection.close()
-                # A server may have closed a kept connection meanwhile; that says nothing about the next.
+                # A server may close idle connections: try again at once with another one.
                 closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError)
                 if not (used and closed):
-                    _lost(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
+                    _raise_unanswered(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
 
     def _get(self, key: str, buffers: Sequence[memoryview]) -> int:
+        """Get an object, in one attempt; return its size."""
         what = f"get {key}"
         room = sum(len(buffer) for buffer in buffers)
 
@@ -501,7 +492,7 @@ class S3Client:
             connection.request("GET", target, headers={"Accept-Encoding": "identity"})
             answer = connection.getresponse()
             if answer.status != 200:
-                _refuse_answer(what, answer)
+                _raise_refusal_in(what, answer)
             size = answer.length
             if size is None:
                 raise http.client.HTTPException("the answer does not say how long it is")
@@ -516,7 +507,7 @@ class S3Client:
                     left -= got
                     _check_deadline(deadline_s)
             if size > room or answer.will_close:
-                connection.close()  # rather than read what nobody wants
+                connection.close()  # instead of reading the rest of the object
             return size
 
         return self._exchange(what, "get_object", {"Key": key}, talk, room)
@@ -528,7 +519,7 @@ class S3Client:
         buffers: Sequence[memoryview | FileBytes],
         headers: dict[str, str],
     ) -> str:
-        """Send one object or part; return its ETag. One attempt."""
+        """Send one object or part, in one attempt; return its ETag."""
         what = f"put {arguments['Key']}"
         nbytes = sum(len(buffer) for buffer in buffers)
 
@@ -543,17 +534,17 @@ class S3Client:
                         connection.sock.sendall(buffer[start : start + PIECE_BYTES])
                         _check_deadline(deadline_s)
             except (BrokenPipeError, ConnectionResetError) as cause:
-                # A server that has seen enough answers and hangs up; its answer says more than the hang-up.
+                # A server may answer with an error and hang up; the answer says more than the lost connection.
                 try:
                     answer = connection.getresponse()
                 except (http.client.HTTPException, OSError):
                     raise cause from None
                 if answer.status < 300:
                     raise
-                _refuse_answer(what, answer)
+                _raise_refusal_in(what, answer)
             answer = connection.getresponse()
             if answer.status not in (200, 201, 204):
-                _refuse_answer(what, answer)
+                _raise_refusal_in(what, answer)
             answer.read()
             if answer.will_close:
                 connection.close()
@@ -562,36 +553,37 @@ class S3Client:
         return self._exchange(what, method, arguments, talk, nbytes)
 
     def _put_parts(self, key: str, buffers: Sequence[memoryview | FileBytes], whole: int) -> None:
-        upload = self._ask(f"put {key}", "create_multipart_upload", Key=key)["UploadId"]
+        """Upload an object of `whole` bytes in parts; abort the upload if one fails."""
+        upload = self._request(f"put {key}", "create_multipart_upload", Key=key)["UploadId"]
         try:
             parts = []
             for number, start in enumerate(range(0, whole, self._part_bytes), start=1):
-                piece = _cut(buffers, start, min(start + self._part_bytes, whole))
+                part = _byte_range(buffers, start, min(start + self._part_bytes, whole))
                 arguments = {"Key": key, "UploadId": upload, "PartNumber": number}
 
-                def attempt(
-                    arguments: dict[str, Any] = arguments, piece: list[memoryview | FileBytes] = piece
-                ) -> str:
-                    return self._send("upload_part", arguments, piece, {})
+                def attempt(arguments: dict[str, Any] = arguments, part: list[memoryview | FileBytes] = part) -> str:
+                    return self._send("upload_part", arguments, part, {})
 
-                parts.append({"PartNumber": number, "ETag": self._try(f"put {key} part {number}", attempt)})
+                parts.append({"PartNumber": number, "ETag": self._with_retries(f"put {key} part {number}", attempt)})
             done = {"Parts": parts}
             try:
-                self._ask(f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done)
+                self._request(
+                    f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done
+                )
             except ObjectMissingError:
-                # There is no such upload any more if an attempt whose answer was lost has completed it.
+                # The upload does not exist any more if an attempt whose answer was lost has completed it.
                 if self.head(key) != whole:
                     raise
         except ObjectError:
             try:
-                self._ask(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload)
-            except ObjectError as error:  # it costs room, no more
+                self._request(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload)
+            except ObjectError as error:  # parts that are left behind take room, but do no harm
                 _log.warning("parts of an upload were left behind at %s: %s", self.endpoint, error)
             raise
 
 
-def _cut(buffers: Sequence[memoryview | FileBytes], start: int, stop: int) -> list[memoryview | FileBytes]:
-    """Return bytes `start` to `stop` of what `buffers` hold one after the other."""
+def _byte_range(buffers: Sequence[memoryview | FileBytes], start: int, stop: int) -> list[memoryview | FileBytes]:
+    """Return bytes `start` to `stop` of the concatenation of `buffers`, without copying."""
     pieces = []
     for buffer in buffers:
         if start < len(buffer) and stop > 0:
@@ -611,8 +603,8 @@ def _errno_of(status: int) -> int:
     return {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 507: errno.ENOSPC}.get(status, errno.EIO)
 
 
-def _refuse_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
-    """Raise what an answer that is not a success stands for."""
+def _raise_refusal_in(what: str, answer: http.client.HTTPResponse) -> NoReturn:
+    """Raise the error for an HTTP answer that is not a success; its body names a code and a message."""
     body = answer.read(64 << 10)
     code = message = ""
     try:
@@ -624,10 +616,11 @@ def _refuse_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
                 message = element.text or ""
     except ElementTree.ParseError:
         code = answer.reason
-    _refuse(what, answer.status, code or str(answer.status), message, None)
+    _raise_refused(what, answer.status, code or str(answer.status), message, None)
 
 
-def _refuse(what: str, status: int, code: str, message: str, cause: Exception | None) -> NoReturn:
+def _raise_refused(what: str, status: int, code: str, message: str, cause: Exception | None) -> NoReturn:
+    """Raise the error for a request that the store has refused."""
     text = f"{what}: {status} {code}" + (f", {message}" if message else "")
     if status == 412:
         raise ObjectExistsError(text, code=code, status=status, errno=errno.EEXIST, transient=False) from cause
@@ -637,8 +630,8 @@ def _refuse(what: str, status: int, code: str, message: str, cause: Exception | 
     raise ObjectError(text, code=code, status=status, errno=_errno_of(status), transient=transient) from cause
 
 
-def _lost(what: str, cause: Exception, *, transient: bool) -> NoReturn:
-    """Raise what a request without an answer stands for."""
+def _raise_unanswered(what: str, cause: Exception, *, transient: bool) -> NoReturn:
+    """Raise the error for a request that got no answer."""
     number = getattr(cause, "errno", None)
     if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
         number = errno.ETIMEDOUT

@@ -1,4 +1,4 @@
-"""What every kind of path can do: whoever holds a `Place`, a `Folder` or a `Tier` does not ask which kind it is."""
+"""What every kind of path can do: users of a `Place`, a `Folder` or a `Tier` need not know which kind it is."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TEMPORARY = ".tmp-"
 _MAX_FILE_BYTES = 64 << 30
 """Largest file of a checkpoint: the `extra` of its caller may be large."""
 _LARGE = ("manifest-", "extra-", "model-")
-"""How the names of such files begin."""
-_MAX_RECORD_BYTES = 16 << 20
-"""Largest of the others, each of which says a few things."""
+"""Prefixes of the names of such files."""
+MAX_RECORD_BYTES = 16 << 20
+"""Largest of the other files, which hold small records."""
 
 
 def limit_bytes(name: str) -> int:
-    """Return how large a file of a folder may be, by its name."""
-    return _MAX_FILE_BYTES if name.startswith(_LARGE) else _MAX_RECORD_BYTES
+    """Return how large a file of a folder may be when it is read, by its name."""
+    return _MAX_FILE_BYTES if name.startswith(_LARGE) else MAX_RECORD_BYTES
 
 
 @contextlib.contextmanager
 def saying(verb: str, what: str) -> Iterator[None]:
-    """Turn errors of the system or the object store into a `CheckpointError` that says what could not be done."""
+    """Turn errors of the system or the object store into a `CheckpointError`: "cannot `verb` `what`"."""
     try:
         yield
     except (OSError, ObjectError) as cause:
@@ -40,37 +40,38 @@ def saying(verb: str, what: str) -> Iterator[None]:
 
 
 class Folder(Protocol):
-    """Small files: a checkpoint's, or those of a store, of which somebody else may have made anything.
+    """The small files of a checkpoint or a store; another user may have made them, so nothing in them is trusted.
 
-    Every method raises `CheckpointError`, naming the file, if it cannot do its work; those that are about a store may
-    raise `OSError`, too. Defaults are those of a folder that has no locks.
+    Every method raises `CheckpointError`, naming the file, if it cannot do its work; those of a store may raise
+    `OSError`, too. Defaults are those of a folder without locks.
     """
 
     path: str
     """The prefix of a bucket as the user wrote it, or an absolute path without links."""
 
     label: str
-    """What it was called when it was looked for."""
+    """Its name as it was given, for messages."""
 
     has_locks: bool = False
     """Whether sessions can lock it."""
 
     fails_late: bool = False
-    """Whether a write that failed may be done later all the same, as by a request whose answer was lost."""
+    """Whether a write that failed may still take effect later, as a request whose answer was lost may."""
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is none of that name."""
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
-        """Fill memory from a file, which has as many bytes."""
+        """Fill memory from a file of exactly that size."""
 
     def identity(self) -> str:
-        """Return what tells this folder from others on its device, copies of it included; "" where nothing does."""
+        """Return what identifies this folder among others on its device, copies included; "" if nothing does."""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
-        """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile.
+        """Make or replace a file, durably and atomically.
 
-        Where there are locks a file `begun`, if one is named, goes in the same moment in which this one comes.
+        In a folder with locks the temporary file is called `begun`, if that is given: it is there until, in one
+        atomic step, the new file replaces it.
         """
 
     def delete(self, name: str) -> None:
@@ -83,7 +84,7 @@ class Folder(Protocol):
         """Return name and size in bytes of all files below, sorted; names have slashes between their parts."""
 
     def prepare(self) -> None:
-        """Make the folder if it is not there, and find out whether it can be written."""
+        """Make the folder if it does not exist, and check by a trial file that it can be written."""
 
     # Of a store
 
@@ -91,28 +92,28 @@ class Folder(Protocol):
         """Return the bytes that a store takes."""
 
     def opened_by(self) -> str:
-        """Make sure that a store is this user's; return who may still use it where no lock tells, else ""."""
+        """Check that a store is this user's; return who may still use it if no lock tells that, else ""."""
 
     def used_by(self) -> int | None:
         """Return the pid of the process that has a store's lock, or None; see `lock_holder`."""
         return None
 
     def is_read(self, *, own: int = 0) -> bool:
-        """Return whether somebody is known to read a store, beside `own` readers in this process."""
+        """Return whether a store is known to have more readers than `own` ones of this process."""
         return False
 
     def take_lock(self) -> int | None:
-        """Lock a store whose session has ended, for `release_lock`; None where that cannot be done."""
+        """Lock a store whose session has ended; return the descriptor for `release_lock`, None if that fails."""
         return None
 
     def remove(self) -> None:
-        """Delete the files that stores are made of, and the folder; where there are locks, the caller has it."""
+        """Delete a store's files and its folder; if stores have locks, the caller has this one's."""
 
     def remove_tree(self) -> None:
-        """Delete the folder with all that is below it; a link stays, and is an error."""
+        """Delete the folder with everything below it; raise if it is a link."""
 
     def remove_empty(self) -> bool:
-        """Delete a folder that holds nothing, without its lock; return whether it is gone."""
+        """Delete the folder, without a lock, if it is empty; return whether it was deleted."""
         return False
 
 
@@ -123,39 +124,39 @@ class Place(Protocol):
     """As the user wrote it, for messages."""
 
     name: str
-    """As manifests have it: whatever the working directory is."""
+    """The path in manifests, which does not depend on the working directory."""
 
     has_locks: bool = False
-    """Whether a store's lock tells that somebody uses it. Where nothing tells, no store goes by itself."""
+    """Whether a store's lock tells that it is used. Where nothing tells, only a person deletes stores."""
 
     lock_path: str | None = None
-    """The directory whose users take turns; None where nobody does."""
+    """The directory whose users take turns; None if nobody does."""
 
     def check(self, field: str) -> Hashable:
-        """Verify that stores can be opened, touching nothing; return what tells this place from others.
+        """Check, without touching anything, that stores can be opened; return what identifies this place.
 
         Raises:
-            ConfigError: They cannot; names `field`.
+            ConfigError: They cannot be opened; names `field`.
         """
 
     def parts(self) -> tuple[str, ...]:
-        """Return the parts of where it lies; those of a place that lies in it begin with them."""
+        """Return the parts of its full path; the parts of a place within it begin with them."""
 
     def room(self) -> tuple[int, int | None]:
-        """Return the bytes that may still be written, and the number of the device that other places may share."""
+        """Return the bytes that may still be written, and the number of the device; None if it shares none."""
         return UNLIMITED_BYTES, None
 
     def facts(self) -> dict[str, str]:
-        """Return its `path`, `file_system` and `device`, which tell its rates; `ConfigError` if it is not there."""
+        """Return `path`, `file_system` and `device`, by which rates are found; `ConfigError` if it does not exist."""
 
     def for_rank(self, rank: int, field: str) -> Place:
-        """Return the place of one rank in it, made if need be; a `ConfigError` names `field`."""
+        """Return the place for one rank within this one, made if need be; a `ConfigError` names `field`."""
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
         """Open a new store; see `offload.tiers.open_tier`."""
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
-        """Open a store that is there, for reading only.
+        """Open an existing store, for reading only.
 
         Raises:
             ConfigError: A bucket cannot be used.
@@ -163,14 +164,14 @@ class Place(Protocol):
         """
 
     def folder(self) -> Folder:
-        """Return it as the folder of a checkpoint."""
+        """Return this place as the folder of a checkpoint."""
 
     def store(self, store: uuid.UUID) -> Folder:
-        """Return the folder of a store, whether it is there or not."""
+        """Return the folder of a store, which need not exist."""
 
     def stores(self, *, ranks: bool = True) -> Sequence[Folder]:
-        """Return the stores that are there by name, with `ranks` those of `rank-<r>` too; errors as of a `Folder`."""
+        """Return the existing stores by name, with `ranks` those in `rank-<r>`, too; errors as of a `Folder`."""
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
-        """Return which places there are, of these names and of ranks in them, that a store may have been moved to."""
+        """Return the paths, among `names` and ranks' folders beside or in them, that have a store of this uuid."""
         return []

@@ -1,7 +1,7 @@
 """A prefix of a bucket as a path of slots: each version of a tile is an object of its own.
 
-An object holds what a slot holds, header and payload. Its key names tile, version and slot, so a write never replaces
-an object that an index may still refer to: the object that a slot held before is deleted once the new one is there.
+An object holds a slot's header and payload. Its key names tile, version and slot, so a write never replaces an object
+that an index may still refer to: the object that a slot held before is deleted once the new one is stored.
 
 Invariants:
   * a slot's key changes only when an object of that key is whole at the store;
@@ -55,7 +55,7 @@ from offload.tiers.objects import (
 from offload.tiers.store import RECORD_NAME, describe_store, describe_user
 
 DEFAULT_DEPTH = 8
-"""A store answers late but many at once."""
+"""Requests of each direction: an object store has long latencies, but serves many requests at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,23 +63,23 @@ _log = logging.getLogger(__name__)
 class RemoteTier(Owned):
     """Slots as objects of an S3-compatible store, moved by threads of the tier's own.
 
-    The store is everything below `<prefix>/offload-<uuid>/`; `close` deletes it. A store that was left behind stays
-    until somebody deletes it. A process forked from this one cannot use the tier: every method raises there, except
+    The store is everything below `<prefix>/offload-<uuid>/`; `close` deletes it. The store of a session that was
+    killed stays until a person deletes it. A forked process cannot use the tier: every method raises there, except
     `close`, which does nothing.
 
     Args:
         path: "s3://bucket/prefix".
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        options: How; a store has no extents, and there is one backend.
-        client: Where objects go; None for `S3Client`. The tier closes it.
+        options: See `StoreOptions`; extents and backend do not apply.
+        client: The client for the bucket; None for `S3Client`. The tier closes it.
         retry: How requests are tried while training; None for `PATIENT`.
 
     Attributes:
-        store_prefix: What the keys of all objects of this store begin with.
+        store_prefix: Prefix of the keys of all objects of this store.
 
     Raises:
-        ConfigError: The bucket cannot be used, which is found out by using it; nothing is left there.
+        ConfigError: The bucket cannot be used, which is found out by trying; nothing is left behind there.
         TierError: The store exists already.
     """
 
@@ -107,16 +107,16 @@ class RemoteTier(Owned):
         self._max_bytes = options.max_bytes
         self._used_bytes = 0
         self._lock = threading.Condition()
-        # All below belongs to whoever holds the lock.
+        # All below is read and changed under the lock only.
         self._offsets: list[int] = []
         self._slots: dict[int, tuple[str, int]] = {}
         self._written: dict[str, None] = {}
-        self._claimed: set[str] = set()
-        self._doomed: dict[str, None] = {}
+        self._reserved: set[str] = set()
+        self._to_delete: dict[str, None] = {}
         self._deleting: frozenset[str] = frozenset()
         self._writing: set[int] = set()
         self._syncs: list[tuple[int, set[int], float]] = []
-        self._reasons: dict[int, str] = {}
+        self._causes: dict[int, str] = {}
         if client is None:
             s3 = S3Client(path, bucket, retry=HASTY)
             self._client: ObjectClient = s3
@@ -171,7 +171,7 @@ class RemoteTier(Owned):
         self._queue.post(op, 0, 0, started_s, time.monotonic())
 
     def set_depth(self, depth: int) -> None:
-        """See `Tier.set_depth`."""
+        """Change how many requests are in flight for each direction."""
         self.check_open("set_depth")
         check_depth(depth)
         with self.answering_for("set_depth"):
@@ -180,7 +180,7 @@ class RemoteTier(Owned):
         self.depth = depth
 
     def allocate(self, nbytes: int) -> None:
-        """Do nothing: there is no room to be set aside."""
+        """Do nothing: an object store has no room to set aside."""
         self.check_open("allocate")
 
     def free_bytes(self) -> int:
@@ -191,12 +191,12 @@ class RemoteTier(Owned):
     def explain(self, op: int) -> str:
         """Return, once, what the store said when an operation failed."""
         with self._lock:
-            return self._reasons.pop(op, "")
+            return self._causes.pop(op, "")
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, delete this store's objects; idempotent.
 
-        What is in flight is not tried again and deleting only a few times, so this ends soon if the server is gone.
+        Requests in flight are not tried again, and deletes only a few times, so this ends soon if no server answers.
         """
         if not self.ends_here():
             return
@@ -210,26 +210,26 @@ class RemoteTier(Owned):
     # The store
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
-        """Make the store, and find out whether the bucket can be used."""
-        # "opened_as" tells this attempt from any other, so that ours can be recognised.
+        """Make the store, and try whether the bucket can be used."""
+        # "opened_as" identifies this attempt, so that its own record can be recognised.
         self._record = {**describe_store(store), **describe_user(), "opened_as": uuid.uuid4().hex}
         content = json.dumps(self._record).encode()
-        key, found = self.store_prefix + RECORD_NAME, bytearray(len(content))
+        key, returned = self.store_prefix + RECORD_NAME, bytearray(len(content))
         trial = self.store_prefix + "trial"
         try:
             try:
                 self._client.create(key, content)
             except ObjectExistsError as cause:
-                # Ours, if the answer to an earlier attempt was lost.
-                self._client.get_into(key, [memoryview(found)])
-                if bytes(found) != content:
+                # It is our own record if the answer to an earlier attempt was lost.
+                self._client.get_into(key, [memoryview(returned)])
+                if bytes(returned) != content:
                     detail = "a store of this name exists already"
                     raise TierError(
                         "open", tier=self.name, path=self.path, errno=errno.EEXIST, detail=detail
                     ) from cause
             self._written[key] = None
-            size = self._client.get_into(key, [memoryview(found)])
-            # Tiles take another way than the record: try that too.
+            size = self._client.get_into(key, [memoryview(returned)])
+            # Tiles are sent in another way than the record: try that, too.
             self._written[trial] = None
             self._client.put(trial, [memoryview(content)], digest_of(content))
             self._client.delete([trial])
@@ -241,68 +241,71 @@ class RemoteTier(Owned):
         except BaseException:
             self._undo_open()
             raise
-        if size != len(content) or found != content:
+        if size != len(content) or returned != content:
             self._undo_open()
             raise ConfigError("paths", self.path, f"{self._client.endpoint} does not return what was stored there")
 
     def _undo_open(self) -> None:
+        """Delete what a failed `_open` has made, and close the client."""
         self._client.limit_attempts(1)
         if self._written:
             self._remove()
         self._client.close()
 
     def _remove(self) -> None:
-        """Delete what this object has created, and nothing else; nothing of what is kept."""
-        left = dict(self._written)
+        """Delete the objects of this store, except those that `keep` has named; note the session's end if any are."""
+        remaining = dict(self._written)
         try:
             try:
-                # Also what a request made that was given up before its answer came.
-                left.update(dict.fromkeys(self._client.list(self.store_prefix)))
+                # Also objects of requests that were given up before their answers came.
+                remaining.update(dict.fromkeys(self._client.list(self.store_prefix)))
             except ObjectError as error:
                 if not error.status:
-                    raise  # nobody answers: deleting would wait as long again
+                    raise  # the server does not answer: deleting would wait as long again
             if self.kept is not None:
                 kept = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
                 kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
-                left = {key: None for key in left if key not in kept}
-            self._client.delete(list(left))
+                remaining = {key: None for key in remaining if key not in kept}
+            self._client.delete(list(remaining))
             if self.kept is not None:
-                self._say_ended()
+                self._note_end()
         except ObjectError as error:
             _log.warning(
-                "left %d objects in place below %s of %s: %s", len(left), self.store_prefix, self.path, error
+                "left %d objects in place below %s of %s: %s", len(remaining), self.store_prefix, self.path, error
             )
 
-    def _say_ended(self) -> None:
-        """Write into the record of a store that stays that its session will not use it any more; see `opened_by`."""
+    def _note_end(self) -> None:
+        """Note in the record of a store that is kept that its session has ended; see `Folder.opened_by`."""
         content = json.dumps({**self._record, "ended": True}).encode()
-        with contextlib.suppress(ObjectError):  # then its process tells, on its machine
+        with contextlib.suppress(ObjectError):  # without the note, the process tells, on its own machine
             self._client.put(self.store_prefix + RECORD_NAME, [memoryview(content)])
 
     # On the lanes' threads
 
     def _read(self, request: TileRequest) -> None:
+        """Read a slot, a second time if it arrives damaged, and report."""
         started_s = time.monotonic()
         try:
-            error, found = self._fetch(request)
+            error, checksum = self._fetch(request)
             if error in (ERROR_HEADER, ERROR_CHECKSUM):
                 _log.warning("%s: %s arrived damaged, it is fetched again", self.path, self.key(request))
-                error, found = self._fetch(request)
+                error, checksum = self._fetch(request)
         except ObjectMissingError as cause:
-            error, found = self._failed(request, cause, ERROR_SHORT), 0
+            error, checksum = self._note_failure(request, cause, ERROR_SHORT), 0
         except ObjectError as cause:
-            error, found = self._failed(request, cause, cause.errno), 0
+            error, checksum = self._note_failure(request, cause, cause.errno), 0
         except Exception as cause:  # a lane answers, whatever happens
-            error, found = self._failed(request, cause, errno.EIO), 0
-        self._report(request, error, found, started_s)
+            error, checksum = self._note_failure(request, cause, errno.EIO), 0
+        self._report(request, error, checksum, started_s)
 
     def _key_in(self, request: TileRequest) -> str | None:
-        """Return the key of what a request's slot holds, if it holds anything."""
+        """Return the key of the object in a request's slot; None if the slot is empty."""
         with self._lock:
             slot = self._slots.get(request.offset)
         return slot[0] if slot is not None else None
 
     def _fetch(self, request: TileRequest) -> tuple[int, int]:
+        """Get a slot's object once, and verify it; return error and checksum."""
         key = self._key_in(request)
         if key is None:
             return (ERROR_SHORT if request.offset + SECTOR_BYTES > self._used_bytes else ERROR_HEADER), 0
@@ -311,46 +314,47 @@ class RemoteTier(Owned):
         size = self._client.get_into(key, [memoryview(header), payload])
         if size < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
-        error, promised = admit(bytes(header), self._store, request)
+        error, expected = admit(bytes(header), self._store, request)
         if error:
             return error, 0
         if size != SLOT_HEADER_BYTES + request.nbytes:
             return ERROR_SHORT, 0
-        return (0, 0) if promised is None else compare(request, promised)
+        return (0, 0) if expected is None else compare(request, expected)
 
     def _write(self, request: TileRequest) -> None:
+        """Store an object, let it be the slot's, and report; after an error, delete what may have been stored."""
         started_s = time.monotonic()
-        error = known = 0
+        error = checksum = 0
         key = self.key(request)
         try:
-            self._claim(key)
-            known = self._store_object(key, request)
-            self._commit(key, request)
+            self._reserve_key(key)
+            checksum = self._store_object(key, request)
+            self._set_slot(key, request)
         except ObjectError as cause:
-            error = self._failed(request, cause, cause.errno)
+            error = self._note_failure(request, cause, cause.errno)
         except Exception as cause:  # a lane answers, whatever happens
-            error = self._failed(request, cause, errno.EIO)
+            error = self._note_failure(request, cause, errno.EIO)
         if error:
-            self._doom_stray(key, request.offset)
-        self._report(request, error, known, started_s)
+            self._delete_failed(key, request.offset)
+        self._report(request, error, checksum, started_s)
         self._finish_syncs(request.op)
 
-    def _claim(self, key: str) -> None:
-        """Take a key back from deletion, waiting for one that is on its way."""
+    def _reserve_key(self, key: str) -> None:
+        """Reserve a key for a write: it is not deleted from now on, and a delete that is under way is awaited."""
         with self._lock:
-            self._doomed.pop(key, None)
-            self._claimed.add(key)
+            self._to_delete.pop(key, None)
+            self._reserved.add(key)
             self._lock.wait_for(lambda: key not in self._deleting)
             self._written[key] = None
 
     def _store_object(self, key: str, request: TileRequest) -> int:
-        header, known = make_header(self._store, request)
-        whole = digest_after(header, known, request.nbytes)
+        header, checksum = make_header(self._store, request)
+        whole = digest_after(header, checksum, request.nbytes)
         self._client.put(key, [memoryview(header), memory_of(request)], whole)
-        return known or 0
+        return checksum or 0
 
-    def _commit(self, key: str, request: TileRequest) -> None:
-        """Make `key` what the slot holds; what it, or slots in its place, held before is deleted."""
+    def _set_slot(self, key: str, request: TileRequest) -> None:
+        """Let a slot hold the object `key`; delete the objects of the slots that it overlaps, itself included."""
         start, end = request.offset, request.offset + SLOT_HEADER_BYTES + request.nbytes
         with self._lock:
             first = bisect.bisect_left(self._offsets, start)
@@ -358,33 +362,34 @@ class RemoteTier(Owned):
                 first -= 1
             last = bisect.bisect_left(self._offsets, end, first)
             for offset in self._offsets[first:last]:
-                before, _ = self._slots.pop(offset)
-                if before not in self._claimed:
-                    self._doomed[before] = None
+                previous, _ = self._slots.pop(offset)
+                if previous not in self._reserved:
+                    self._to_delete[previous] = None
             self._offsets[first:last] = [start]
             self._slots[start] = (key, end)
-            self._claimed.discard(key)
-            wanted = bool(self._doomed)
-        if wanted:
-            self._deletes.put(self._delete_doomed)
+            self._reserved.discard(key)
+            has_doomed = bool(self._to_delete)
+        if has_doomed:
+            self._deletes.put(self._delete_batch)
 
-    def _doom_stray(self, key: str, offset: int) -> None:
-        """Delete what a failed write may have left: the store may have the object although no answer said so."""
+    def _delete_failed(self, key: str, offset: int) -> None:
+        """Delete the object of a failed write: the store may have it although no answer said so."""
         with self._lock:
-            self._claimed.discard(key)
+            self._reserved.discard(key)
             if self._slots.get(offset, ("", 0))[0] == key:
                 return  # the same version, from an earlier write that succeeded
-            self._doomed[key] = None
-        self._deletes.put(self._delete_doomed)
+            self._to_delete[key] = None
+        self._deletes.put(self._delete_batch)
 
-    def _delete_doomed(self) -> None:
+    def _delete_batch(self) -> None:
+        """Delete a batch of the objects that are to be deleted; a failure is left to `close`."""
         with self._lock:
-            batch = list(self._doomed)[:DELETE_KEYS]
+            batch = list(self._to_delete)[:DELETE_KEYS]
             for key in batch:
-                del self._doomed[key]
+                del self._to_delete[key]
             self._deleting = frozenset(batch)
         if not batch:
-            return  # an earlier turn took them all
+            return  # an earlier call has deleted them all
         try:
             self._client.delete(batch)
             deleted = True
@@ -398,15 +403,16 @@ class RemoteTier(Owned):
                     self._written.pop(key, None)
             self._lock.notify_all()
 
-    def _failed(self, request: TileRequest, cause: Exception, error: int) -> int:
+    def _note_failure(self, request: TileRequest, cause: Exception, error: int) -> int:
         with self._lock:
-            self._reasons[request.op] = str(cause)
+            self._causes[request.op] = str(cause)
         return error
 
-    def _report(self, request: TileRequest, error: int, found: int, started_s: float) -> None:
-        self._queue.post(request.op, error, request.offset if error else found, started_s, time.monotonic())
+    def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
+        self._queue.post(request.op, error, request.offset if error else checksum, started_s, time.monotonic())
 
     def _finish_syncs(self, written: int) -> None:
+        """Note that a write has ended, and complete the syncs that waited for it alone."""
         done = []
         with self._lock:
             self._writing.discard(written)
@@ -420,7 +426,7 @@ class RemoteTier(Owned):
 
 
 class ExistingRemoteStore(RemoteTier):
-    """A store that another session has left, or uses, for reading: nothing is made, changed or deleted.
+    """Another session's store, for reading: nothing is made, changed or deleted.
 
     Arguments and attributes are those of `RemoteTier`.
 
@@ -430,16 +436,16 @@ class ExistingRemoteStore(RemoteTier):
     """
 
     def write(self, request: TileRequest) -> None:
-        """Not possible."""
+        """Raise: another session's store is never written to."""
         invariant(False, "a store of another session is written to")
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
         try:
-            found = self._client.head(self.store_prefix + RECORD_NAME)
+            size = self._client.head(self.store_prefix + RECORD_NAME)
         except ObjectError as cause:
             self._client.close()
             raise ConfigError("checkpoint", self.path, advice(cause, self._client.endpoint, bucket)) from cause
-        if found is None:
+        if size is None:
             self._client.close()
             detail = f"there is no store {self.store_prefix}"
             raise TierError("open", tier=self.name, path=self.path, errno=errno.ENOENT, detail=detail)

@@ -26,10 +26,10 @@ STORE_FORMAT = 1
 
 STORE_NAME = re.compile(r"offload-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 READER_NAME = "reader-"
-"""How the names of notes begin, in a store that has no lock, of sessions that read it."""
+"""Prefix of the files in a store without a lock by which sessions note that they read it."""
 
 RANK_NAME = re.compile(r"rank-\d+")
-"""What a rank's own directory, or prefix, on a path is called."""
+"""Name of a rank's own directory, or prefix, on a path."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -37,24 +37,23 @@ _log = logging.getLogger("offload")
 
 
 class Store:
-    """What a session owns of a path: `<path>/offload-<uuid>/`, with a description in `store.json`.
+    """A session's directory on a path: `<path>/offload-<uuid>/`, with a description in `store.json`.
 
-    Where the file system has locks, `lock` in it is held by this process until `close`. Nothing that was there
-    before is touched.
+    If the file system has locks, this process holds `lock` in it until `close`. No other file of the path is touched.
 
     Args:
         path: An existing, writable directory.
         store: The store's name.
-        existing: Take a store over whose session has ended; it is left in place whatever happens.
+        existing: Take over an existing store whose session has ended; it is never deleted here.
 
     Attributes:
-        directory: The store's directory; does not depend on the working directory.
-        data_path: Where the slots go; not made here.
+        directory: The store's directory, as an absolute path.
+        data_path: The file for the slots; not made here.
 
     Raises:
         ConfigError: `path` is not such a directory.
-        OSError: The store could not be made, and what had been made is gone again; or, with `existing`, it is not
-            there, in use, or on a file system without locks.
+        OSError: The store could not be made, and what had been made is deleted again; or, with `existing`, it does
+            not exist, is in use, or is on a file system without locks.
     """
 
     def __init__(self, path: str, store: uuid.UUID, *, existing: bool = False) -> None:
@@ -68,12 +67,12 @@ class Store:
             return
         self.directory.mkdir(mode=0o700)
         try:
-            while not self._settle(path):
+            while not self._lock_new(path):
                 self.directory.mkdir(mode=0o700, exist_ok=True)
-            # Whole or not there: a record that cannot be read would keep the store of a killed session for good.
+            # Written atomically: with a damaged record the store of a killed session would never be deleted.
             with replacing(self.directory / RECORD_NAME, f"{TEMPORARY}{RECORD_NAME}") as file:
                 file.write(json.dumps(describe_store(store)).encode())
-            if self._lock is None:  # last, as an empty directory is anybody's to delete
+            if self._lock is None:  # last, as anybody may delete an empty directory
                 self._delete(LOCK_NAME)
             sync_directory(self.directory.parent)
         except BaseException:
@@ -81,7 +80,7 @@ class Store:
             raise
 
     def close(self, *, keep: bool = False) -> None:
-        """Give the lock up and, unless `keep`, delete what was made here and nothing else."""
+        """Give the lock up and, unless `keep`, delete the files that were made here and the directory."""
         try:
             if not keep:
                 self._delete(DATA_NAME, RECORD_NAME, PINS_NAME)
@@ -93,8 +92,8 @@ class Store:
             # Last, because network file systems keep a file that is open under another name when it is deleted.
             self._delete(LOCK_NAME, directory=True)
 
-    def _settle(self, path: str) -> bool:
-        """Lock the new directory, which looks like a leftover until then; return whether nobody has deleted it."""
+    def _lock_new(self, path: str) -> bool:
+        """Lock the new directory; return False if another process has deleted it, as a leftover, before that."""
         try:
             self._identity = _identity(os.stat(self.directory, follow_symlinks=False))
             self._lock = hold_lock(self.directory / LOCK_NAME)
@@ -107,6 +106,7 @@ class Store:
         return True
 
     def _delete(self, *names: str, directory: bool = False) -> None:
+        """Delete files of the store, or the directory, unless its name means another one now; log a failure."""
         try:
             with StoreDirectory(self.directory) as files:
                 if files.identity != self._identity:
@@ -121,18 +121,15 @@ class Store:
 
 
 class StoreDirectory:
-    """The directory of a store, held open: what is deleted lies in it, whatever its name means by then.
+    """The directory of a store, held open: files are deleted in it even if its name means another one by then.
 
-    A context manager. Links are not followed: neither one in the place of the directory nor one in it.
-
-    Args:
-        directory: `<path>/offload-<uuid>`.
+    A context manager. Links are not followed, neither to the directory nor in it.
 
     Attributes:
         identity: (st_dev, st_ino).
 
     Raises:
-        OSError: It is not there, is a link, or cannot be opened.
+        OSError: The directory does not exist, is a link, or cannot be opened.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -147,12 +144,12 @@ class StoreDirectory:
         os.close(self._descriptor)
 
     def files(self) -> dict[str, os.stat_result]:
-        """Return what it holds."""
-        found = {}
+        """Return the status of each file in the directory, by name."""
+        status_by_name = {}
         for name in sorted(os.listdir(self._descriptor)):
             with contextlib.suppress(FileNotFoundError):
-                found[name] = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        return found
+                status_by_name[name] = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        return status_by_name
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; one that is not there counts as deleted."""
@@ -170,20 +167,20 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def describe_store(store: uuid.UUID) -> dict[str, str | int]:
-    """Return what a store's record says: format, uuid, and who opened it."""
+    """Return the content of a store's record: format, uuid, and the process that has opened it."""
     return {"format": STORE_FORMAT, "uuid": str(store), "pid": os.getpid(), "host": socket.gethostname()}
 
 
 def describe_user() -> dict[str, Any]:
-    """Return what says who uses a store that has no lock, so that others on this machine see when that has ended."""
+    """Return the entry that names this process as user of a store without locks: others can see when it has ended."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "process": Process.this()}
 
 
 def check_directory(path: str) -> None:
-    """Make sure that `path` is a directory that files can be made in; leaves nothing behind.
+    """Check that `path` is a directory in which files can be made; nothing is left behind.
 
     Raises:
-        ConfigError: it is not; names the field "paths".
+        ConfigError: It is not; names the field "paths".
     """
     if not os.path.exists(path):
         raise ConfigError("paths", path, "there is no such directory: create it, or name one that exists")
