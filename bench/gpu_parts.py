@@ -327,7 +327,7 @@ def review(case: Case) -> Iterator[Times]:
         machine=SimpleNamespace(is_open=False, saver=SimpleNamespace(under_way=None), broken=None),
         gradients=SimpleNamespace(have_arrived=lambda: False),
     )
-    parts.replace = lambda better: setattr(parts, "plan", better)
+    parts.replace_plan = lambda better: setattr(parts, "plan", better)
     chooses, observed = PlacementReview(parts, SimpleNamespace(settle=lambda: None)), [case.known]
     for _ in range(MOST_STEPS):
         observed = [*observed[-2:], observe(parts.rates, case.predicted(parts.plan).timeline)]

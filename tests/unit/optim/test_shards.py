@@ -175,7 +175,7 @@ def test_who_fails_on_one_mesh_is_heard_on_the_next() -> None:
             heard.append(error)
             return failed
 
-        return SimpleNamespace(ranks=2, failures=failures)
+        return SimpleNamespace(ranks=2, gather_failures=failures)
 
     optimizer: Any = object.__new__(Muon)
     optimizer._weights = SimpleNamespace(dealt={0: mesh([(1, "no room")]), 1: mesh([])})
