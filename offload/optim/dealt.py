@@ -258,6 +258,29 @@ class Dealt:
         return torch.split(received, [*chain.from_iterable(numels)])
 
 
+def fail_together(meshes: Iterable[Dealt], error: Exception | None, close: Callable[[], object]) -> Exception | None:
+    """Have the ranks of each mesh hear which of them have failed; collective over each, in turn.
+
+    Args:
+        meshes: The weights that are dealt over each.
+        error: This rank's failure, or None.
+        close: Called where some ranks of a mesh have failed, and others have not.
+
+    Returns:
+        What this rank is to raise: its own error, else one that names the first rank that failed. It is raised behind
+        all collectives, as the ranks of the next mesh wait for this one.
+    """
+    for mesh in meshes:
+        failures = mesh.gather_failures(error)
+        if 0 < len(failures) < mesh.ranks:
+            rank, text = failures[0]
+            close()
+            if error is None:
+                allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
+                error = ConfigError("params", "dealt to ranks", allowed)
+    return error
+
+
 def _buckets(tensors: Mapping[DealtWeight, torch.Tensor]) -> Iterator[list[DealtWeight]]:
     """Yield lists of weights whose tensors are exchanged at once: of one dtype; the same lists on all ranks."""
     by_dtype: dict[torch.dtype, list[DealtWeight]] = {}

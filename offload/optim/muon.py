@@ -14,6 +14,7 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.layout import named_like
 from offload.optim import shards
+from offload.optim.dealt import fail_together
 from offload.optim.groups import Group, TorchOptions, names
 from offload.optim.optimizer import OffloadedOptimizer
 from offload.rules import ADAMW, MUON, UpdateRule, flag, not_negative
@@ -115,14 +116,7 @@ class Muon(OffloadedOptimizer):
             yield
         except Exception as caught:
             error = caught
-        for dealt in self._weights.dealt.values():
-            failures = dealt.gather_failures(error)
-            if 0 < len(failures) < dealt.ranks:
-                rank, text = failures[0]
-                self._holder.close()
-                if error is None:  # raised at last: those of the next mesh wait for this rank
-                    allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
-                    error = ConfigError("params", "dealt to ranks", allowed)
+        error = fail_together(self._weights.dealt.values(), error, self._holder.close)
         if error is not None:
             raise error
 
