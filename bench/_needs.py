@@ -82,6 +82,7 @@ TORCHAO = Need("torchao", "pip install torchao", lambda: package("torchao"))
 DEEPSPEED = Need(
     "DeepSpeed", f"DS_BUILD_OPS=0 pip install --no-build-isolation {pinned()}", lambda: package("deepspeed")
 )
+MEGATRON = Need("Megatron-Core", "pip install --no-deps megatron-core==0.16.1", lambda: package("megatron-core"))
 NATIVE = (
     DEEPSPEED,
     Need("a C++ compiler", "apt-get install g++", lambda: program(compiler()[0])),

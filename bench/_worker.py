@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ SHORTAGES = (
 
 
 def build(request: dict[str, Any]) -> Any:
-    """Return the model: as users build it, or the one that takes no memory while it is made."""
+    """Return the model: as users build it, or the one that takes no memory while it is made; or Megatron's own."""
+    if request["kind"] == "megatron":
+        return import_module("_megatron").build(request)
     shape = Shape(**request["shape"])
     if request.get("lean"):
         import _llama
@@ -354,6 +357,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "finished": Finished,
     "fsdp": Fsdp,
     "deepspeed": DeepSpeed,
+    "megatron": lambda request: import_module("_megatron").Megatron(request),
 }
 
 

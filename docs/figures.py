@@ -1055,6 +1055,24 @@ def others(page: Path) -> str:
     return "\n".join([*lines, "", f"Report: {source('others', page)}."])
 
 
+def megatron_core(page: Path) -> str:
+    """Return what an iteration takes beside Megatron-Core's own CPU offload."""
+    if not dated("megatron-core", "json"):
+        return none_yet("megatron-core")
+    found = read("megatron-core")["results"]
+    what = f"{found['model']['numel'] / 1e6:.0f}M parameters, {found['tokens']} tokens, {found['threads']} threads"
+    lines = [
+        f"| {what} | iteration, s | its floor, s | step, s | MB read | MB written | memory, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found["rows"].items():
+        step = f"{row['step_s']:.3f}" if row["step_s"] else ""
+        moved = [f"{row[f'kernel_{verb}_bytes'] / 1e6:.0f}" for verb in ("read", "write")]
+        cells = [f"{row['iteration_s']:.3f}", f"{row['floor_s']:.3f}", step, *moved, f"{row['peak_bytes'] / 1e6:.0f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Report: {source('megatron-core', page)}."])
+
+
 # docs/benchmarks.md: command, question, full run, reports
 
 BENCHMARKS = (
@@ -1071,6 +1089,7 @@ BENCHMARKS = (
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "1 h", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
+    ("`python bench/megatron_core.py`", "what does an iteration take below Megatron-Core's optimizer, beside its own CPU offload?", "5 min", ("megatron-core",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "25 min", ("capacity",)),
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),

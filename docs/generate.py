@@ -154,6 +154,7 @@ PARTS = {
         "large": figures.large,
         "ablation": figures.ablation,
         "others": figures.others,
+        "megatron-core": figures.megatron_core,
         "largest": figures.largest,
         "left": figures.left,
         "targets": figures.targets,

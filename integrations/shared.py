@@ -102,9 +102,9 @@ def check_relied_on(
 
 
 def _owner(place: str) -> Any:
-    """Return a module, or a class of a module, by its dotted name; classes begin with a capital."""
+    """Return a module, or a class of a module, by its dotted name; the first letter of a class is a capital."""
     module, _, name = place.rpartition(".")
-    return getattr(import_module(module), name) if name[0].isupper() else import_module(place)
+    return getattr(import_module(module), name) if name.lstrip("_")[0].isupper() else import_module(place)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

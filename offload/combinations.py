@@ -206,9 +206,16 @@ VERL_GENERATES = Row(ATTACHED, '`overlap` "forward", "both"', "verl",
     'use "off" or "backward": verl gives new weights to generation after its step', values=FORWARD)
 MEGATRON_BUFFER = Row(ATTACHED, "`gradient_memory`; `keep_grads` false", "Megatron-Core",
     "use true, and no gradient_memory: Megatron keeps gradients in a buffer of its own, and clips them there")
-MEGATRON_GATHERS = Row(ATTACHED, '`overlap` "forward", "backward", "both"', "Megatron-Core",
-    'use "off": Megatron gathers new weights when its step returns, and tells of no gradient before the step',
-    values=("forward", "backward", "both"))
+MEGATRON_GATHERS = Row(ATTACHED, '`overlap` "forward", "both"', "Megatron-Core",
+    'use "off" or "backward": Megatron gathers new weights when its step returns', values=FORWARD)
+MEGATRON_REDUCES = Row(ATTACHED, '`overlap` "backward"', "Megatron-Core without `--overlap-grad-reduce`",
+    'use "off", or --overlap-grad-reduce: else Megatron reduces when backward has ended')
+MEGATRON_CHANGES = Row(ATTACHED, '`overlap` "backward"',
+    "a loss scale of Megatron-Core's (`--fp16`, `--loss-scale`); `--calculate-per-token-loss`",
+    'use "off": Megatron scales all gradients in place between their reduction and the step, so that no update that '
+    'was made before would count')
+MEGATRON_MIRRORS = Row(ATTACHED, "`mirror`", 'Megatron-Core with `layout="stock"`',
+    'leave it out, or use enable(..., layout="in_place"): checkpoints that are all Megatron\'s are not mirrored')
 MEGATRON_WHOLE = Row(ATTACHED, "`offload.integrations.megatron`",
     "an optimizer of Megatron-Core's that is not distributed, precision-aware and offloaded to the CPU",
     "give --use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer, which OptimizerConfig "
@@ -219,9 +226,6 @@ MEGATRON_WEIGHTS = Row(ATTACHED, "`offload.integrations.megatron`", "weights of 
     "use --bf16 or --fp16 for all that train, without --fp8-param-gather: --fp8-format still computes in fp8")
 MEGATRON_ROUNDED = Row(ATTACHED, "`offload.integrations.megatron`", "Megatron-Core's types of state, but for fp32",
     'leave it fp32: state_format says how state is stored')
-MEGATRON_CHAIN = Row(ATTACHED, "`offload.integrations.megatron`",
-    "several optimizers of Megatron-Core in a chain, as experts have",
-    "leave expert parallelism out: one budget is for one optimizer, and here are {count}")
 # fmt: on
 
 TABLE = {name: row for name, row in globals().items() if isinstance(row, Row)}

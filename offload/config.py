@@ -65,9 +65,7 @@ def parse_bytes(field: str, value: object) -> int:
             raise ConfigError(field, value, allowed)
         number, unit = found
         if _BITS.search(value):
-            raise ConfigError(
-                field, value, f'a small "b" behind a large letter means bits; {allowed}'
-            )
+            raise ConfigError(field, value, f'a small "b" behind a large letter means bits; {allowed}')
         if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
             said = value.strip().rstrip("iI")
             raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')
@@ -615,15 +613,9 @@ class OffloadConfig:
     overlap: str = setting(
         "off",
         OneOf(*OVERLAPS),
-        """Where a step is hidden: "off", "forward", "backward", or "both". In the next forward pass of the model that
-        `overlap_forward` is given, which has each module wait for its own weights; integrations give theirs, and
-        giving one is enough in place of "forward". In backward, where streamed subgroups are updated as soon as their
-        gradients are there, each into a version beside the live one. A step that would do the same takes it over;
-        else, as when it clips, the time was lost and nothing has changed. That takes room on the paths for a second
-        version of that state as far as there is some, and memory for new weights; with weights on a GPU the CPU makes
-        these updates. Refused for FSDP1 on several ranks; where FSDP2's weights wait in host memory for a GPU,
-        `overlap_backward` needs the model. "auto": nowhere, in forward (if a model is given), in backward or in both,
-        of what is possible: each is tried for some steps, and what took the first rank least time is kept.""",
+        """Where a step is hidden: "off", "forward" (in the next forward pass), "backward", "both", or "auto" (each is
+        tried, and the fastest kept). The numbers are the same; [step.md](step.md#where-a-step-is-hidden) says what
+        each takes, and where it works.""",
         plan=None,
         train=Flag(
             "hide the optimizer's step in the next forward pass, in backward, in both, or wherever that should pay "
@@ -850,3 +842,18 @@ class OffloadConfig:
             own = place.for_rank(rank, field)
             paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
         return dataclasses.replace(self, paths=paths)
+
+    def for_part(self, part: int, whole: int) -> OffloadConfig:
+        """Return this config for one of several engines in a process, which has `part` of `whole` of their state.
+
+        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`; all else is each one's own.
+        """
+
+        def share(given: Any) -> Any:
+            if isinstance(given, dict):
+                return {node: share(nbytes) for node, nbytes in given.items()}
+            return given * part // max(whole, 1) if isinstance(given, int) else given
+
+        paths = [dataclasses.replace(path, max_bytes=share(path.max_bytes)) for path in self.path_configs]
+        budgets = {name: share(getattr(self, name)) for name in ("host_memory", "gpu_memory")}
+        return dataclasses.replace(self, paths=paths, **budgets)

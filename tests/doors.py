@@ -1,10 +1,14 @@
-"""torchtitan, LLaMA-Factory and litgpt with our optimizer, for real: `python tests/doors.py [DOOR ...]`.
+"""torchtitan, LLaMA-Factory, litgpt and a newer Megatron-Core, for real: `python tests/doors.py [DOOR ...]`.
 
 Makes an environment for each below --folder (a temporary one), with the newest release that was tried, the pinned
 torch and a wheel of this checkout, and then trains the example of docs/examples/ there: with the framework's own
 optimizer in memory; with ours and its state on disk; with ours, killed at step 15; and resumed from what it had saved
 at step 10. Prints the losses, and fails unless ours are those of the framework's own optimizer (`Door.near`), and
 those after the resume the same as without the kill. Takes 2 GB of disk and some minutes for each.
+
+Of a release (`RELEASES`) tests of ours run in such an environment; `--python FILE` names one that is there already.
+It wants a newer Python: that of `--interpreter`, else one that is on the path or that pyenv has. Where there is none,
+that is said, and the release is left out.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,6 +107,69 @@ DOORS = {
 }
 
 
+@dataclass(frozen=True)
+class Release:
+    """A framework's release that the environment here cannot have.
+
+    Attributes:
+        alone: What is installed without what it asks for, as in `Door`.
+        packages: What is installed with what it asks for, for the tests, too.
+        stand_ins: As in `Door`.
+        python: The oldest Python that it runs with.
+        tests: Those that it has to pass.
+    """
+
+    alone: tuple[str, ...]
+    packages: tuple[str, ...]
+    python: tuple[int, int]
+    tests: tuple[str, ...]
+    stand_ins: tuple[str, ...] = ()
+
+
+RELEASES = {
+    "megatron-core": Release(
+        ("megatron-core==0.19.2",),
+        ("einops", "packaging", "pytest", "pytest-timeout", "hypothesis", "expecttest"),
+        (3, 12),
+        ("tests/integrations/test_megatron.py", "tests/integrations/test_megatron_kills.py"),
+    ),
+}
+
+
+def interpreters() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield Pythons that there are, with their versions: this one, those on the path, pyenv's."""
+    on_path = (shutil.which(f"python3.{minor}") for minor in range(sys.version_info.minor, 30))
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    found = [sys.executable, *filter(None, on_path), *map(str, sorted(pyenv.glob("versions/*/bin/python3")))]
+    for python in dict.fromkeys(found):
+        command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:  # what pyenv puts on the path fails for versions that are not chosen
+            major, minor = map(int, done.stdout.split())
+            yield python, (major, minor)
+
+
+def newer(least: tuple[int, int]) -> str | None:
+    """Return a Python that is as new, the oldest of those there are; None if there is none."""
+    found = [(version, python) for python, version in interpreters() if version >= least]
+    return min(found)[1] if found else None
+
+
+def check_release(name: str, python: str) -> None:
+    """Run the tests of a release.
+
+    Raises:
+        AssertionError: One has failed, or was left out.
+    """
+    # -P: the package that is installed is meant, not the folder of its sources.
+    command = [python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *RELEASES[name].tests]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    last = done.stdout.splitlines()[-1:]
+    if done.returncode or "skipped" in str(last):
+        raise AssertionError(f"{name} ended with {done.returncode}\n{done.stdout[-8000:]}")
+    print(f"{name}: {', '.join(RELEASES[name].alone)}: {last[0]}", flush=True)
+
+
 def run(door: Door, python: str, folder: Path, optimizer: Sequence[str] = (), kill: int = 0) -> dict[int, float]:
     """Train in a folder, which another run may have left; return the losses that this run has seen, by step."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,9 +211,9 @@ def check(door: Door, python: str, folder: Path) -> list[tuple[int, float, float
     return rows
 
 
-def make(door: Door, folder: Path, torch: str, ours: str) -> str:
+def make(door: Door | Release, folder: Path, torch: str, ours: str, interpreter: str = sys.executable) -> str:
     """Make an environment, and return its interpreter; `ours` is what pip installs of this project."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     install = [python, "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, torch, "setuptools"], check=True)
@@ -161,20 +229,36 @@ def make(door: Door, folder: Path, torch: str, ours: str) -> str:
 
 
 def main() -> None:
+    names = [*DOORS, *RELEASES]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("door", nargs="*", choices=[*DOORS, []], help="all of them, if none is named")
+    parser.add_argument("door", nargs="*", choices=[*names, []], help="all of them, if none is named")
     parser.add_argument("--folder", type=Path, help="where environments are made, and stay")
     parser.add_argument("--wheel", default=str(ROOT), help="a wheel of this checkout that is there already")
     parser.add_argument("--python", help="an environment that is there already")
+    parser.add_argument("--interpreter", help="the Python of environments of releases")
     makefile = (ROOT / "Makefile").read_text()
     arguments = parser.parse_args()
     (torch,) = re.findall(r"^TORCH := (.*)$", makefile, re.MULTILINE)
-    for name in arguments.door or DOORS:
+    for name in arguments.door or names:
+        interpreter: str | None = sys.executable
+        if name in RELEASES:
+            interpreter = arguments.interpreter or arguments.python or newer(RELEASES[name].python)
+        if interpreter is None:
+            least = ".".join(map(str, RELEASES[name].python))
+            print(f"{name}: not run: it needs Python {least} or later, and none is here (--interpreter names one)")
+            continue
         with tempfile.TemporaryDirectory(prefix="door-") as temporary:
             folder = Path(temporary)
             python = arguments.python or make(
-                DOORS[name], (arguments.folder or folder) / name, torch, arguments.wheel
+                DOORS.get(name) or RELEASES[name],
+                (arguments.folder or folder) / name,
+                torch,
+                arguments.wheel,
+                interpreter,
             )
+            if name in RELEASES:
+                check_release(name, python)
+                continue
             rows = check(DOORS[name], python, folder / "runs")
         print(
             f"{name}\n| step | its own, in memory | ours, on disk | killed at {KILLED}, resumed |\n|---|---|---|---|"

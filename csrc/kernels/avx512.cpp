@@ -1,6 +1,6 @@
 // AVX-512 F, BW, DQ and VL: 16 fp32 elements at a time. FMA is used only for exact products: it rounds once where
 // the reference rounds twice. vsqrtps and vdivps are correctly rounded; with sequences from vrsqrt14ps and vrcp14ps, which
-// can be, too, updates are slower (docs/step.md). vcvtps2ph rounds to nearest even whatever MXCSR says and keeps
+// can be, too, updates are slower (docs/architecture.md). vcvtps2ph rounds to nearest even whatever MXCSR says and keeps
 // subnormals; bf16 is rounded by integer arithmetic because vcvtneps2bf16 flushes subnormals.
 #include <immintrin.h>
 

@@ -319,7 +319,7 @@ class SavesBehind:
             if pinned:
                 self._release(pinned)
             if pending.error is None:
-                with contextlib.suppress(OSError):  # `_name_tag` has noted it in `pending.error`
+                with contextlib.suppress(OSError, CheckpointError):  # `_name_tag` has noted it in `pending.error`
                     if self._rank == 0:
                         self._publish(pending)
                     tag_folder = os.path.join(pending.folder, pending.tag)
@@ -423,7 +423,7 @@ class SavesBehind:
                     os.fsync(file.fileno())
                     os.rename(file.name, latest)
             _sync(pending.folder)
-        except OSError as failed:
+        except (OSError, CheckpointError) as failed:
             pending.error = failed
             raise
         pending.is_named = True

@@ -61,17 +61,12 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         result = load(load_dir, tag, *arguments, **keywords)
         if result[0] is not None:
-            tag_folder = os.path.join(load_dir, str(_latest(load_dir) if tag is None else tag))
+            tag_folder = os.path.dirname(result[0])
             if mark_of(tag_folder) is Mark.WHOLE:  # a tag without a checkpoint of the engine is mirrored, too
                 mirror_folder(optimizer.shard, tag_folder, is_new=False)
         return result
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
-
-
-def _latest(folder: Any) -> str:
-    with open(os.path.join(folder, LATEST), encoding="utf-8") as file:
-        return file.read().strip()
 
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:

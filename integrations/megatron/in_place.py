@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -22,13 +22,11 @@ import torch
 
 from offload import CheckpointError, SaveRequest
 from offload.integrations.shared import POINTER, is_to_copy
+from offload.optim.folders import begin_folder, end_folder
 from offload.optim.ranks import on_all_ranks, world
 
-SHARDING = "offload_in_place"
-"""What `distrib_optim_sharding_type` is in the metadata of such a checkpoint."""
-
-FOLDER = "offload"
-"""Our folder in a checkpoint of Megatron's."""
+KEY, SHARDING = "distrib_optim_sharding_type", "offload_in_place"
+"""What the metadata of such a checkpoint have."""
 
 FAILED = "another rank could not do its part of a checkpoint; its log says why"
 """What a rank says where another one has failed."""
@@ -36,7 +34,7 @@ FAILED = "another rank could not do its part of a checkpoint; its log says why"
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 
 _asked: dict[str, Any] = {}
-"""The `DistributedOptimizer` whose state dict is to be saved next, by the checkpoint's id."""
+"""The `DistributedOptimizer`s whose state dicts are to be saved next, by the checkpoints' ids."""
 
 _loading: list[str] = []
 """The checkpoint of Megatron's that was read last."""
@@ -47,7 +45,8 @@ def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
     ids = [uuid.uuid4().hex]
     if not is_loading:
         torch.distributed.broadcast_object_list(ids)
-        _asked.clear()
+        for known in [known for known, each in _asked.items() if each is distributed]:
+            del _asked[known]  # it was not saved
         _asked[ids[0]] = distributed
     found = {**distributed.state_dict(), "param_state": {POINTER: ids[0]}}
     kind = import_module(f"{_CHECKPOINTING}.mapping").ShardedObject
@@ -60,40 +59,46 @@ def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
 def save(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Stand in for `dist_checkpointing.save`: begin our folder first, where a state dict has its id. Collective.
+    """Stand in for `dist_checkpointing.save`: begin our folders first, where a state dict has their ids. Collective.
 
-    Ours goes on behind training with `async_sharded_save`, and is awaited before Megatron ends its own.
+    Ours go on behind training with `async_sharded_save`, and are awaited before Megatron ends its own. Once that has
+    ended the whole folder is marked, and mirrored.
 
     Raises:
         CheckpointError: Ours could not be saved; raised on all ranks.
     """
     values = import_module(f"{_CHECKPOINTING}.dict_utils").nested_values(sharded_state_dict)
     pointers = (value.data for value in values if isinstance(getattr(value, "data", None), dict))
-    id = next((pointer[POINTER] for pointer in pointers if POINTER in pointer), None)
-    if id is None:
+    asked = {pointer[POINTER]: _asked.pop(pointer[POINTER]) for pointer in pointers if POINTER in pointer}
+    if not asked:
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
-    distributed = _asked.pop(id)
-    on_all_ranks(functools.partial(_begin, distributed, id, os.path.abspath(checkpoint_dir)), FAILED)
-    wait = functools.partial(on_all_ranks, distributed.optimizer.engine.checkpoints.wait, FAILED)
-    options["content_metadata"] = {**(options.get("content_metadata") or {}), "distrib_optim_sharding_type": SHARDING}
+    place, inner = os.path.abspath(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
+    begin_folder(place)
+    on_all_ranks(functools.partial(begin_saves, place, asked), FAILED)
+    wait = functools.partial(on_all_ranks, lambda: [each.engine.checkpoints.wait() for each in inner], FAILED)
+    options["content_metadata"] = {**(options.get("content_metadata") or {}), KEY: SHARDING}
     if not options.get("async_sharded_save"):
         wait()
     request = original(sharded_state_dict, checkpoint_dir, *rest, **options)
-    if request is not None:
-        request.finalize_fns.insert(0, wait)
+    end = functools.partial(end_folder, inner[0], place)
+    if request is None:
+        end()
+    else:
+        request.finalize_fns[:] = [wait, *request.finalize_fns, end]
     return request
 
 
-def _begin(distributed: Any, id: str, place: str) -> None:
+def begin_saves(place: str, asked: Mapping[str, Any]) -> None:
     """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's."""
-    engine, folder = distributed.optimizer.settled(), os.path.join(place, FOLDER)
-    checkpoints, (ranks, rank) = engine.checkpoints, world()
-    for known in checkpoints.kept:
-        if not os.path.isdir(known):  # Megatron, or its user, has deleted it
-            checkpoints.release(known, after_mirror=True)
-    request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
-    is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
-    checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
+    ranks, rank = world()
+    for id, distributed in asked.items():
+        engine, folder = distributed.optimizer.settled(), os.path.join(place, distributed.optimizer.folder)
+        for known in engine.checkpoints.kept:
+            if not os.path.isdir(known):  # Megatron, or its user, has deleted it
+                engine.checkpoints.release(known, after_mirror=True)
+        request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
+        is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
+        engine.checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
 
 
 def load(
@@ -113,7 +118,7 @@ def load_state(distributed: Any, id: str) -> None:
 
     def part() -> None:
         engine, (ranks, rank) = distributed.optimizer.settled(), world()
-        with engine.checkpoints.open(os.path.join(_loading[0], FOLDER)) as checkpoint:
+        with engine.checkpoints.open(os.path.join(_loading[0], distributed.optimizer.folder)) as checkpoint:
             if checkpoint.id != id:
                 raise CheckpointError(f"{_loading[0]} is not whole: its files are of several checkpoints")
             engine.checkpoints.load(checkpoint, names=_names(distributed), rank=rank, ranks=ranks)

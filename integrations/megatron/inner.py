@@ -14,12 +14,14 @@ Not here: gradients, loss scale, gathering of weights, files of checkpoints (Meg
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
+from offload.optim.hiding import Announcer
+from offload.optim.pace import Pace
 from offload.rules import ADAMW
 
 NAMES = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -68,9 +70,11 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     Attributes:
         engine: Has the state, `metrics()` and `plan`, from when Megatron's optimizer is complete.
+        folder: What its folder is called in checkpoints in place.
     """
 
     engine: Engine
+    folder = "offload"
 
     def __init__(
         self,
@@ -88,17 +92,20 @@ class MegatronAdamW(torch.optim.Optimizer):
         self._copies: list[dict[str, torch.Tensor]] | None = None
         self._set: dict[int | str, dict[str, torch.Tensor]] = {}
         self._set_step: int | None = None
+        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())
 
     @property
     def shards(self) -> list[torch.Tensor]:
         """All shards, in the engine's order."""
         return [shard for group in self.param_groups for shard in group["params"]]
 
-    def open(self, parameters: Iterable[Parameter], config: OffloadConfig, gradient_dtype: torch.dtype) -> None:
+    def open(
+        self, parameters: Mapping[torch.Tensor, Parameter], config: OffloadConfig, gradient_dtype: torch.dtype
+    ) -> None:
         """Open the engine.
 
         Args:
-            parameters: What each shard is, in their order.
+            parameters: By weight, what the shard of it is; in the order of shards.
             config: Tiers and budgets of this rank.
             gradient_dtype: Of Megatron's buffer of gradients.
 
@@ -110,13 +117,19 @@ class MegatronAdamW(torch.optim.Optimizer):
         widens = gradient_dtype is torch.float32
         # Megatron may want the state before there is a backward pass to say what it leaves free on a GPU.
         config = dataclasses.replace(config.opened_early(), gradient_dtype="float32" if widens else "parameter")
-        self.engine = Engine([*parameters], config, device=device)
+        self.engine = Engine([*parameters.values()], config, device=device)
+        self._places = {weight: (number, part) for number, (weight, part) in enumerate(parameters.items())}
         self._bind_weights()
         self.state.update({shard: ShardState(self, number) for number, shard in enumerate(self.shards)})
 
     def _bind_weights(self) -> None:
-        for number, shard in enumerate(self.shards):
-            self.engine.bind_weight(number, shard.data_ptr())
+        self._bound_at = [shard.data_ptr() for shard in self.shards]
+        for number, address in enumerate(self._bound_at):
+            self.engine.bind_weight(number, address)
+
+    def _values(self) -> list[Any]:
+        """Return what a step is told of the groups now."""
+        return [ADAMW.values({**ADAMW.defaults, **group}) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -133,8 +146,7 @@ class MegatronAdamW(torch.optim.Optimizer):
             if gradient is not None:
                 engine.gradients.bind(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
                 active.append(number)
-        groups = [ADAMW.values({**ADAMW.defaults, **group}) for group in self.param_groups]
-        engine.step(groups, active=active)
+        engine.step(self._values(), active=active)
         engine.finish(on_gpu=True)  # weights may be gathered on another stream
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -145,6 +157,21 @@ class MegatronAdamW(torch.optim.Optimizer):
                 shard.decoupled_grad = None  # type: ignore[attr-defined]
             elif getattr(shard, "decoupled_grad", None) is not None:
                 shard.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+    # Updates in backward
+
+    def read_by_updates(self) -> list[torch.Tensor] | None:
+        """Return shards, whose memory updates may read; None where they are not where they are bound."""
+        return self.shards if self._bound_at == [shard.data_ptr() for shard in self.shards] else None
+
+    def take_final(self, weights: Iterable[torch.Tensor]) -> None:
+        """Tell the engine that gradients of weights have been reduced, of which some have shards here."""
+        for weight in weights:
+            if weight in self._places and self.engine.broken is None:
+                number, part = self._places[weight]
+                gradient: Any = weight.main_grad  # type: ignore[attr-defined]
+                self._announcer.arrives(self.engine.gradients, number)
+                self.engine.gradients.final(number, gradient.view(-1)[part.start : part.start + part.numel])
 
     # State, as Megatron's checkpoints read and set it
 
@@ -190,15 +217,13 @@ class MegatronAdamW(torch.optim.Optimizer):
         """Return the groups and the number of updates; Megatron asks `state` for tensors."""
         numbers = iter(range(len(self.shards)))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
-        return {
-            "state": {0: {"step": torch.tensor(float(self._step), dtype=torch.float32, device="cpu")}},
-            "param_groups": groups,
-        }
+        return {"state": {0: self._step}, "param_groups": groups}
 
     @property
-    def _step(self) -> int:
+    def _step(self) -> dict[str, torch.Tensor]:
         self.settle()
-        return max(map(self.engine.step_count, range(len(self.shards))), default=0)
+        steps = max(map(self.engine.step_count, range(len(self.shards))), default=0)
+        return {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups, and the number of updates that they have; tensors are set by `state`."""
@@ -212,9 +237,7 @@ class MegatronAdamW(torch.optim.Optimizer):
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """One with the number of updates: where TransformerEngine is installed Megatron takes it from there."""
         stub = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
-        stub.state[stub.param_groups[0]["params"][0]] = {
-            "step": torch.tensor(float(self._step), dtype=torch.float32, device="cpu")
-        }
+        stub.state[stub.param_groups[0]["params"][0]] = self._step
         return [stub]
 
     def update_fp32_param_by_new_param(self) -> None:
@@ -233,4 +256,5 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
+        self._places.clear()  # backward may go on
         self.engine.close()

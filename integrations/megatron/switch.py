@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -13,22 +14,27 @@ import torch
 from offload import ConfigError, DtypeCode, OffloadConfig, Parameter
 from offload.combinations import (
     MEGATRON_BUFFER,
-    MEGATRON_CHAIN,
+    MEGATRON_CHANGES,
     MEGATRON_FSDP,
     MEGATRON_GATHERS,
+    MEGATRON_MIRRORS,
+    MEGATRON_REDUCES,
     MEGATRON_ROUNDED,
     MEGATRON_WEIGHTS,
     MEGATRON_WHOLE,
 )
 from offload.integrations import shared
-from offload.integrations.megatron import in_place
+from offload.integrations.megatron import backward, in_place
 from offload.integrations.megatron.inner import MegatronAdamW
+
+log = logging.getLogger("offload")
 
 TESTED = ("0.16.1",)
 
 _PACKAGE = "megatron.core.optimizer"
 _DISTRIBUTED = f"{_PACKAGE}.distrib_optimizer"
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _HYBRID = "HybridDeviceOptimizer"
 _MAKER = "_get_megatron_optimizer_based_on_param_groups"
 
@@ -37,7 +43,10 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
         _MAKER: ("config model_chunks param_groups", f"{_HYBRID} optimizer_cpu_offload DistributedOptimizer"),
         "get_megatron_optimizer": ("config model_chunks", f"{_MAKER} ChainedOptimizer"),
     },
-    f"{_PACKAGE}.ChainedOptimizer": {"__init__": ("self chained_optimizers", "")},
+    f"{_PACKAGE}.ChainedOptimizer": {
+        "__init__": ("self chained_optimizers", ""),
+        "sharded_state_dict": ("self model_sharded_state_dict is_loading", "add_prefix_for_sharding"),
+    },
     f"{_DISTRIBUTED}.{_HYBRID}": {"__init__": ("self params", "")},
     f"{_DISTRIBUTED}.DistributedOptimizer": {
         # Made over whole weights by the package, and here once more over shards, with its own defaults.
@@ -53,6 +62,10 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
         "state_dict": ("self", "sub_optimizers"),
         "load_state_dict": ("self state_dict", "dummy_step"),
         "sharded_state_dict": ("self model_sharded_state_dict is_loading sharding_type metadata", "ShardedObject"),
+    },
+    f"{_BUFFERS}._ParamAndGradBucketGroup": {
+        "start_grad_sync": ("self force_all_reduce", "grad_reduce_handle"),
+        "finish_grad_sync": ("self force_all_reduce", "start_grad_sync grad_reduce_handle wait"),
     },
     _CHECKPOINTING: {
         "save": ("sharded_state_dict checkpoint_dir", "finalize_fns"),
@@ -75,7 +88,8 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     Args:
         config: Fields of `OffloadConfig`, or the path of a JSON file of them.
         layout: Of checkpoints: "stock" is Megatron's, in the format that it is asked for. With "in_place" state stays
-            where it lies, and a folder `offload` in Megatron's checkpoint, which all ranks have to see, names it.
+            where it lies, and a folder `offload` in Megatron's checkpoint, which all ranks have to see, names it (of
+            experts `offload-1`).
 
     Raises:
         ConfigError: A setting cannot be used, also not under Megatron, or the Megatron-Core that is installed cannot;
@@ -87,6 +101,8 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
         MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
     if layout not in ("stock", "in_place"):
         raise ConfigError("layout", layout, 'use "stock" or "in_place"')
+    if layout == "stock" and settings.mirror is not None:
+        MEGATRON_MIRRORS.refuse("mirror", settings.mirror)
     MEGATRON_GATHERS.check("overlap", settings.overlap)
     disable()
     shared.check_relied_on("megatron.core", "pip install --no-deps megatron-core", TESTED, RELIED_ON)
@@ -95,13 +111,17 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
         for module in (package, distributed):
             shared.replace(undo, module, _HYBRID, MegatronAdamW)
         shared.replace(undo, package, _MAKER, functools.partial(_make, getattr(package, _MAKER)))
-        chained = package.ChainedOptimizer
-        opening = functools.partialmethod(init_chained, vars(chained)["__init__"], settings)
-        shared.replace(undo, chained, "__init__", opening)
-        kind = distributed.DistributedOptimizer
-        replaced = {"load_state_dict": (_load_state_dict,), "sharded_state_dict": (_sharded_state_dict, layout)}
-        for name, (stand_in, *given) in replaced.items():
-            shared.replace(undo, kind, name, functools.partialmethod(stand_in, vars(kind)[name], *given))
+        chained, kind = package.ChainedOptimizer, distributed.DistributedOptimizer
+        group = import_module(_BUFFERS)._ParamAndGradBucketGroup
+        for owner, name, stand_in, *given in (
+            (chained, "__init__", init_chained, settings),
+            (chained, "sharded_state_dict", _sharded_chain, layout),
+            (kind, "sharded_state_dict", sharded_state_dict),
+            (kind, "load_state_dict", _load_state_dict),
+            (group, "start_grad_sync", backward.start_grad_sync),
+            (group, "finish_grad_sync", backward.finish_grad_sync),
+        ):
+            shared.replace(undo, owner, name, functools.partialmethod(stand_in, vars(owner)[name], *given))
         for module in (import_module(_CHECKPOINTING), import_module(f"{_CHECKPOINTING}.serialization")):
             for name in ("save", "load"):
                 shared.replace(undo, module, name, functools.partial(getattr(in_place, name), getattr(module, name)))
@@ -148,55 +168,74 @@ def _named(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parame
 
 
 def init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
-    """Stand in for `ChainedOptimizer.__init__`, which has all optimizers of a model: open their engines."""
+    """Stand in for `ChainedOptimizer.__init__`, which has all optimizers of a model: open their engines.
+
+    Experts have an optimizer of their own. Budgets are divided by the state that each has on this rank.
+    """
     original(chained, optimizers)
     own = [each for each in optimizers if isinstance(each.optimizer, MegatronAdamW)]
-    if len(own) > 1:
-        MEGATRON_CHAIN.refuse("optimizers", len(own), count=len(own))
-    for each in own:
-        _open(each, config)
+    numels = [sum(shard.numel() for shard in each.optimizer.shards) for each in own]
+    for number, (each, numel) in enumerate(zip(own, numels, strict=True)):
+        part = config.for_part(numel, sum(numels))
+        if len(own) > 1:
+            each.optimizer.folder += f"-{number}" if number else ""
+            text = "optimizer %d of %d has %d of %d parameters of this rank: host_memory %s, gpu_memory %s"
+            log.info(text, number + 1, len(own), numel, sum(numels), part.host_memory, part.gpu_memory)
+        open_engine(each, part)
 
 
-def _open(distributed: Any, config: OffloadConfig) -> None:
+def open_engine(distributed: Any, config: OffloadConfig) -> None:
     """Open the engine of a `DistributedOptimizer`'s inner one.
 
     Raises:
-        ConfigError: Shards are not what is relied on.
+        ConfigError: Shards are not what is relied on; or updates in backward would be of no use.
     """
-    inner = distributed.optimizer
+    inner, chunk = distributed.optimizer, distributed.model_chunks[0]
+    if config.overlaps_backward:
+        if not chunk.ddp_config.overlap_grad_reduce:
+            MEGATRON_REDUCES.refuse("overlap", config.overlap)
+        if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
+            MEGATRON_CHANGES.refuse("overlap", config.overlap)
     names = {parameter: name for name, parameter in _named(distributed.model_chunks).items()}
-    numbers = {id(shard): number for number, shard in enumerate(inner.shards)}
-    parameters: dict[int, Parameter] = {}
+    parameters: dict[tuple[int, int], tuple[torch.Tensor, Parameter]] = {}
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]
         where = distributed._get_model_param_range_map(weight)["param"]
         name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)
         if shard.numel() != where.end - where.start or shard.dtype is not weight.dtype:
             raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
-        parameters[numbers[id(shard)]] = Parameter(
-            name, shard.numel(), dtype, group, where.start, weight.numel(), tuple(weight.shape)
-        )
-    ranks = torch.distributed.get_world_size()
-    config = config.for_rank(torch.distributed.get_rank()) if ranks > 1 else config
-    described = [parameters[number] for number in range(len(numbers))]
-    inner.open(described, config, distributed.buffers[0].grad_dtype)
+        cut = where.start, weight.numel(), tuple(weight.shape)
+        parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, *cut)
+    if torch.distributed.get_world_size() > 1:
+        config = config.for_rank(torch.distributed.get_rank())
+    inner.open(dict(parameters[place] for place in sorted(parameters)), config, distributed.buffers[0].grad_dtype)
+    if config.overlaps_backward:
+        backward.listeners.add(inner)
 
 
-def _sharded_state_dict(
-    distributed: Any,
-    original: Callable[..., Any],
-    layout: str,
-    model_sharded_state_dict: Any,
-    is_loading: bool = False,
-    **options: Any,
+def _sharded_chain(
+    chained: Any, original: Callable[..., Any], layout: str, model: Any, is_loading: bool = False, **options: Any
 ) -> Any:
-    """Stand in for `DistributedOptimizer.sharded_state_dict`: a checkpoint's metadata say how it is to be loaded."""
-    is_in_place = (options.get("metadata") or {}).get("distrib_optim_sharding_type") == in_place.SHARDING
-    if (is_in_place or (layout == "in_place" and not is_loading)) and isinstance(
-        distributed.optimizer, MegatronAdamW
-    ):
-        return in_place.sharded_state_dict(distributed, is_loading)
-    return original(distributed, model_sharded_state_dict, is_loading, **options)
+    """Stand in for `ChainedOptimizer.sharded_state_dict`: a save in place has metadata that say so."""
+    if layout == "in_place" and not is_loading and inner_optimizers(chained):
+        options["metadata"] = {**(options.get("metadata") or {}), in_place.KEY: in_place.SHARDING}
+    return original(chained, model, is_loading, **options)
+
+
+def sharded_state_dict(
+    distributed: Any, original: Callable[..., Any], model: Any, is_loading: bool = False, **options: Any
+) -> Any:
+    """Stand in for `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded."""
+    metadata = options.get("metadata") or {}
+    if isinstance(distributed.optimizer, MegatronAdamW):
+        if metadata.get(in_place.KEY) == in_place.SHARDING:
+            return in_place.sharded_state_dict(distributed, is_loading)
+        on_first = metadata.get("distrib_optim_fully_reshardable_mem_efficient", False)
+        is_gathered = metadata.get(in_place.KEY) == "fully_reshardable" and not is_loading
+        if is_gathered and not (on_first and distributed.data_parallel_group.rank()):
+            nbytes = 12 * sum(buffer.numel_unpadded for buffer in distributed.buffers)  # masters and moments in fp32
+            log.warning("fully_reshardable gathers state of all ranks in this one's host memory: %d bytes", nbytes)
+    return original(distributed, model, is_loading, **options)
 
 
 def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:

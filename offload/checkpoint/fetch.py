@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,16 +14,13 @@ from contextlib import ExitStack
 from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
-from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_begun, mark_in, mark_whole
+from offload.checkpoint.marker import BEGUN, DAMAGED, WHOLE, Mark, Marker, is_inside, mark_begun, mark_in, mark_whole
 from offload.checkpoint.mirror import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.whole import BESIDE
 from offload.errors import CheckpointError
-from offload.tiers.place import saying
-
-FETCHED = ".fetched"
-"""The end of the name of a file that is not whole yet."""
+from offload.tiers.place import TEMPORARY, saying
 
 
 def find_whole(mirror: str) -> list[str]:
@@ -32,8 +31,13 @@ def find_whole(mirror: str) -> list[str]:
     """
     names = {name for name, _ in open_folder(mirror).walk()}
     folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{WHOLE}")]
-    whole = [name for name in folders if f"{name}/{BEGUN}" not in names]
-    return sorted(whole, key=lambda name: (mark_in(open_folder(f"{mirror}/{name}"))[1].whole_s, name))
+    whole = dict[str, float]()
+    for name in folders:
+        with contextlib.suppress(CheckpointError):  # a marker that nobody could have written
+            mark, marker = mark_in(open_folder(f"{mirror}/{name}"))
+            if mark is Mark.WHOLE and marker is not DAMAGED:
+                whole[name] = marker.whole_s
+    return sorted(whole, key=lambda name: (whole[name], name))
 
 
 def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object] = lambda done, total: None) -> None:
@@ -77,7 +81,7 @@ def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[i
     existing = [os.path.join(above, file) for file in files.values() if os.path.lexists(os.path.join(above, file))]
     if existing or (os.path.isdir(target) and os.listdir(target)):
         raise CheckpointError(f"{[*existing, target][0]} is there already: name another folder, or delete it")
-    if any(".." in file.split("/") for file in files):
+    if not all(map(is_inside, files.values())):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
     committed = [file.removesuffix(COMMIT_NAME) for file in files if os.path.basename(file) == COMMIT_NAME]
     checkpoints = [inside for inside in committed if is_checkpoint(f"{mirror}/{name}/{inside}")]
@@ -115,12 +119,13 @@ def fetch_file(source: str, target: str, nbytes: int) -> None:
     folder, _, last = source.rpartition("/")
     with saying("write", target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(f"{target}{FETCHED}", "w+b") as file:
+        temporary = os.path.join(os.path.dirname(target), f"{TEMPORARY}{uuid.uuid4().hex}")
+        with open(temporary, "w+b") as file:
             if nbytes:
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # who writes to a map is not told that the disk is full
                 with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
                     open_folder(folder).read_into(last, [whole])
-        os.rename(f"{target}{FETCHED}", target)
+        os.rename(temporary, target)
 
 
 def _fetch_checkpoint(source: str, target: str) -> None:

@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import stat
+import time
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
@@ -47,11 +49,11 @@ class Marker(msgspec.Struct, omit_defaults=True):
         beside: Files that belong to the folder but lie elsewhere in the run's folder, by their names in that.
         shared: Small files in the run's folder that every save writes over.
         files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
-        whole_s: In a mirror, when all became whole, since the epoch.
+        whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
     """
 
     process: Process | None = None
-    depth: int = 1
+    depth: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     beside: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     files: dict[str, tuple[int, int]] = {}
@@ -65,6 +67,9 @@ class Marker(msgspec.Struct, omit_defaults=True):
 ALONE = Marker()
 """The marker of a folder to which no other files belong."""
 
+DAMAGED = Marker(depth=0)
+"""What stands for a marker that is there and cannot be read."""
+
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
     """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
@@ -74,7 +79,7 @@ def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
     """
     opened = open_folder(folder)
     opened.prepare()
-    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}, whole_s=0.0).encode())
+    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}).encode())
     opened.delete(WHOLE)
 
 
@@ -90,6 +95,10 @@ def mark_whole(folder: str) -> None:
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
                     if stat.S_ISREG(mode := os.lstat(path).st_mode) or stat.S_ISDIR(mode):
                         _make_durable(path)
+        opened = open_folder(folder)
+        mark, marker = mark_in(opened)
+        if mark is Mark.BEGUN and marker is not DAMAGED:
+            opened.write(BEGUN, replace(marker, whole_s=marker.whole_s or time.time()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
 
@@ -99,6 +108,11 @@ def unmark(folder: str) -> None:
     open_folder(folder).delete(BEGUN)
 
 
+def is_inside(name: str) -> bool:
+    """Return whether a relative name leads to something in the folder that it is relative to."""
+    return bool(name) and not os.path.isabs(name) and "\0" not in name and ".." not in name.split("/")
+
+
 def mark_of(folder: str) -> Mark:
     """Return whether a directory is whole, by its markers."""
     if os.path.exists(os.path.join(folder, BEGUN)):
@@ -106,13 +120,24 @@ def mark_of(folder: str) -> Mark:
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
 
 
-def whole_around(folder: str) -> str:
-    """Return which of a directory and the one above it is marked as whole; "" if neither is."""
-    return next((place for place in (folder, os.path.dirname(folder)) if mark_of(place) is Mark.WHOLE), "")
+def marked_around(folder: str) -> tuple[str, Mark]:
+    """Return the first of a directory and those above it that has a marker, and which; ("", NONE) if none has."""
+    while folder:
+        if (mark := mark_of(folder)) is not Mark.NONE:
+            return folder, mark
+        above = os.path.dirname(folder)
+        folder = "" if above == folder else above
+    return "", Mark.NONE
+
+
+def is_interrupted(folder: str) -> bool:
+    """Return whether a directory is, or lies in, a folder whose save was interrupted: its process has ended."""
+    marked, mark = marked_around(folder)
+    return mark is Mark.BEGUN and _has_ended(marked)
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return whether a folder, of a bucket too, is whole, and the content of its marker.
+    """Return whether a folder, of a bucket too, is whole, and the content of its marker, which may be `DAMAGED`.
 
     Raises:
         CheckpointError: The marker cannot be read.
@@ -120,10 +145,12 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
     for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):
         content = folder.read(name)
         if content is not None:
-            with contextlib.suppress(msgspec.DecodeError):
-                return mark, msgspec.json.decode(content, type=Marker)
-            return mark, Marker()
-    return Mark.NONE, Marker()
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                marker = msgspec.json.decode(content, type=Marker)
+                if all(map(is_inside, (*marker.beside, *marker.shared))):
+                    return mark, marker
+            return mark, DAMAGED
+    return Mark.NONE, ALONE
 
 
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:

@@ -33,7 +33,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -53,7 +52,7 @@ from offload.checkpoint.manifest import (
     seal_progress,
     unseal_progress,
 )
-from offload.checkpoint.marker import Mark, mark_of, whole_around
+from offload.checkpoint.marker import Mark, is_interrupted, marked_around
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import commit_to_replace, is_read, judge, remove, store_folder
@@ -70,6 +69,9 @@ log = logging.getLogger("offload")
 RANKS_S = 6 * 3600.0
 """Seconds that a rank waits for others, which may have far more to copy, or a slower way to the mirror."""
 
+KNOWN_S = 5.0
+"""Seconds for which whoever releases a checkpoint waits until it is known which stores the mirror reads."""
+
 BATCH_BYTES = 256 << 20
 """Bytes after which copied tiles are made durable and noted; also the step in which a store grows."""
 
@@ -83,6 +85,7 @@ class Task:
         part: None where no checkpoint of ours is in it.
         files: None where a checkpoint is mirrored alone, and on other ranks.
         failure: Why the files could not be opened.
+        is_new: See `Part`.
         is_taken: Whether rank 0 has decided to mirror it.
         done: Set when it has been mirrored, skipped or given up.
     """
@@ -91,6 +94,7 @@ class Task:
     part: Part | None
     files: FolderCopy | None = None
     failure: OSError | None = None
+    is_new: bool = True
     is_taken: bool = False
     done: waits.Latch = field(default_factory=waits.Latch)
 
@@ -122,7 +126,8 @@ class Mirror:
 
     def __init__(self, path: str | None, paths: Sequence[str], *, verify: bool, io_backend: str) -> None:
         self.copied_bytes = 0
-        self._path, self._io_backend = path, io_backend
+        # Where it is does not change with the working directory.
+        self._path, self._io_backend = path and parse_place(path).name, io_backend
         self._open = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
         self._tasks: tuple[Task, ...] = ()
@@ -132,6 +137,9 @@ class Mirror:
         self._failed: WholeFolder | None = None
         """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
+        self._is_known = threading.Event()
+        """Set but while stores are opened or closed: `_reads` may lack, then, what only the mirror reads."""
+        self._is_known.set()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
         # Not a condition: the main thread posts to it, where a Ctrl-C may come at any line.
@@ -162,9 +170,13 @@ class Mirror:
         if self._path is None:
             return
         source = os.fspath(saved.path)
-        is_within = Mark.BEGUN in [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
-        if not is_within and not whole_around(source):  # else it goes with the folder that it is in
-            self.queue_task(Task(source, self._part(saved, self._target(source), is_new)))
+        marked, mark = marked_around(source)
+        if mark is Mark.WHOLE:
+            log.warning(
+                "%s is not mirrored, as %s is a whole folder: save in a new `checkpoint_folder`", source, marked
+            )
+        elif mark is Mark.NONE or is_interrupted(marked):  # else it goes with the folder that it is in
+            self.queue_task(Task(source, self._part(saved, self._target(source), is_new), is_new=is_new))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
         """Queue a framework's folder to be mirrored next, as `offer` does a checkpoint; not one in the mirror itself.
@@ -186,28 +198,33 @@ class Mirror:
         part = None if saved is None else self._part(saved, f"{mirror}/{whole.checkpoint}", is_new)
         files = failure = None
         try:
-            files = FolderCopy(whole, mirror) if is_first else None
+            files = FolderCopy(whole, mirror, is_new=is_new) if is_first else None
         except OSError as cause:
             failure = cause
-        self._run_folders.note(whole)
+        if is_new:  # a loaded one may be any folder's, of which nothing is to be deleted
+            self._run_folders.note(whole)
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
-        self.queue_task(Task(source, part, files, failure))
+        self.queue_task(Task(source, part, files, failure, is_new))
 
     def _part(self, saved: SaveRequest, target: str, is_new: bool) -> Part:
         named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
         return Part(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
 
     def queue_task(self, task: Task) -> None:
-        """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread."""
+        """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread.
+
+        What was loaded is no newer than what was saved, and waits for nothing: another task goes before it.
+        """
         with self._lock:
             is_queued = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
+            is_queued |= not task.is_new and task.is_first and bool(self._tasks)
             if not is_queued:
                 self._tasks = (*self._tasks, task)
         if is_queued:
             self._close_task(task)
-        elif task.is_first:
+        elif task.is_first:  # on other ranks, as rank 0 does
             self._skip_before(task)
         self._thread.start()
         self._news.put(None)
@@ -256,10 +273,15 @@ class Mirror:
         """Return whether a checkpoint is being mirrored, or its stores have a reader other than the mirror."""
         if self.has_taken(checkpoint.id):
             return True
+        self._is_known.wait(KNOWN_S)
         stores = ((place, store_folder(*place)) for place in checkpoint.stores)
         return any(is_read(store, own=place in self._reads) for place, store in stores)
 
     # On the caller's thread
+
+    def note_error(self, error: CheckpointError) -> None:
+        """Have `wait` raise an error: what was to be mirrored last could not be begun."""
+        self._error = error
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is left to mirror.
@@ -362,12 +384,14 @@ class Mirror:
         files, part = task.files, task.part
         if task.failure is not None:
             raise task.failure
-        if files is not None:
-            failed, self._failed = self._failed, files.whole
-            if failed is not None and failed.name != files.whole.name:
-                delete_copy(failed, files.mirror, unless=Mark.WHOLE)
+        if files is not None and self._failed is not None and self._failed.name != files.whole.name:
+            delete_copy(self._failed, files.mirror, is_failed=True)
+            self._failed = None
         is_wanted = files is not None and files.begin()
-        is_copied = part is not None and self._copy_part(part)
+        if files is not None and is_wanted:
+            self._failed = files.whole
+        is_whole_there = files is not None and not is_wanted and not task.is_new
+        is_copied = part is not None and not is_whole_there and self._copy_part(part)
         if files is not None and is_wanted:
             for nbytes in files.copy():
                 self._note(nbytes)
@@ -376,9 +400,12 @@ class Mirror:
             log.info("%s is mirrored in %s", task.source, files.target if files is not None else self._path)
         if files is not None:
             self._failed = None
-            for deleted in self._run_folders.gone(files.whole):
+            for deleted in self._run_folders.gone(files.whole) if task.is_new else ():
                 log.info("%s has gone, and goes from the mirror", deleted.source())
-                delete_copy(deleted, files.mirror)
+                try:
+                    delete_copy(deleted, files.mirror)
+                except OffloadError as cause:
+                    log.warning("%s stays in the mirror: %s", deleted.source(), cause)
 
     def _note(self, nbytes: int) -> None:
         """Count bytes that have become durable in the mirror; raise if it is being closed."""
@@ -393,12 +420,16 @@ class Mirror:
         if part.is_committed():
             return False
         with contextlib.ExitStack() as ends:
+            self._is_known.clear()
+            ends.callback(self._is_known.set)
             source = ends.enter_context(self._open(part.source, part=(request.id, request.rank, request.ranks)))
             (manifest,) = source.manifests
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
+            self._is_known.set()
             # Cleared before the stores are closed: another reader of them must not be taken for this one.
             ends.callback(setattr, self, "_reads", frozenset())
+            ends.callback(self._is_known.clear)
             extra = source.extra(0)
             copy = PartCopy(part, source, self._io_backend)
             copy.begin()

@@ -27,7 +27,7 @@ from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.contents import read_commit
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, extra_name
-from offload.checkpoint.marker import whole_around
+from offload.checkpoint.marker import Mark, is_interrupted, marked_around
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
@@ -104,6 +104,7 @@ class PendingSave:
         request: What the caller has asked for.
         manifest: This rank's part as it was at the hand-over, without the tiles.
         sink: The store in the folder, if the checkpoint is a copy.
+        keep: How many checkpoints without `copy` are kept once this one is committed.
         done: Set when the save has ended.
         error: Why it failed; an error of a tier is its `__cause__`.
         cancelled: Set when the session breaks during the commit.
@@ -116,6 +117,7 @@ class PendingSave:
     request: SaveRequest
     manifest: Manifest
     sink: tuple[uuid.UUID, Tier] | None
+    keep: int = sys.maxsize
     done: waits.Latch = field(default_factory=waits.Latch)
     error: CheckpointError | None = None
     job: CommitJob | None = None
@@ -183,6 +185,8 @@ class Saves:
         self._note_name = f"{READER_NAME}{uuid.uuid4().hex}.json"
         self._newer: list[KeptCheckpoint] = []
         """Checkpoints newer than the loaded one. Each is released when its folder is saved to again."""
+        self._interrupted_numbers = set[int | None]()
+        """Of saves whose checkpoints are parts of folders that will never be whole: these are released first."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
         """Path and store by path number: the session's own, then foreign ones, which are only read."""
         self._path_count = len(stores)
@@ -190,7 +194,7 @@ class Saves:
         self._other_tiers = others
         self._memory = memory
         self._views = views
-        self._keep = config.checkpoints
+        self._keep, self._keeps_all = config.checkpoints, False
         self._io_backend = config.io_backend
         self._settle_s = settle_s
         paths = [path for path, _ in stores]
@@ -246,10 +250,13 @@ class Saves:
         try:
             whole = WholeFolder.at(folder)
             saved = self._saved_in(whole, rank, ranks) if whole.checkpoint else None
-            if saved is None or saved.ranks == ranks:
-                self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
-        except CheckpointError as cause:
+            if saved is not None and saved.ranks != ranks:
+                raise CheckpointError(f"as many ranks go on with that as have saved it, {saved.ranks}")
+            self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
+        except (CheckpointError, OSError) as cause:
             log.warning("%s is not mirrored: %s", folder, cause)
+            if is_new:
+                self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
     def _saved_in(self, whole: WholeFolder, rank: int, ranks: int) -> SaveRequest:
         """Return the save of which this rank mirrors a part: that of the checkpoint in a framework's folder."""
@@ -308,7 +315,9 @@ class Saves:
             )
             self._other_tiers[number] = sink[1]
         save = Save(self._last_number, number if copy else None, empty)
-        self.pending = PendingSave(save, folder, request, manifest, sink)
+        self.pending = PendingSave(
+            save, folder, request, manifest, sink, sys.maxsize if self._keeps_all else self._keep
+        )
         return self.pending
 
     def is_expected(self, step: int) -> bool:
@@ -440,17 +449,58 @@ class Saves:
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Keep all checkpoints while this context lasts: saves release no older ones."""
-        keep, self._keep = self._keep, sys.maxsize
+        """Keep all checkpoints while this context lasts: saves that begin in it release no older ones.
+
+        Those that were made in a context that an exception ends are parts of no whole folder, and are released first.
+        """
+        first, was_keeping, self._keeps_all = self._last_number + 1, self._keeps_all, True
         try:
             yield
+        except BaseException:
+            self._interrupted_numbers |= {*range(first, self._last_number + 1)}
+            raise
         finally:
-            self._keep = keep
+            self._keeps_all = was_keeping
 
-    def release_older(self) -> list[int]:
-        """Release the older checkpoints that saves have kept under `keeping_all`, except those in use."""
+    @property
+    def has_interrupted(self) -> bool:
+        """Whether checkpoints are kept that are parts of folders whose save was interrupted."""
+        return bool(self._interrupted_numbers)
+
+    def release_interrupted(self) -> list[int]:
+        """Release checkpoints of folders whose save was interrupted, as far as more are kept than are to be.
+
+        On the engine thread, with nothing pending: the next save has no room otherwise.
+
+        Returns:
+            Numbers of the saves whose slots the machine is to release.
+        """
         save_numbers = []
-        for kept in self.kept[: max(0, len(self.kept) - self._keep)]:
+        for checkpoints in (self._newer, self.kept):
+            for kept in [*checkpoints]:
+                number, is_too_many = kept.save_number, len(self.kept) + len(self._newer) > self._keep
+                if number is None or number not in self._interrupted_numbers or not is_too_many:
+                    continue
+                if release(kept, "the save of its folder was interrupted", is_needed=self.mirror.is_needed):
+                    checkpoints.remove(kept)
+                    save_numbers.append(number)
+        self._interrupted_numbers &= {kept.save_number for kept in (*self.kept, *self._newer)}
+        return save_numbers
+
+    def _in_order(self) -> list[KeptCheckpoint]:
+        """Return the kept checkpoints in the order in which they are released."""
+        return sorted(self.kept, key=lambda kept: kept.save_number not in self._interrupted_numbers)
+
+    def release_older(self, before: PendingSave | None) -> list[int]:
+        """Release older checkpoints that a save under `keeping_all` has kept, except those in use.
+
+        Args:
+            before: The last save before that context; if none without `copy` has ended well since, none is released.
+        """
+        save_numbers = list[int]()
+        if self.last is None or self.last is before or self.last.request.copy or self.last.error is not None:
+            return save_numbers
+        for kept in self._in_order()[: max(0, len(self.kept) - self._keep)]:
             with contextlib.suppress(CheckpointError):  # as the log says
                 save_numbers += self.release(kept.folder, after_mirror=True)
         return save_numbers
@@ -511,8 +561,8 @@ class Saves:
             extra=None if extra is None else FileRef.of(extra_name(request.id, request.rank), extra),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
-        older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]
-        keep = len(older) + 1 if request.copy else self._keep
+        older = [*self._in_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
+        keep = len(older) + 1 if request.copy else pending.keep
         paths = [path for path, _ in self.stores[: self._path_count]] if not request.copy else []
         return CommitJob(
             pending.folder,
@@ -554,8 +604,9 @@ class Saves:
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
-        if whole := whole_around(checkpoint.path):
-            self.mirror_folder(whole, rank, ranks, is_new=False)
+        marked, mark = marked_around(checkpoint.path)
+        if mark is Mark.WHOLE:
+            self.mirror_folder(marked, rank, ranks, is_new=False)
             return
         if NOT_MIRRORED in checkpoint.metadata:
             return
@@ -696,6 +747,8 @@ class Saves:
             if id != checkpoint.id and own_stores.issuperset(stores):
                 kept = KeptCheckpoint(pinned[0].folder, id, pinned[0].manifest.rank, stores, self._last_number)
                 (self.kept if pinned[0].step <= manifest.step else self._newer).append(kept)
+                if is_interrupted(kept.folder):
+                    self._interrupted_numbers.add(self._last_number)
         number = next((n for n, id in zip(takeover.pinned_records, by_id, strict=True) if id == checkpoint.id), None)
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
         self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, number, locked.locks))

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
-from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_in
+from offload.checkpoint.marker import BEGUN, DAMAGED, WHOLE, Mark, Marker, mark_in
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.tiers.common import FileBytes
-from offload.tiers.place import TEMPORARY, Folder
+from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder
 
 MOST_OPEN = 256
 """Most files of a folder that are open at a time; further ones are opened when their turn comes.
@@ -79,6 +79,8 @@ class WholeFolder:
             listed = ", ".join(sorted(os.path.relpath(directory, folder) for directory in checkpoints))
             raise CheckpointError(f"it has checkpoints of several optimizers, {listed}")
         belongs = mark_in(open_folder(folder))[1]
+        if belongs is DAMAGED:
+            raise CheckpointError("its marker is damaged")
         above = folder
         for _ in range(belongs.depth):
             above = os.path.dirname(above)
@@ -102,8 +104,8 @@ class WholeFolder:
             if inside == self.checkpoint:
                 names[:], files = ([name for name in listed if not OWN.fullmatch(name)] for listed in (names, files))
             paths += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
-        files_of_folder = sorted(set(paths) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)})
-        return [*files_of_folder, *self.belongs.beside, *self.belongs.shared]
+        without_markers = sorted(path for path in paths if os.path.basename(path) not in (BEGUN, WHOLE))
+        return [*without_markers, *self.belongs.beside, *self.belongs.shared]
 
 
 def _unless_gone(error: OSError) -> None:
@@ -150,10 +152,24 @@ class _File:
             raise CheckpointError(f"{self.path} was changed while it was copied")
 
     def read(self) -> None:
-        """Read the file now: another save may write over it before it is copied."""
-        with open(self.path, "rb") as file:
-            self.content = file.read()
-            self.state = len(self.content), os.fstat(file.fileno()).st_mtime_ns
+        """Read the file now, if it can be copied: another save may write over it before it is copied."""
+        if self.open():
+            with open(self.descriptor, "rb", closefd=False) as file:
+                self.content = file.read()
+            self.state = len(self.content), self.state[1]
+            self.close()
+
+    def open_as_it_was(self) -> bool:
+        """Open a file whose state was noted earlier; see `open`.
+
+        Raises:
+            CheckpointError: It has been changed since.
+        """
+        noted = self.state
+        is_open = self.open()
+        if self.content is None and self.state != noted:
+            raise CheckpointError(f"{self.path} was changed before it was copied")
+        return is_open
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -161,8 +177,11 @@ class _File:
         self.descriptor = -1
 
     def _state(self) -> tuple[int, int]:
-        status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns
+        return _state_of(os.fstat(self.descriptor))
+
+
+def _state_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 class FolderCopy:
@@ -171,13 +190,15 @@ class FolderCopy:
     Args:
         whole: The folder; its files are opened.
         mirror: Directory or prefix of a bucket that has the run's folder.
+        is_new: Whether the folder has just been saved. Else a folder that is whole in the mirror stays as it is.
 
     Raises:
         OSError: A file cannot be opened.
     """
 
-    def __init__(self, whole: WholeFolder, mirror: str) -> None:
+    def __init__(self, whole: WholeFolder, mirror: str, *, is_new: bool = True) -> None:
         self.whole = whole
+        self._is_new = is_new
         self.target = f"{mirror}/{whole.name}"
         self.mirror = mirror
         self._copied: dict[str, tuple[int, int]] = {}
@@ -187,9 +208,12 @@ class FolderCopy:
         try:
             for name in whole.files():
                 file = _File(whole.source(name))
-                with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
+                may_lack = name not in whole.belongs.beside  # as a temporary one, or a shared one
+                with contextlib.suppress(*[FileNotFoundError] * may_lack):
                     if name in whole.belongs.shared:
                         file.read()
+                    if len(self.files) >= most_open:
+                        file.state = _state_of(os.stat(file.path))
                     if len(self.files) >= most_open or file.open():
                         self.files[name] = file
         except BaseException:
@@ -197,12 +221,21 @@ class FolderCopy:
             raise
 
     def begin(self) -> bool:
-        """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if all is there."""
+        """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if it is to stay whole.
+
+        Raises:
+            CheckpointError: Another process is copying to it.
+        """
         folder = open_folder(self.target)
         mark, marker = mark_in(folder)
         known = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
-        if mark is Mark.WHOLE and known.keys() == self.files.keys():
-            return False
+        if mark is Mark.WHOLE:
+            is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)
+            if not self._is_new or (is_same_save and known.keys() == self.files.keys()):
+                return False
+        this, other = Process.this(), marker.process
+        if this and other and other != this and other.machine == this.machine and not other.has_ended():
+            raise CheckpointError(f"process {other.pid} is copying it")
         folder.prepare()
         self._copied = known if mark is Mark.BEGUN else {}
         self._note(folder, BEGUN)
@@ -226,9 +259,13 @@ class FolderCopy:
 
     def _note(self, folder: Folder, mark: str) -> None:
         """Write the mirror's marker, BEGUN or WHOLE, with the files that are durable there."""
-        process, whole_s = (Process.this(), 0.0) if mark == BEGUN else (None, time.time())
-        marker = replace(self.whole.belongs, process=process, files=self._copied, whole_s=whole_s)
-        folder.write(mark, marker.encode())
+        belongs = self.whole.belongs
+        process, whole_s = (Process.this(), 0.0) if mark == BEGUN else (None, belongs.whole_s or time.time())
+        marker = replace(belongs, process=process, files=self._copied, whole_s=whole_s)
+        content = marker.encode()
+        if len(content) > MAX_RECORD_BYTES:  # nobody could read it: whoever goes on copies all again
+            content = replace(marker, files={}).encode()
+        folder.write(mark, content)
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
@@ -236,7 +273,7 @@ class FolderCopy:
         lies_beside = {*self.whole.belongs.beside, *self.whole.belongs.shared}
         noted = nbytes = 0
         for name, file in self.files.items():
-            if name in self._copied or (file.descriptor < 0 and not file.open()):
+            if name in self._copied or (file.descriptor < 0 and not file.open_as_it_was()):
                 continue
             inside = os.path.dirname(f"{self.whole.name}/{BESIDE}/{name}" if name in lies_beside else name)
             target = f"{self.mirror}/{inside}"
@@ -265,16 +302,24 @@ class FolderCopy:
             file.close()
 
 
-def delete_copy(whole: WholeFolder, mirror: str, unless: Mark = Mark.NONE) -> None:
-    """Delete a folder from a mirror, unless it has no marker, as no mirror has made it, or it is marked `unless`.
+def delete_copy(whole: WholeFolder, mirror: str, *, is_failed: bool = False) -> None:
+    """Delete a folder from a mirror, unless it has no marker, as no mirror has made it.
+
+    Args:
+        whole: The folder.
+        mirror: See `FolderCopy`.
+        is_failed: Delete it only if this process has begun to copy it, and not ended.
 
     Raises:
         OffloadError: Something could not be deleted.
     """
     folder = open_folder(f"{mirror}/{whole.name}")
-    if mark_in(folder)[0] not in (Mark.NONE, unless):
+    mark, marker = mark_in(folder)
+    if mark is Mark.NONE or (is_failed and (mark is Mark.WHOLE or marker.process != Process.this())):
+        return
+    if mark is Mark.WHOLE:  # one that is not has no need of room for a marker
         folder.write(BEGUN, Marker(Process.this()).encode())
-        folder.remove_tree()
+    folder.remove_tree()
 
 
 class Seen:

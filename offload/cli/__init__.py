@@ -16,11 +16,11 @@ from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 _COMMANDS = {
+    "plan": plan,
     "train": settings,
     "check-run": check_run,
     "probe": probe,
     "machine": machine,
-    "plan": plan,
     "verify": verify,
     "fetch": fetch,
     "export": export,

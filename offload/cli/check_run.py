@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             request.script, request.arguments = None, ["train", *_MODEL, *output, *request.arguments]
             if request.host_memory is None:
                 request.host_memory = _MODEL_HOST_MEMORY
-        with closing(Progress(2, title="check-run", quiet=arguments.quiet, unit="run")) as progress:
+        with closing(Progress(2, title="check-run", quiet=arguments.quiet, unit="run", log=True)) as progress:
             outcome = _compare(request, Path(folder), progress)
     state, streamed = (format_bytes(outcome["metrics"].get(f"{kind}_bytes", 0)) for kind in ("state", "streamed"))
     about = f"{steps} steps of {script}: {streamed} of {state} of state went through paths in a step"

@@ -264,8 +264,8 @@ def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.C
 
 
 def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
-    """Return the bar of a search or a simulation; where there is no terminal, a line every half a minute."""
-    return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0, line_s=30.0)
+    """Return the bar of a search or a simulation."""
+    return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0)
 
 
 def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a plain line every few seconds elsewhere, nothing when quiet.
+"""Progress of long work: a bar on a terminal; elsewhere nothing, or of a run a line every few seconds for its log.
 
 Goes to stderr, so that stdout holds results only.
 """
@@ -10,6 +10,9 @@ import sys
 import time
 from typing import Any
 
+LINE_S = 5.0
+"""Seconds between lines, where lines take the place of a bar."""
+
 
 class Progress:
     """Shows how far one piece of work is; closed by its owner.
@@ -19,8 +22,8 @@ class Progress:
         title: What is running.
         quiet: Show nothing.
         unit: What is counted.
-        after_s: Seconds before anything is shown; where there is no terminal, that long and `line_s`.
-        line_s: Seconds between lines, where there is no terminal.
+        after_s: Seconds before anything is shown.
+        log: Print lines where there is no terminal, as for a run whose output is kept. Else nothing is shown there.
     """
 
     def __init__(
@@ -31,16 +34,16 @@ class Progress:
         quiet: bool,
         unit: str = "step",
         after_s: float = 0.0,
-        line_s: float = 5.0,
+        log: bool = False,
     ) -> None:
+        is_terminal = sys.stderr.isatty()
         self._title = title
-        self._quiet = quiet
+        self._quiet = quiet or not (is_terminal or log)
         self._unit = unit
         self._after_s = after_s
-        self._line_s = line_s
-        self._next_line_s = time.monotonic() + (after_s and after_s + line_s)
+        self._next_line_s = time.monotonic() + after_s
         self._bar: Any = None
-        if sys.stderr.isatty() and not quiet:
+        if is_terminal and not quiet:
             with contextlib.suppress(ImportError):  # lines will do
                 from tqdm import tqdm
 
@@ -57,7 +60,7 @@ class Progress:
             return
         now_s = time.monotonic()
         if now_s >= self._next_line_s or (done == total and not self._after_s):
-            self._next_line_s = now_s + self._line_s
+            self._next_line_s = now_s + LINE_S
             print(f"{self._title}: {self._unit} {done}/{total}, {details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

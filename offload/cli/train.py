@@ -131,7 +131,7 @@ class _Run:
         dtype = DTYPES[settings.dtype]
         model = build_model(self._shape, seq=settings.seq, dtype=dtype, device=settings.device, seed=settings.seed)
         draws = torch.Generator().manual_seed(settings.seed)
-        progress = Progress(settings.steps, title=title, quiet=settings.quiet)
+        progress = Progress(settings.steps, title=title, quiet=settings.quiet, log=True)
         hyperparameters = {"lr": settings.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         groups = parameter_groups(model, weight_decay=0.1)
         try:

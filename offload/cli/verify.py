@@ -100,13 +100,13 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
     from offload.checkpoint.manifest import MODEL_KEY
-    from offload.checkpoint.marker import Mark, mark_of
+    from offload.checkpoint.marker import Mark, marked_around
     from offload.checkpoint.reader import Checkpoint
     from offload.optim.model import SavedRest
 
     problems: list[str] = []
     tiles = parameters = 0
-    if Mark.BEGUN in (mark_of(folder), mark_of(os.path.dirname(folder))):
+    if marked_around(folder)[1] is Mark.BEGUN:
         return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": [], "interrupted": True}
     try:
         with Checkpoint(folder) as checkpoint:

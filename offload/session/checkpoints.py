@@ -101,6 +101,8 @@ class Checkpoints:
         self._thread.check_usable()
         if parts.saves.has_leaving:
             self._release_now(parts.saves.release_deleted)
+        if parts.saves.has_interrupted:
+            self._release_now(parts.saves.release_interrupted)
         parts.saves.begin(request)
         layout, index = parts.plan.layout, parts.machine.index
         # Another session's store is none that a checkpoint can name.
@@ -298,14 +300,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Have saves release no older checkpoint meanwhile; what is too many then goes behind that.
+        """Keep all checkpoints while this context lasts; then release the older ones that are too many.
 
-        Where an exception ends it, it goes at the next save.
+        Where an exception ends it, those that were made in it go first, when the next save needs their room.
         """
         saves = self._parts.saves
+        before = saves.last
         with saves.keeping_all():
             yield
-        self._release(saves.release_older)
+        self._release(partial(saves.release_older, before))
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
         with self._thread.turn():

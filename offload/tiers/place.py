@@ -21,13 +21,13 @@ _MAX_FILE_BYTES = 64 << 30
 """Largest file of a checkpoint: the `extra` of its caller may be large."""
 _LARGE = ("manifest-", "extra-", "model-")
 """Prefixes of the names of such files."""
-_MAX_RECORD_BYTES = 16 << 20
+MAX_RECORD_BYTES = 16 << 20
 """Largest of the other files, which hold small records."""
 
 
 def limit_bytes(name: str) -> int:
     """Return how large a file of a folder may be when it is read, by its name."""
-    return _MAX_FILE_BYTES if name.startswith(_LARGE) else _MAX_RECORD_BYTES
+    return _MAX_FILE_BYTES if name.startswith(_LARGE) else MAX_RECORD_BYTES
 
 
 @contextlib.contextmanager

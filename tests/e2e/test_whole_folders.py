@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ import torch
 import offload
 from offload import cli
 from offload.checkpoint import fetch as fetches
+from offload.checkpoint import whole
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.marker import WHOLE, Mark, Marker, mark_of
@@ -29,12 +34,16 @@ from offload.tiers.directories import DirectoryFolder
 class Loop:
     """A loop that saves whole folders to `run`, with `path` for its state and `mirror` beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, room: str = "") -> None:
         self.run, self.path, self.mirror = (folder / name for name in ("run", "path", "mirror"))
         for place in (self.run, self.path, self.mirror):
-            place.mkdir(exist_ok=True)
+            place.mkdir(exist_ok=True, parents=True)
         self.weight = torch.nn.Parameter(torch.ones(64, 64))
-        config = offload.OffloadConfig(host_memory=0, paths=[str(self.path)], mirror=str(self.mirror))
+        most, _, kept = room.partition(":")
+        path = {"path": str(self.path), "max_bytes": int(most)} if most else str(self.path)
+        config = offload.OffloadConfig(
+            host_memory=0, paths=[path], mirror=str(self.mirror), checkpoints_kept=int(kept) if kept else None
+        )
         self.optimizer = offload.AdamW([("weight", self.weight)], offload=config)
 
     def save(self, name: str, inside: str | None = "optimizer", more: Callable[[Path], object] = bool) -> None:
@@ -326,3 +335,151 @@ def test_what_ranks_of_a_mirror_tell_each_other_is_not_fetched(loop: Loop) -> No
     fetched = loop.fetch("step-1")
     assert not [*fetched.rglob("mirror-*"), *fetched.rglob("failed-*")]
     assert (fetched / "optimizer" / "COMMIT").exists()
+
+
+# What interrupts one
+
+
+def test_one_that_is_cut_while_it_is_written_leaves_the_one_before(loop: Loop) -> None:
+    """The commit may come after the context has ended."""
+
+    def cut(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    loop.save("step-1")
+    with pytest.raises(KeyboardInterrupt):
+        loop.save("step-2", more=cut)
+    loop.optimizer.wait_checkpoint()
+    assert is_checkpoint(loop.run / "step-1" / "optimizer")
+
+
+def test_interrupted_ones_give_their_room_to_the_next(tmp_path: Path) -> None:
+    """With no more room than the plan asks for, after an exception, and after a kill."""
+    program = (
+        "import os, sys; sys.path[:0] = sys.argv[1:2]; from pathlib import Path; from test_whole_folders import Loop;"
+        "loop = Loop(Path(sys.argv[2]), sys.argv[3]); loop.save('step-1'); wait = loop.optimizer.wait_checkpoint;"
+        "loop.save('step-2', more=lambda folder: (wait(), os._exit(9)))"
+    )
+    for kept in (1, 2):
+        folder, room = tmp_path / str(kept), f"4096:{kept}"
+        for _ in range(5):
+            try:
+                Loop(folder, room).optimizer.close()
+            except offload.InfeasiblePlanError as error:
+                room = f"{re.findall(r'needs .*?([0-9]+) bytes', str(error))[0]}:{kept}"
+        given = [sys.executable, "-c", program, os.path.dirname(__file__), str(folder), room]
+        assert subprocess.run(given, check=False).returncode == 9
+        loop = Loop(folder, room)
+        with loop.optimizer as optimizer:
+            optimizer.load_checkpoint(loop.run / "step-1" / "optimizer")
+            for number in range(3, 9):
+                if number % 3 == 0:
+                    with pytest.raises(ZeroDivisionError):
+                        loop.save(f"step-{number}", more=lambda folder: 1 / 0)
+                else:
+                    loop.save(f"step-{number}")
+            assert optimizer.engine.checkpoints.kept[-1] == str(loop.run / "step-8" / "optimizer")
+
+
+def test_a_folder_without_a_checkpoint_displaces_none(loop: Loop) -> None:
+    loop.save("step-1")
+    loop.save("export", inside=None)
+    assert is_checkpoint(loop.run / "step-1" / "optimizer")
+
+
+# What a load may do to the mirror: go on with a copy, and nothing else
+
+
+def test_a_load_deletes_nothing_and_displaces_nothing(loop: Loop) -> None:
+    loop.save("step-1")
+    loop.mirrored()
+    scratch = loop.run.parent / "scratch"
+    for name in ("copy-1", "copy-2"):
+        shutil.copytree(loop.run / "step-1", scratch / name)
+        loop.optimizer.load_checkpoint(scratch / name / "optimizer")
+        loop.mirrored()
+        shutil.rmtree(scratch / name)
+    shutil.copytree(loop.mirror / "step-1", scratch / "step-1", copy_function=shutil.copyfile)  # later times
+    loop.optimizer.load_checkpoint(scratch / "step-1" / "optimizer")
+    assert loop.mirrored() >= {"step-1", "copy-1"}
+    assert mark_of(str(loop.mirror / "step-1")) is Mark.WHOLE
+    assert fetches.find_whole(str(loop.mirror))[-1] in ("step-1", "copy-1")
+
+
+def test_a_load_waits_for_nothing_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was saved last is what `fetch` brings, whenever it came to the mirror."""
+    loop = Loop(tmp_path, ":3")
+    for name in ("step-1", "step-2"):
+        loop.save(name)
+    assert sorted(loop.mirrored()) == ["step-1", "step-2"]
+    shutil.rmtree(loop.mirror / "step-2")
+    goes_on, mirror = threading.Event(), Mirror.mirror_task
+    monkeypatch.setattr(Mirror, "mirror_task", lambda self, task: (goes_on.wait(60), mirror(self, task))[1])
+    loop.save("step-3")
+    loop.optimizer.load_checkpoint(loop.run / "step-2" / "optimizer")
+    goes_on.set()
+    assert "step-3" in loop.mirrored()
+    loop.optimizer.load_checkpoint(loop.run / "step-2" / "optimizer")
+    assert "step-2" in loop.mirrored()
+    loop.optimizer.close()
+    assert fetches.find_whole(str(loop.mirror))[-1] == "step-3"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b'{"depth": 0}', b'{"depth": 9000000000000000000}', b'{"beside": ["../path"]}'),
+        *(b'{"beside": ["a\\u0000"]}', b'{"beside": ["\xff"]}', b'{"shared": ["/etc/hostname"]}'),
+        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=["empty", "depth 0", "too deep", "outside", "null", "no text", "absolute", "nested"],
+)
+def test_a_damaged_marker_costs_a_copy(loop: Loop, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    loop.save("step-1")
+    loop.mirrored()
+    shutil.rmtree(loop.mirror / "step-1")
+    (loop.run / "step-1" / WHOLE).write_bytes(content)
+    loop.optimizer.load_checkpoint(loop.run / "step-1" / "optimizer")
+    assert loop.mirrored() == set()
+    assert "its marker is damaged" in caplog.text
+    loop.save("step-2")
+    assert "step-2" in loop.mirrored()
+    shutil.copytree(loop.run / "step-1", loop.mirror / "step-0")
+    assert fetches.find_whole(str(loop.mirror)) == ["step-2"]
+
+
+# What is no whole copy
+
+
+def test_files_that_are_not_open_are_those_of_the_save(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "MOST_OPEN", 1)
+    goes_on, mirror = threading.Event(), Mirror.mirror_task
+    monkeypatch.setattr(Mirror, "mirror_task", lambda self, task: (goes_on.wait(60), mirror(self, task))[1])
+    loop.save("last", more=lambda folder: (folder / "z").write_text("first"))
+    (loop.run / "last" / "z").write_text("other")
+    goes_on.set()
+    with pytest.raises(offload.CheckpointError, match="changed before"):
+        loop.mirrored()
+
+
+def test_a_marker_within_is_not_taken_for_one_of_the_mirrors(loop: Loop) -> None:
+    loop.save("step-1/inner", inside=None)
+    loop.save("step-1")
+    loop.mirrored()
+    assert fetches.find_whole(str(loop.mirror))[-1] == "step-1"
+    assert mark_of(str(loop.mirror / "step-1" / "inner")) is Mark.NONE
+
+
+def test_what_lies_beside_belongs_to_it(loop: Loop) -> None:
+    folder = str(loop.run / "step-1")
+    folders.begin_folder(folder, Marker(beside=("gone.ckpt",)))
+    folders.end_folder(loop.optimizer, folder)
+    with pytest.raises(offload.CheckpointError, match=r"gone\.ckpt"):
+        loop.mirrored()
+
+
+def test_a_save_into_a_whole_folder_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    loop.save("step-1", inside=None)
+    loop.optimizer.save_checkpoint(loop.run / "step-1" / "optimizer")
+    loop.optimizer.wait_checkpoint()
+    assert "is not mirrored, as" in caplog.text

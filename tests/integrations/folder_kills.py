@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,10 @@ class Session:
         return [note[name] for notes in self.notes for note in notes if name in note]
 
 
+SeedRun = Callable[[str, int, Path, dict[Any, Session]], Counter[str]]
+"""Runs a seed of a door in a folder, with undisturbed runs, and returns what was met; raises `Failed`."""
+
+
 def environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
     """Return what a launcher says to a rank, which finds the others by the store."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
@@ -130,14 +134,27 @@ def start(
     ranks: int,
     slow_s: float,
     dies: dict[str, Any] | None = None,
-    rank: int = 0,
+    rank: int | None = 0,
 ) -> Session:
-    """Run a program in ranks until all have ended; once one has died, the others get a SIGTERM, and are killed."""
+    """Run a program in ranks until all have ended; once one has died, the others get a SIGTERM, and are killed.
+
+    Args:
+        arguments: The program's, and its path before them.
+        notes: A folder for notes, which is made.
+        ranks: How many.
+        slow_s: What a mirror pauses.
+        dies: When a rank is to die, as `dying.py` reads it; None if none is.
+        rank: Which one; None for all of them.
+    """
     notes.mkdir(parents=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children, session = [], Session()
     for number in range(ranks):
-        wish = {"log": str(notes / f"{number}.json"), "slow_s": slow_s, **(dies or {} if number == rank else {})}
+        wish = {
+            "log": str(notes / f"{number}.json"),
+            "slow_s": slow_s,
+            **(dies or {} if rank in (number, None) else {}),
+        }
         variables = {**environment(store, number, ranks), "DYING": json.dumps(wish)}
         with (notes / f"{number}.out").open("wb") as out, (notes / f"{number}.err").open("wb") as err:
             command = [prepared.python(), "-W", "ignore", *arguments]
@@ -379,19 +396,26 @@ def run_seed(
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_seeds(about: str | None, names: Sequence[str], run: SeedRun) -> int:
+    """Run seeds as a command line says, each by name, and keep what became of them; return an exit status.
+
+    Args:
+        about: What `--help` says.
+        names: What there is to run.
+        run: Runs a seed of a name in an empty folder, with undisturbed runs that are there already.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--doors", default=",".join(DOORS))
-    parser.add_argument("--count", type=int, default=10, help="SIGTERMs and kills of each door")
+    parser.add_argument("--doors", default=",".join(names))
+    parser.add_argument("--count", type=int, default=10, help="seeds of each door")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--keep", type=Path, help="where folders of seeds that failed stay")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so long")
     arguments = parser.parse_args()
     began_s = time.monotonic()
     outcomes = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    failed, wholes = 0, dict[tuple[str, int], Session]()
-    with tempfile.TemporaryDirectory(prefix="folder-kills-") as folder:
+    failed, wholes = 0, dict[Any, Session]()
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         os.environ.setdefault(prepared.FOLDER, f"{folder}/prepared")
         os.environ.setdefault(prepared.OWNER, str(os.getpid()))
         Path(os.environ[prepared.FOLDER]).mkdir(exist_ok=True)
@@ -405,7 +429,7 @@ def main() -> int:
                 root = Path(folder) / f"{name}-{seed}"
                 root.mkdir()
                 try:
-                    outcome: dict[str, Any] = {"is_well": True, **run_seed(name, seed, root, wholes)}
+                    outcome: dict[str, Any] = {"is_well": True, **run(name, seed, root, wholes)}
                 except Exception as failure:
                     said = str(failure) if isinstance(failure, Failed) else traceback.format_exc()
                     outcome = {"is_well": False, "failure": said}
@@ -422,4 +446,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main())
+    sys.exit(run_seeds(__doc__, [*DOORS], run_seed))

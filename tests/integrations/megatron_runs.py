@@ -13,10 +13,14 @@ import contextlib
 import hashlib
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
@@ -33,7 +37,11 @@ class Case:
         fp16: In the place of bf16; its loss scale begins so high that steps are skipped.
         scale: A constant loss scale.
         clip: Norm to clip to.
-        overlap: Reduce in backward, and gather in forward.
+        overlap: Reduce in backward, in buckets of 20,000 elements, and gather in forward.
+        hides: Ours updates in backward.
+        ends: Reductions end while backward goes on.
+        skipped: A step that is not made, though its gradients have come.
+        experts: How many, of which each rank has its own.
         frozen: Freeze the first layer and the embedding.
         kinds: By which optimizers, in their order.
         save: A folder to save to at last.
@@ -45,6 +53,7 @@ class Case:
         kept: Files of another case, of any number of ranks, that have this one's state, likewise.
         sharding: Megatron's name of the format.
         layout: Ours.
+        mirror: Ours; in it a folder that is saved to in place is mirrored.
     """
 
     name: str
@@ -55,6 +64,10 @@ class Case:
     scale: float | None = None
     clip: float = 1.0
     overlap: bool = False
+    hides: bool = False
+    ends: bool = False
+    skipped: int = -1
+    experts: int = 0
     frozen: bool = False
     kinds: list[str] = field(default_factory=lambda: ["memory", "offload"])
     save: str = ""
@@ -66,6 +79,7 @@ class Case:
     kept: str = ""
     sharding: str = "dp_reshardable"
     layout: str = "stock"
+    mirror: str = ""
 
 
 def play_cuda() -> None:
@@ -97,6 +111,7 @@ def play_cuda() -> None:
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]  # of releases after 0.16.1
     tracker = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
     tracker.fork = lambda *_, **__: contextlib.nullcontext()
+    import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None  # likewise
     import_module("megatron.core.utils").get_te_version = lambda: Version("0")  # without TransformerEngine it raises
     CudaIsCpu().__enter__()
 
@@ -111,10 +126,11 @@ class Training:
         self.parallel, distributed, optimizers, gpts, specs = (
             import_module(f"megatron.core.{name}") for name in parts
         )
-        self.case, self.kind, self.reads = case, kind, 0
+        self.case, self.kind, self.reads, self.undo = case, kind, 0, contextlib.ExitStack()
         import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE = case.te
         self.parallel.destroy_model_parallel()
-        self.parallel.initialize_model_parallel(tensor_model_parallel_size=case.tp)
+        apart = {"expert_model_parallel_size": case.experts or 1}
+        self.parallel.initialize_model_parallel(tensor_model_parallel_size=case.tp, **apart)
         torch.manual_seed(1234)
         dtype = torch.float16 if case.fp16 else torch.bfloat16
         types = {"params_dtype": dtype, "bf16": not case.fp16, "fp16": case.fp16}
@@ -128,24 +144,31 @@ class Training:
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=case.tp,
+            num_moe_experts=case.experts or None,
+            moe_token_dispatcher_type="allgather",
+            **apart,
             **types,
             **{f"{name}_fusion": False for name in fused},
         )
-        layers = specs.get_gpt_layer_local_spec()
+        layers = specs.get_gpt_layer_local_spec(num_experts=case.experts or None)
         gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32).to(dtype)
         for parameter in [*gpt.embedding.parameters(), *gpt.decoder.layers[0].parameters()] if case.frozen else ():
             parameter.requires_grad_(False)
         gathered = {"overlap_grad_reduce": case.overlap, "overlap_param_gather": case.overlap}
         ddp = distributed.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, **gathered
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=20000, **gathered
         )
         self.model = distributed.DistributedDataParallel(config, ddp, gpt)
         self.finalize = distributed.finalize_model_grads
         self.door = door = import_module("offload.integrations.megatron")
         ours = {}
         if kind == "offload":
-            door.enable({**SETTINGS, "paths": [str(folder)]}, layout=case.layout)
+            more = {"mirror": case.mirror} if case.mirror else {}
+            overlap = "backward" if case.hides else "off"
+            door.enable({**SETTINGS, **more, "overlap": overlap, "paths": [str(folder)]}, layout=case.layout)
             ours = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+        if case.ends:
+            self._end_reductions()
         optimizer_config = optimizers.OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
@@ -161,7 +184,9 @@ class Training:
             **ours,
         )
         self.optimizer = optimizers.get_megatron_optimizer(optimizer_config, [self.model])
-        (self.distributed,) = self.optimizer.chained_optimizers
+        self.members = self.optimizer.chained_optimizers
+        self.engines = [inner.engine for inner in door.inner_optimizers(self.optimizer)]
+        self.figures: Counter[str] = Counter()
         if kind == "memory":
             self._take_our_rule()
         schedule = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
@@ -182,15 +207,17 @@ class Training:
         self.meta = {"distrib_optim_sharding_type": case.sharding}
 
     def _take_our_rule(self) -> None:
-        """Have stock Megatron's inner optimizer, over its own fp32 masters, step as our rule does in memory."""
+        """Have stock Megatron's inner optimizers, over their own fp32 masters, step as our rule does in memory."""
+        self.rules = [self._rule_below(member.optimizer) for member in self.members]
+
+    def _rule_below(self, theirs: Any) -> Any:
         import offload
 
-        theirs = self.distributed.optimizer
         for group in theirs.param_groups:
             for master in group["params"]:
                 master.requires_grad_(True)
         groups = [{"params": group["params"]} for group in theirs.param_groups if group["params"]]
-        rule = self.rule = offload.AdamW(groups, offload={"host_memory": "64MiB", "threads": 1})
+        rule = offload.AdamW(groups, offload={"host_memory": "64MiB", "threads": 1})
 
         def step() -> None:
             here = (group for group in theirs.param_groups if group["params"])
@@ -204,6 +231,30 @@ class Training:
                 theirs.state[master] = {name: value.clone() for name, value in state.items()}
 
         theirs.step = step
+        return rule
+
+    def _end_reductions(self) -> None:
+        """Have a reduction end before the next one begins, and say so when asked, as NCCL's do and gloo's do not."""
+        kind = import_module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
+        start, before = kind.start_grad_sync, vars(kind)["start_grad_sync"]
+        ended = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+        def start_after_others(group: Any, *arguments: Any, **options: Any) -> None:
+            for other in self.model.bucket_groups + self.model.expert_parallel_bucket_groups:
+                if other.grad_reduce_handle is not None:
+                    other.grad_reduce_handle.wait()
+                    other.grad_reduce_handle.works[:] = [ended]
+            start(group, *arguments, **options)
+
+        kind.start_grad_sync = start_after_others
+        self.undo.callback(setattr, kind, "start_grad_sync", before)
+
+    def _note_versions(self) -> None:
+        """Count what has been made in backward, before Megatron has waited for reductions."""
+        from settling import settle
+
+        for engine in self.engines:
+            self.figures["made in backward"] += settle(engine)
 
     def step(self, number: int) -> None:
         """Make a step, and note what Megatron says of it."""
@@ -223,8 +274,15 @@ class Training:
                 loss = self.model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
                 self.optimizer.scale_loss(loss).backward()
             losses.append(loss.item())
+        if self.case.hides:
+            self._note_versions()
         self.finalize([self.model])
+        if number == self.case.skipped:
+            return
         took, norm, zeros = self.optimizer.step()
+        for engine in self.engines if self.case.hides else ():
+            for name in ("confirmed_bytes", "revoked_bytes"):
+                self.figures[name] += int(engine.metrics()[f"speculation/{name}"])
         if took:
             self.schedule.step(increment=1)
         self.said.append([*losses, took, None if norm is None else float(norm), zeros])
@@ -241,15 +299,26 @@ class Training:
         kind = getattr(found, f"FullyParallel{verb}StrategyWrapper")
         return kind(strategy, self.parallel.get_data_parallel_group(with_context_parallel=True))
 
+    def options(self, behind: bool) -> dict[str, Any]:
+        """Return what `dist_checkpointing.save` is told."""
+        found = {"async_sharded_save": behind, "content_metadata": self.meta}
+        strategies = import_module("megatron.core.dist_checkpointing.strategies.torch")
+        # Releases after 0.16.1 save behind training by a package of its own where nothing is said.
+        return {**found, "async_strategy": "mcore"} if hasattr(strategies, "get_async_strategy") else found
+
     def save(self, folder: str) -> None:
         """Save, and go on for two steps where that is done behind; count how often state is read for it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        checkpoints, reads = import_module("megatron.core.dist_checkpointing"), []
-        if self.kind == "offload":
-            state = self.distributed.optimizer.engine.state
-            read, state.read = state.read, lambda *arguments: reads.append(arguments) or read(*arguments)
+        checkpoints = import_module("megatron.core.dist_checkpointing")
+        reads: list[Any] = []
+
+        def counted(read: Any) -> Any:
+            return lambda *arguments: reads.append(arguments) or read(*arguments)
+
+        for engine in self.engines:
+            engine.state.read = counted(engine.state.read)
         queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
-        options = {"async_sharded_save": self.case.behind, "content_metadata": self.meta}
+        options = self.options(self.case.behind)
         strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
         request = checkpoints.save(self.sharded(False), folder, strategy, **options)
         if self.case.behind:
@@ -260,20 +329,24 @@ class Training:
             queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
         self.reads = len(reads)
 
+    def _make_loadable(self, member: Any) -> None:
+        member._init_optimizer_states_with_dummy_values()
+        for master in member.get_parameters():
+            master.requires_grad_(False)
+        set_all = member._set_main_param_and_optimizer_states
+        get_all = member._get_main_param_and_optimizer_states
+
+        def set_but_step(weight: Any, tensors: dict[str, Any]) -> None:
+            # Of torch's own Adam Megatron 0.16.1 would set `step`, too, which no file has: to the dummy step's.
+            set_all(weight, {**tensors, "step": get_all(weight)["step"]})
+
+        member._set_main_param_and_optimizer_states = set_but_step
+
     def load(self, folder: str) -> None:
         if self.kind == "memory":  # stock cannot load into an optimizer that has made no step
-            self.distributed._init_optimizer_states_with_dummy_values()
-            self.rule.close()
-            for master in self.distributed.get_parameters():
-                master.requires_grad_(False)
-            set_all = self.distributed._set_main_param_and_optimizer_states
-            get_all = self.distributed._get_main_param_and_optimizer_states
-
-            def set_but_step(weight: Any, tensors: dict[str, Any]) -> None:
-                # Of torch's own Adam Megatron 0.16.1 would set `step`, too, which no file has: to the dummy step's.
-                set_all(weight, {**tensors, "step": get_all(weight)["step"]})
-
-            self.distributed._set_main_param_and_optimizer_states = set_but_step
+            for rule, member in zip(self.rules, self.members, strict=True):
+                self._make_loadable(member)
+                rule.close()
         checkpoints = import_module("megatron.core.dist_checkpointing")
         self.meta = checkpoints.load_content_metadata(folder)
         strategy = self._on_all("Load", checkpoints.serialization.get_default_load_sharded_strategy(folder))
@@ -293,18 +366,21 @@ class Training:
         found: dict[str, Any] = {}
         for name, weight in self.model.named_parameters():
             found[name] = weight.detach().clone()
-            if weight in self.distributed.model_param_group_index_map:
-                start = self.distributed._get_model_param_range_map(weight)["param"].start
-                tensors = self.distributed._get_main_param_and_optimizer_states(weight)
+            for member in self.members:
+                if weight not in member.model_param_group_index_map:
+                    continue
+                start = member._get_model_param_range_map(weight)["param"].start
+                tensors = member._get_main_param_and_optimizer_states(weight)
                 for key in ("param", "exp_avg", "exp_avg_sq"):
                     found[f"{name} {key} {start}"] = tensors[key].detach().clone().view(-1)
         return found
 
     def close(self) -> None:
-        if self.kind == "memory":
-            self.rule.close()
-        else:
-            self.distributed.optimizer.close()
+        for engine in self.engines if self.case.mirror else ():
+            engine.checkpoints.wait_mirror()
+        for rule in self.rules if self.kind == "memory" else self.door.inner_optimizers(self.optimizer):
+            rule.close()
+        self.undo.close()
         self.door.disable()
 
 
@@ -352,10 +428,10 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         if case.kept:
             answers["differing"] = differing(states[-1], joined(case.kept))
         if kind == "offload":
-            inner = training.distributed.optimizer
-            answers["reads"] = training.reads
-            answers["resident"] = inner.engine.metrics()["resident_share"]
-            answers["names"] = [parameter.name for parameter in inner.engine.plan.layout.parameters]
+            answers |= {"reads": training.reads, "figures": training.figures}
+            answers["resident"] = max(engine.metrics()["resident_share"] for engine in training.engines)
+            plans = [engine.plan for engine in training.engines]
+            answers["names"] = [parameter.name for plan in plans for parameter in plan.layout.parameters]
         training.close()
     digest = hashlib.sha256()
     for name in sorted(states[-1]):

@@ -24,11 +24,14 @@ import pytest
 import torch
 
 from offload import CheckpointError, ConfigError, DtypeCode, OffloadConfig, Parameter
+from offload.checkpoint.marker import WHOLE
 from offload.combinations import (
     MEGATRON_BUFFER,
-    MEGATRON_CHAIN,
+    MEGATRON_CHANGES,
     MEGATRON_FSDP,
     MEGATRON_GATHERS,
+    MEGATRON_MIRRORS,
+    MEGATRON_REDUCES,
     MEGATRON_ROUNDED,
     MEGATRON_WEIGHTS,
     MEGATRON_WHOLE,
@@ -109,6 +112,79 @@ def test_ranks_train_as_megatrons_with_our_rule(tmp_path: Path) -> None:
     assert found["bf16"][0]["offload"][0][1:] == found["bf16"][1]["offload"][0][1:]
 
 
+HIDES = {"overlap": True, "hides": True, "steps": 8}
+
+
+@pytest.mark.slow
+@needs_megatron
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_in_backward_change_nothing(tmp_path: Path, ranks: int) -> None:
+    """They are made there where reductions end in time, and revoked where Megatron clips."""
+    cases = [
+        {"name": "unclipped", "ends": True, "clip": 0},
+        {"name": "below the norm", "ends": True, "clip": 100},
+        {"name": "passes", "ends": True, "clip": 0, "passes": 2},
+        {"name": "clipped", "ends": True, "clip": 0.1},
+        {"name": "skipped", "ends": True, "clip": 0, "skipped": 4},
+        {"name": "awaited", "clip": 0},
+    ]
+    found = run(tmp_path / "paths", ranks, [{**HIDES, **case} for case in cases])
+    check(found)
+    for name, said in found.items():
+        for figures in (each["figures"] for each in said):
+            assert (figures["made in backward"] > 0) == (name != "awaited"), name
+            if name != "clipped":  # which leaves gradients that are 0
+                assert figures["confirmed_bytes"] > 0 or name == "awaited", name
+            assert (figures["revoked_bytes"] > 0) == (name in ("clipped", "skipped")), name
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_experts_have_engines_of_their_own(tmp_path: Path) -> None:
+    """In training, with updates in backward, and in checkpoints of either layout, each with a folder."""
+    experts = {"experts": 2, "steps": 6}
+    cases = [{"name": "plain", **experts}, {"name": "hidden", **HIDES, **experts, "ends": True, "clip": 0}]
+    layouts = {
+        "dp": {"sharding": "dp_reshardable"},
+        "full": {"sharding": "fully_reshardable"},
+        "in place": {"layout": "in_place"},
+        "behind": {"layout": "in_place", "behind": True},
+    }
+    for name, layout in layouts.items():
+        of_it = {**experts, **layout, "steps": 3, "kinds": ["offload"]}
+        folder = str(tmp_path / name)
+        cases += [{"name": name, "save": folder, **of_it}]
+        cases += [{"name": f"resumed {name}", "load": folder, "at": 3, **of_it, "behind": False}]
+    found = run(tmp_path / "paths", 2, cases)
+    check({name: found[name] for name in ("plain", "hidden")})
+    assert all(said["figures"]["made in backward"] > 0 for said in found["hidden"])
+    for name in layouts:
+        for whole, saved, said in zip(found["plain"], found[name], found[f"resumed {name}"], strict=True):
+            assert saved["offload"][:3] == whole["offload"][:3], name
+            assert (said["offload"], said["digest"]) == (whole["offload"][3:], whole["digest"]), name
+            assert saved["reads"] == (0 if layouts[name].get("layout") else 2), name
+    for name in ("in place", "behind"):
+        for folder in ("offload", "offload-1"):
+            assert (tmp_path / name / folder / "COMMIT").is_file()
+        assert (tmp_path / name / WHOLE).is_file()
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_a_folder_in_place_is_mirrored_whole(tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    case = {"name": "saved", "kinds": ["offload"], "steps": 2, "layout": "in_place", "mirror": str(mirror)}
+    run(tmp_path / "paths", 2, [{**case, "save": str(tmp_path / "run" / "iter_2")}])
+    (marker,) = mirror.rglob(WHOLE)
+    saved = {str(file.relative_to(tmp_path / "run" / "iter_2")) for file in (tmp_path / "run").rglob("*.*")}
+    assert marker.parent.name == "iter_2"
+    assert {"metadata.json", "common.pt", WHOLE} <= saved
+    assert {name for name in saved if not name.startswith("offload/")} <= {
+        str(file.relative_to(marker.parent)) for file in marker.parent.rglob("*.*")
+    }
+
+
 FORMATS = {"dp": "dp_reshardable", "full": "fully_reshardable"}
 
 
@@ -151,6 +227,7 @@ def test_megatrons_checkpoints_are_gone_on_from_exactly(tmp_path: Path) -> None:
                 in_place = name in ("in place", "behind tp")
                 assert said.get("reads", 1) == (0 if in_place else 1), name  # all of it, once
                 assert (tmp_path / name / "offload" / "COMMIT").is_file() == in_place
+                assert (tmp_path / name / WHOLE).is_file() == in_place
             elif not name.startswith("whole"):
                 assert (steps, said["digest"]) == (whole["offload"][3:], whole["digest"]), name
     fewer = [case("in place", "offload", "in place", steps=0, kept=str(tmp_path / "kept"))]
@@ -196,9 +273,10 @@ def test_what_cannot_be_is_refused_before_anything_is_made(row: Row, changed: di
     ("row", "config"),
     [
         (MEGATRON_GATHERS, {"overlap": "forward"}),
-        (MEGATRON_GATHERS, {"overlap": "backward", "paths": ["."]}),
+        (MEGATRON_GATHERS, {"overlap": "both", "paths": ["."]}),
         (MEGATRON_BUFFER, {"keep_grads": False}),
         (MEGATRON_BUFFER, {"gradient_memory": 0, "paths": ["."]}),
+        (MEGATRON_MIRRORS, {"mirror": "/", "paths": ["."]}),
     ],
 )
 def test_settings_that_megatron_has_no_place_for_are_refused(row: Row, config: dict[str, Any]) -> None:
@@ -207,22 +285,78 @@ def test_settings_that_megatron_has_no_place_for_are_refused(row: Row, config: d
     assert row.advice in str(refused.value)
 
 
-def test_experts_optimizers_are_refused() -> None:
-    inner = integration.MegatronAdamW(
-        [torch.nn.Parameter(torch.zeros(4))], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-    )
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        (MEGATRON_REDUCES, {"overlap_grad_reduce": False}),
+        (MEGATRON_CHANGES, {"grad_scaler": object()}),
+        (MEGATRON_CHANGES, {"calculate_per_token_loss": True}),
+    ],
+)
+def test_updates_in_backward_that_none_would_count_are_refused(row: Row, changed: dict[str, Any]) -> None:
+    """Also with fp16, whose loss scale is a scaler's."""
+    found = {"overlap_grad_reduce": True, "calculate_per_token_loss": False, "grad_scaler": None, **changed}
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(**found), config=SimpleNamespace(**found))
+    distributed = SimpleNamespace(optimizer=None, model_chunks=[chunk], grad_scaler=found["grad_scaler"])
     with pytest.raises(ConfigError) as refused:
-        switch.init_chained(None, lambda *_: None, None, [SimpleNamespace(optimizer=inner)] * 2)  # type: ignore[arg-type]
-    assert MEGATRON_CHAIN.advice.format(count=2) in str(refused.value)
+        switch.open_engine(distributed, OffloadConfig(overlap="backward", paths=["."]))
+    assert row.advice in str(refused.value)
+
+
+def inner_of(*shards: torch.Tensor) -> integration.MegatronAdamW:
+    return integration.MegatronAdamW([*shards], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+
+
+def test_budgets_are_divided_among_experts_and_the_rest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened: dict[str, OffloadConfig] = {}
+    monkeypatch.setattr(switch, "open_engine", lambda each, config: opened.update({each.optimizer.folder: config}))
+    members = [SimpleNamespace(optimizer=inner_of(torch.zeros(numel))) for numel in (300, 100)]
+    config = OffloadConfig(host_memory=4096, gpu_memory=400, paths=["."])
+    with caplog.at_level("INFO", "offload"):
+        switch.init_chained(None, lambda *_: None, config, members)
+    assert {name: (each.host_memory, each.gpu_memory) for name, each in opened.items()} == {
+        "offload": (3072, 300),
+        "offload-1": (1024, 100),
+    }
+    assert "optimizer 2 of 2 has 100 of 400 parameters of this rank: host_memory 1024, gpu_memory 100" in caplog.text
+    caplog.clear()
+    opened.clear()
+    switch.init_chained(None, lambda *_: None, config, [*members[:1], SimpleNamespace(optimizer=None)])
+    assert opened == {"offload": config}
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("on_first", "rank", "is_told"), [(False, 1, True), (True, 0, True), (True, 1, False)])
+def test_what_a_save_gathers_is_said_beforehand(
+    caplog: pytest.LogCaptureFixture, on_first: bool, rank: int, is_told: bool
+) -> None:
+    group, buffers = SimpleNamespace(rank=lambda: rank), [SimpleNamespace(numel_unpadded=1000)] * 2
+    distributed = SimpleNamespace(optimizer=inner_of(torch.zeros(4)), data_parallel_group=group, buffers=buffers)
+
+    def told(sharding: str, is_loading: bool = False) -> str:
+        caplog.clear()
+        names = "distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient"
+        metadata = dict(zip(names, (sharding, on_first), strict=True))
+        given = switch.sharded_state_dict(
+            distributed, lambda *_, **options: options, {}, is_loading, metadata=metadata
+        )
+        assert given == {"metadata": metadata}
+        return caplog.text
+
+    assert ("in this one's host memory: 24000 bytes" in told("fully_reshardable")) == is_told
+    assert not told("dp_reshardable")
+    assert not told("fully_reshardable", is_loading=True)
 
 
 def over_a_shard(folder: Path) -> SimpleNamespace:
     """Return what a checkpoint in place needs of Megatron's optimizer, over ours of a third of a weight."""
     shard = torch.arange(4096, dtype=torch.bfloat16)
-    inner = integration.MegatronAdamW([shard], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    inner = inner_of(shard)
     folder.mkdir(exist_ok=True)
     parameter = Parameter("weight", 4096, DtypeCode.BFLOAT16, 0, 4096, 3 * 4096, (3, 4096))
-    inner.open([parameter], OffloadConfig(paths=[str(folder)], host_memory=0, threads=1), torch.float32)
+    inner.open({shard: parameter}, OffloadConfig(paths=[str(folder)], host_memory=0, threads=1), torch.float32)
     return SimpleNamespace(
         optimizer=inner, shard=shard, data_parallel_group_idx=2, distributed_optimizer_instance_id=0
     )
@@ -232,7 +366,7 @@ def save_in_place(distributed: SimpleNamespace, place: Path) -> str:
     distributed.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
     distributed.optimizer.step()
     id = uuid.uuid4().hex
-    in_place._begin(distributed, id, str(place))
+    in_place.begin_saves(str(place), {id: distributed})
     distributed.optimizer.engine.checkpoints.wait()
     return id
 

@@ -51,6 +51,7 @@ RUN_BY = {
     r"(torchrun --nproc-per-node 1|accelerate launch) ": ELSEWHERE,
     r"offload check-run ": "e2e/test_check_run.py",
     r"pip install (torch|dist/)": "wheels.py",
+    r"python -m moto\.server ": "s3_server.py",
     r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,
     r"make ": HERE,
     r"bench/gpu/(pack|once)\.sh ": "test_gpu_once.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from offload import cli
 from offload.cli.advise import advice
 from offload.cli.machine import Machine
-from offload.cli.plan import progress_of
+from offload.cli.progress import Progress
 from offload.cli.scenario import Scenario, ask, least, reserved_bytes
 from offload.cli.shapes import MODELS, Model
 from offload.config import parse_bytes
@@ -478,21 +479,25 @@ def test_machines_are_named_in_the_help(capsys):
         assert f"  {file.stem:<20} {found['machine']['gpu']}, {size} of memory, {paths}\n" in printed
 
 
-def test_a_long_plan_says_how_far_it_is(rates, capsys, monkeypatch):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_plan_says_on_a_terminal_how_far_it_is(rates, capsys, monkeypatch, is_terminal):
+    """Lines stand for a bar where there is no tqdm; a pipe gets none."""
     clock = iter(range(10**9))
     monkeypatch.setattr("offload.cli.progress.time.monotonic", lambda: float(next(clock)))  # a second a call
+    monkeypatch.setattr("offload.cli.progress.sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     assert cli.main(["plan", "--params", "1e9", "--rates", rates]) == 0
-    assert "plan: visit " in capsys.readouterr().err
+    assert ("plan: visit " in capsys.readouterr().err) is is_terminal
 
 
 def test_a_log_is_not_filled(capsys, monkeypatch):
-    """Where there is no terminal, a search of two minutes has a line each half of one."""
+    """A run of two minutes has a line every five seconds."""
     clock = iter(range(10**9))
     monkeypatch.setattr("offload.cli.progress.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    shown = progress_of(SimpleNamespace(json=False), "setting")
+    shown = Progress(120, title="run", quiet=False, log=True)
     for done in range(120):  # a second each
-        shown.show(done, 120, "planned")
-    assert len(capsys.readouterr().err.splitlines()) == 3
+        shown.show(done, 120, "done")
+    assert len(capsys.readouterr().err.splitlines()) == 24
 
 
 def test_where_a_gpu_is_the_cpu_computes_nothing(node, capsys):

@@ -24,6 +24,19 @@ def test_each_rank_has_a_directory_of_its_own_and_shares_the_lock(tmp_path: Path
     assert config.for_rank(1).host_memory == 2**30
 
 
+def test_engines_of_one_process_divide_its_budgets() -> None:
+    paths = [{"path": "s3://bucket", "max_bytes": 4000}, "s3://other"]
+    config = OffloadConfig(
+        host_memory={"node0": 1000, "node1": 3000}, gpu_memory="auto", staging_memory=10, paths=paths
+    )
+    part = config.for_part(1, 4)
+    assert (part.host_memory, part.gpu_memory, part.staging_memory) == ({"node0": 250, "node1": 750}, "auto", 10)
+    assert [path.max_bytes for path in part.path_configs] == [1000, None]
+    assert config.for_part(4, 4) == config
+    assert OffloadConfig().for_part(1, 3) == OffloadConfig()
+    assert OffloadConfig(host_memory=7).for_part(0, 0).host_memory == 0
+
+
 def test_prefixes_of_a_bucket_are_cut_by_rank() -> None:
     config = OffloadConfig(paths=[{"path": "s3://bucket/run/", "share": 3}, "s3://bucket"])
     made = config.for_rank(2).path_configs
