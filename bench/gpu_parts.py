@@ -186,7 +186,7 @@ class CountedCalls(timing.TimingExecutor):
     def __init__(self, plan: Plan, rates: Rates, *, calls: Calls, gathers: bool, **how: Any) -> None:
         super().__init__(plan, rates, **how)
         self._each = calls
-        self._costly, self._call_s = True, 1.0  # `_calls` returns seconds
+        self._has_engine_lane, self._call_s = True, 1.0  # `_calls` returns seconds
         self._passing = cache(lambda sizes: passing(plan, sizes, calls, rates, gathers))
 
     def _passing_s(self, subgroup: int) -> tuple[float, float]:
@@ -203,10 +203,10 @@ class CountedCalls(timing.TimingExecutor):
         on_gpu = isinstance(operation, Update) and operation.visit.gpu
         return each.launch_s + (CALLS - 1) * each.event_s if on_gpu else 0
 
-    def _fetch(self, subgroup: int, ready_s: float) -> float:
-        nbytes = self._to_bring.pop(subgroup)
-        ready_s = self._work(ready_s, 2 * self._each.event_s + self._passing_s(subgroup)[0])
-        self._brought[subgroup] = self._copy(self.gradient_stream, "d2h", subgroup, nbytes, ready_s)
+    def _fetch_gradients(self, subgroup: int, ready_s: float) -> float:
+        nbytes = self._to_fetch.pop(subgroup)
+        ready_s = self._engine_work(ready_s, 2 * self._each.event_s + self._passing_s(subgroup)[0])
+        self._gradient_copies[subgroup] = self._copy(self.gradient_stream, "d2h", subgroup, nbytes, ready_s)
         return ready_s
 
 
@@ -311,7 +311,7 @@ def coming(case: Case) -> Iterator[Times]:
     with all state streamed, nothing is saved.
     """
     plan = plan_of(case, streamed=0.2)
-    yield from of_steps(case, plan, (CountedCalls, "_coming", lambda self, subgroup, ready_s: ready_s))
+    yield from of_steps(case, plan, (CountedCalls, "_fetch_with_state", lambda self, subgroup, ready_s: ready_s))
 
 
 def review(case: Case) -> Iterator[Times]:
@@ -327,7 +327,7 @@ def review(case: Case) -> Iterator[Times]:
         machine=SimpleNamespace(is_open=False, saver=SimpleNamespace(under_way=None), broken=None),
         gradients=SimpleNamespace(have_arrived=lambda: False),
     )
-    parts.replace = lambda better: setattr(parts, "plan", better)
+    parts.replace_plan = lambda better: setattr(parts, "plan", better)
     chooses, observed = PlacementReview(parts, SimpleNamespace(settle=lambda: None)), [case.known]
     for _ in range(MOST_STEPS):
         observed = [*observed[-2:], observe(parts.rates, case.predicted(parts.plan).timeline)]

@@ -311,7 +311,7 @@ def _kept(one: Field[Any], name: str, value: Any) -> Any:
 
 
 def _settings(cls: type[T]) -> type[T]:
-    """Have a dataclass's docstring say what its settings mean, and have it name the nearest to an unknown one."""
+    """Add the settings' meanings to a dataclass's docstring, and let it name the nearest to an unknown setting."""
     init, declared = cls.__init__, fields(cls)  # type: ignore[arg-type]
     fill = functools.partial(textwrap.fill, width=118, initial_indent=8 * " ", subsequent_indent=12 * " ")
     lines = [fill(f"{one.name}: {one.metadata['meaning']}") for one in declared]

@@ -153,6 +153,7 @@ class Parameter:
             raise ConfigError(f"box of {self.name}", self.box, f"give {self.numel} elements within {self.shape}")
 
     def _has_box(self, box: tuple[tuple[int, int], ...]) -> bool:
+        """Return whether a box lies within the shape, has `numel` elements, and begins at element `start`."""
         shape = self.shape or ()
         return (
             len(box) == len(shape)

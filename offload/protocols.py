@@ -107,14 +107,7 @@ class Completion(NamedTuple):
 class Queue(Protocol):
     """The one queue that all lanes of a session report to (`offload._native.CompletionQueue`)."""
 
-    def post(
-        self,
-        op: int,
-        error: int = 0,
-        detail: int = 0,
-        started_s: float = 0.0,
-        finished_s: float = 0.0,
-    ) -> None:
+    def post(self, op: int, error: int = 0, detail: int = 0, started_s: float = 0.0, finished_s: float = 0.0) -> None:
         """Report one completion; any thread."""
 
     def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float]]:
@@ -154,7 +147,7 @@ class Tier(Protocol):
         """Make everything written before durable; completes as operation `op`."""
 
     def set_depth(self, depth: int) -> None:
-        """Have `depth` requests of each direction in flight at most, 1 to `MAX_DEPTH`; with none in flight only.
+        """Limit the requests of each direction in flight to `depth`, 1 to `MAX_DEPTH`; only while none is in flight.
 
         Raises:
             ConfigError: If it is not such a number.
@@ -162,7 +155,7 @@ class Tier(Protocol):
         """
 
     def allocate(self, nbytes: int) -> None:
-        """Have room for slots below byte `nbytes` be there, where the file system can: nobody else takes it then.
+        """Allocate the room of slots below byte `nbytes`, if the file system can, so that nobody else takes it.
 
         Raises:
             TierError: If there is none; what was there before still is.
@@ -172,13 +165,10 @@ class Tier(Protocol):
         """Return the bytes that slots may still grow by: the least of the file system's room and `max_bytes`."""
 
     def keep(self, offsets: Collection[int]) -> None:
-        """Have `close` leave the store in place, with the slots at these offsets."""
+        """Let `close` leave the store in place, with the slots at these offsets."""
 
     def close(self) -> None:
-        """Finish what is in flight, free every resource, and delete what this session created; idempotent.
-
-        What is to be kept stays; see `keep`.
-        """
+        """Finish all requests, free every resource, and delete the store unless `keep` was called; idempotent."""
 
 
 class SegmentFlag(IntFlag):

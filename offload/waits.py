@@ -1,13 +1,13 @@
 """Waiting: no wait of this package is silent for long, and each one has a way out.
 
-A wait here is for something that may never come: a device, another rank, another process, a thread that is stuck in
-one of them. After `QUIET_S` without progress a warning names what is waited for; it comes back ever more rarely.
+These waits are for something that may never come: a device, another rank, another process, a thread that is stuck in
+one of them. After `QUIET_S` without progress a warning names it; the warning is repeated ever more rarely.
 
-A Ctrl-C is raised on the main thread, at any line. What it must not cut in two is done on another one: `apart`, or
-`side_by_side`. What may hang for good while a session ends is `BackgroundWork`, which goes on when nobody waits for
-it any more.
+A Ctrl-C is raised on the main thread, at any line. Work that it must not interrupt is done on another thread:
+`apart`, or `side_by_side`. Work that may hang for good while a session ends is `BackgroundWork`, for which nobody has
+to wait.
 
-Not done here: deciding how long a wait is worth while.
+Non-goals: deciding how long to wait.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ QUIET_S = 30.0
 """How long a wait may be silent."""
 
 SETTLE_S = 5.0
-"""How long what has been given up may take to end in good order."""
+"""How long work that has been given up may take to end in good order."""
 
 SLICE_S = 0.5
-"""How long a native wait may keep Python from a Ctrl-C."""
+"""How long a native wait may delay a Ctrl-C."""
 
 log = logging.getLogger("offload")
 
 
 class Silence:
-    """The time since something happened last, for whoever waits in a loop of its own."""
+    """The time since something happened last, for callers that wait in a loop of their own."""
 
     def __init__(self) -> None:
         self.end()
 
     def end(self) -> None:
-        """Take note that something has happened."""
+        """Note that something has happened: the silence starts anew."""
         self._since_s = time.monotonic()
         self._due_s = self._since_s + QUIET_S
 
     @property
     def lasts_s(self) -> float:
-        """How long nothing has happened."""
+        """Seconds since something happened last."""
         return time.monotonic() - self._since_s
 
     @property
     def left_s(self) -> float:
-        """How long until something is to be said."""
+        """Seconds until the next warning is due."""
         return max(self._due_s - time.monotonic(), 0.0)
 
     def tell(self, what: Callable[[], str]) -> None:
-        """Log what is waited for, if it is time to; "" for what somebody else has said."""
+        """Log `what` is waited for if a warning is due; nothing if that is "", as somebody else has logged it."""
         if self.left_s:
             return
         lasts_s = self.lasts_s
@@ -64,15 +64,15 @@ class Silence:
 
 
 def wait_for(arrived: Callable[[float], object], what: Callable[[], str], timeout_s: float | None = None) -> bool:
-    """Wait until something arrives, and say what for if that takes long. A Ctrl-C is a way out.
+    """Wait until something arrives, and log what is waited for if that takes long. A Ctrl-C ends the wait.
 
     Args:
-        arrived: Waits for so many seconds at most; returns whether it has come.
-        what: Names it, for the log; "" for what somebody else says.
+        arrived: Waits for so many seconds at most; returns whether the thing has arrived.
+        what: Names the thing, for the log; "" if somebody else logs it.
         timeout_s: How long to wait; None for as long as it takes.
 
     Returns:
-        Whether it has come.
+        Whether it has arrived.
     """
     silence = Silence()
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -91,24 +91,24 @@ class _Completions(Protocol):
     """The part of a completion queue that is waited for."""
 
     def wait(self, timeout_s: float = -1.0) -> list[Any]:
-        """See `offload.protocols.Queue.wait`."""
+        """Take all completions that have arrived, as `offload.protocols.Queue.wait` does."""
 
 
 def completions(
     queue: _Completions, what: Callable[[], str], timeout_s: float | None = None, found: list[Any] | None = None
 ) -> list[Any]:
-    """Return what has arrived on a queue, at least one completion; nothing only after `timeout_s`.
+    """Wait for completions on a queue and return them: at least one, or none after `timeout_s`.
 
     Args:
-        queue: Which.
+        queue: The queue.
         what: Names what is waited for, for the log.
         timeout_s: How long to wait; None for as long as it takes.
-        found: Is returned, with what it holds already; an interrupt leaves in it what has arrived.
+        found: The list to fill and return, so that after an interrupt the caller has what had arrived.
     """
     into = [] if found is None else found
 
     def arrived(pause_s: float) -> bool:
-        # One call, as a Ctrl-C is raised when the wait is over: what it has taken from the queue would be lost.
+        # One native call: a Ctrl-C between the wait and the assignment of its result would lose completions.
         into.extend(itertools.chain.from_iterable(map(queue.wait, (min(pause_s, SLICE_S),))))
         return bool(into)
 
@@ -117,9 +117,9 @@ def completions(
 
 
 class Latch:
-    """A `threading.Event` that is set once, and whose wait an interrupt may end at any line.
+    """A `threading.Event` that is set once, and whose wait may be interrupted at any line.
 
-    An event's own Python code may be left locked by one, or raise a RuntimeError of its own over it.
+    An interrupt may leave the lock in `threading.Event`'s Python code locked, or make that raise a RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -132,12 +132,12 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Set it; by its one owner, once."""
+        """Set it, once; only its owner may."""
         self._is_set = True
         self._unset.release()
 
     def wait(self, pause_s: float | None = None) -> bool:
-        """Wait until it is set, for so long at most; return whether it is."""
+        """Wait until it is set, at most `pause_s`; return whether it is."""
         until_s = math.inf if pause_s is None else time.monotonic() + pause_s
         while not self._is_set:
             left_s = until_s - time.monotonic()
@@ -150,15 +150,15 @@ class Latch:
 
 
 class BackgroundWork:
-    """Work that is done once on a thread of its own, which outlives whoever waits for it.
+    """Work that is done once on a thread of its own, for which callers may stop to wait.
 
-    For work that may hang, and for work between whose parts no Ctrl-C may come: Python raises that on the main
-    thread. This one is a daemon, so an interpreter that exits does not wait for it either, and holds all that the
-    work needs until then: memory that a device may still write to stays mapped, descriptors stay open.
+    For work that may hang, and for work that no Ctrl-C may interrupt: Python raises that on the main thread. This
+    thread is a daemon, so an interpreter that exits does not wait for it. Until then it holds all that the work
+    needs: memory that a device may still write to stays mapped, descriptors stay open.
 
     Args:
-        work: What to do.
-        name: The thread's.
+        work: The work.
+        name: The thread's name.
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
@@ -167,7 +167,7 @@ class BackgroundWork:
         self._taken = threading.Lock()
         self._ended = Latch()
         self.error: BaseException | None = None
-        """What the work has raised."""
+        """The exception that the work has raised."""
 
     @property
     def started(self) -> bool:
@@ -189,15 +189,15 @@ class BackgroundWork:
             self._run()
 
     def forestall(self) -> bool:
-        """Have the work never begin; return whether that came too late."""
+        """Keep the work from ever beginning; return whether it has begun already."""
         return not self._taken.acquire(blocking=False)
 
     def wait(self, pause_s: float | None = None) -> bool:
-        """Wait for the end, for so long at most; return whether it has come."""
+        """Wait for the end, at most `pause_s`; return whether the work has ended."""
         return self._ended.wait(pause_s)
 
     def do(self, what: Callable[[], str], timeout_s: float | None = None) -> bool:
-        """Start, and wait for the end (see `wait_for`); return whether it has come. Raises the work's error."""
+        """Start, wait for the end (see `wait_for`) and return whether the work has ended; raise its error."""
         self.start()
         has_ended = wait_for(self.wait, what, timeout_s)
         if has_ended and self.error is not None:
@@ -205,6 +205,7 @@ class BackgroundWork:
         return has_ended
 
     def _run(self) -> None:
+        """Do the work, on its thread, unless that was forestalled or done before."""
         if self.forestall():
             return
         work, self._work = self._work, _nothing
@@ -231,26 +232,26 @@ def side_by_side(
     """Do several works at once, each on a thread of its own, and wait until all have ended.
 
     Args:
-        works: What to do; what has begun ends before an interrupt is raised.
-        name: That of the threads.
+        works: The works; an interrupt is raised when all that have begun have ended.
+        name: Name of the threads.
         what: See `wait_for`.
-        give_up: Called at an interrupt, to have them end soon.
+        give_up: Called at an interrupt, to make them end soon.
 
     Raises:
-        BaseException: What the first of them, in this order, has raised.
+        BaseException: The error of the first of them, in this order, that raised one.
     """
     crew = [BackgroundWork(work, name) for work in works]
     try:
-        for each in crew:
-            each.start()
-        for each in crew:
-            wait_for(each.wait, what)
+        for member in crew:
+            member.start()
+        for member in crew:
+            wait_for(member.wait, what)
     except BaseException:
         give_up()
-        for each in crew:
-            if each.started:
-                each.wait()
+        for member in crew:
+            if member.started:
+                member.wait()
         raise
-    for each in crew:
-        if each.error is not None:
-            raise each.error
+    for member in crew:
+        if member.error is not None:
+            raise member.error

@@ -45,9 +45,6 @@ def script(package: Path) -> Path:
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark with the options as they are.
 
-    Returns:
-        Its exit status.
-
     Raises:
         OffloadError: There are no benchmarks here.
     """

@@ -1,9 +1,9 @@
-"""What `offload check-run` starts: a training, watched for a few steps. `python -m offload.cli.checked REQUEST`.
+"""The process that `offload check-run` starts: it runs a training and records its first steps.
 
-Methods of the optimizers are replaced here, in a process of its own, which ends with the training. A "reference" run
-has nothing of the engine but its arithmetic: state is in memory, nothing is hidden, and hooks leave gradients alone.
-Torch's own optimizer is given the same gradients beside it, over fp32 copies of the masters, clipped by torch's norm;
-it never touches the model.
+`python -m offload.cli.checked REQUEST`. Methods of the optimizers are replaced in this process, which ends with the
+training. A "reference" run uses nothing of the engine but its arithmetic: state is in memory, no step is hidden, and
+hooks leave gradients alone. Beside it, torch's own optimizer gets the same gradients, for fp32 copies of the masters,
+clipped by torch's norm; it never touches the model.
 """
 
 from __future__ import annotations
@@ -41,36 +41,41 @@ from offload.optim.scaling import CLIP_EPS
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _FOREIGN = ("offload", *sys.stdlib_module_names)
-"""Packages whose objects are not looked into for a script's tensors."""
+"""Packages in whose objects no tensors of a script are searched for."""
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class _Enough(SystemExit):
-    """The run has shown what it was started for."""
+    """Ends the script: all steps that were asked for have been recorded."""
 
 
 class _Beside:
-    """Torch's own optimizer, given the gradients of one of ours; made before a step."""
+    """Torch's own optimizer over copies of one of our optimizers' state, made before that takes a step."""
 
     def __init__(self, optimizer: Any) -> None:
         self._names = {p: name for p, name, _ in names(optimizer.param_groups) if p in optimizer._weights.bound}
         self._masters = {p: optimizer.state_for(p)["master"] for p in self._names}
         self._before = {p: master.clone() for p, master in self._masters.items()}
         self._versions = {p: shards.version(p) for p in self._names}
-        own = [[self._masters[p] for p in group["params"] if p in self._names] for group in optimizer.param_groups]
-        groups = [{**group, "params": masters} for group, masters in zip(optimizer.param_groups, own, strict=True)]
+        by_group = [
+            [self._masters[p] for p in group["params"] if p in self._names] for group in optimizer.param_groups
+        ]
+        groups = [
+            {**group, "params": masters} for group, masters in zip(optimizer.param_groups, by_group, strict=True)
+        ]
         self._theirs = optimizer.torch_class(groups)
         for parameter, entry in optimizer.state.items():
-            own_entry = {name: value.clone() for name, value in entry.items() if name != "master"}
-            self._theirs.state[self._masters[parameter]].update(own_entry)
+            copied_entry = {name: value.clone() for name, value in entry.items() if name != "master"}
+            self._theirs.state[self._masters[parameter]].update(copied_entry)
 
     @torch.no_grad()
     def step(self, optimizer: Any, max_norm: float) -> None:
+        """Take the step that our optimizer is about to take: the same hyperparameters and gradients, clipped."""
         for group, theirs in zip(optimizer.param_groups, self._theirs.param_groups, strict=True):
             theirs.update({name: value for name, value in group.items() if name in theirs and name != "params"})
         for parameter, master in self._masters.items():
             if self._versions[parameter] != shards.version(parameter):
-                master.copy_(shards.local(parameter))  # the script has changed it, and ours reads it anew, too
+                master.copy_(shards.local(parameter))  # the script has changed the weight: both take it as the master
             gradient, scale = parameter.grad, optimizer._scaling.loss_scale
             master.grad = None if gradient is None else shards.local(gradient).cpu().float() / scale
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -91,7 +96,7 @@ class _Beside:
 
 
 class _Watch:
-    """Watches the steps of all optimizers of this package in this process."""
+    """Records the steps of all optimizers of this package in this process."""
 
     def __init__(self, request: Request, folder: Path) -> None:
         self.seen = Seen()
@@ -102,7 +107,7 @@ class _Watch:
         self._saved: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Replace methods of the optimizers, and have torch call before and after each step."""
+        """Replace methods of the optimizers, and register hooks before and after each step."""
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         replaced = {"__init__": self._make, "save_checkpoint": self._save, "load_checkpoint": self._load}
@@ -113,7 +118,7 @@ class _Watch:
             ignored += ["overlap_forward", "overlap_backward", "park"]
             for route in Route.__subclasses__():
                 route._handle = Route._handle  # type: ignore[method-assign]
-        else:  # a weight that is read too early is NaN, and so shows
+        else:  # with `check`, weights are NaN until they are updated: one that is read too early shows
             replaced["overlap_forward"] = lambda follow, *what, **options: follow(*what, **{**options, "check": True})
         for name, by in replaced.items():
             self._replace(name, by)
@@ -128,27 +133,28 @@ class _Watch:
     def _make(self, plain: Any, optimizer: Any, params: Any, defaults: Any, config: Any, *options: Any) -> None:
         config = config if self._request.config is None else self._request.config
         config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
-        plain(optimizer, params, defaults, self._changed(config), *options)
+        plain(optimizer, params, defaults, self._config_for_run(config), *options)
 
-    def _changed(self, config: OffloadConfig) -> OffloadConfig:
+    def _config_for_run(self, config: OffloadConfig) -> OffloadConfig:
+        """Return the config to use in place of the script's: in memory, or with folders of this run's own."""
         if self._request.on_cpu:
             config = dataclasses.replace(config, **ON_CPU)
         if self._request.reference:
             return config.in_memory().updated_by_cpu()
         paths = []
         for path in config.path_configs:
-            own = f"{path.path}/check-run-{uuid.uuid4()}"  # of a bucket; a folder that is not there is refused later
+            run_path = f"{path.path}/check-run-{uuid.uuid4()}"  # in a bucket; a missing folder is refused later
             if os.path.isdir(path.path):
-                own = tempfile.mkdtemp(prefix="check-run-", dir=path.path)
+                run_path = tempfile.mkdtemp(prefix="check-run-", dir=path.path)
                 with (self._folder / MADE).open("a") as made:
-                    made.write(f"{own}\n")
-            paths.append(dataclasses.replace(path, path=own, lock_path=path.lock_path or path.path))
+                    made.write(f"{run_path}\n")
+            paths.append(dataclasses.replace(path, path=run_path, lock_path=path.lock_path or path.path))
         memory = config.host_memory if self._request.host_memory is None else self._request.host_memory
         return dataclasses.replace(config, paths=paths, host_memory=memory, mirror=None)
 
     @staticmethod
     def _make_folder(plain: Any, optimizer: Any, folder: Any) -> Any:
-        os.makedirs(folder, exist_ok=True)  # which the script may write to
+        os.makedirs(folder, exist_ok=True)  # the script may write files of its own there
         return contextlib.nullcontext()
 
     def _save(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> None:
@@ -164,6 +170,10 @@ class _Watch:
         return plain(optimizer, max_norm, **options)
 
     def _before(self, optimizer: Any, arguments: Any, options: Any) -> Any:
+        """Before a step, as a hook of torch's: record weights and gradients, and let torch's optimizer step.
+
+        A closure is called here, once, and replaced: gradients are there only after that.
+        """
         if not isinstance(optimizer, OffloadedOptimizer):
             return None
         step = self._steps.setdefault(optimizer, 0)
@@ -173,7 +183,7 @@ class _Watch:
             with torch.enable_grad():
                 loss = closure()
             arguments, options = (optimizer, lambda: loss), {}
-        optimizer.finish()  # a step that was hidden; no state is read, as that would end what backward hides
+        optimizer.finish()  # the last step, if it is hidden; reading state would also end updates in backward
         if step:
             self._note(optimizer, step, "weight")
         self._note(optimizer, step + 1, "gradient")
@@ -184,6 +194,7 @@ class _Watch:
         return arguments, options
 
     def _after(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
+        """After a step, as a hook of torch's: compare with torch's optimizer; after the last, record all and end."""
         if not isinstance(optimizer, OffloadedOptimizer):
             return
         step = self._steps[optimizer] = self._steps[optimizer] + 1
@@ -191,8 +202,8 @@ class _Watch:
         if optimizer in self._beside:
             self.seen.beside += self._beside[optimizer].compare(optimizer, step)
         if step == self._request.steps:
-            for each in [*self._steps]:
-                each.finish()
+            for other in [*self._steps]:
+                other.finish()
             for kind in ("weight", *optimizer.rule.names):
                 self._note(optimizer, step, kind)
             if self._request.script is not None:
@@ -201,26 +212,26 @@ class _Watch:
             raise _Enough
 
     def close(self) -> None:
-        """Close the optimizers, whose stores go with them."""
+        """Close the optimizers, which deletes their stores."""
         for optimizer in [*self._steps]:
             with contextlib.suppress(OffloadError):
                 optimizer.close()
 
     def _note(self, optimizer: Any, step: int, kind: str) -> None:
-        """Note the bits of every parameter's weight, gradient, or tensor of state."""
+        """Record the bits of every parameter's weight, gradient, or tensor of state."""
         number = [*self._steps].index(optimizer)
         for parameter, name, _ in names(optimizer.param_groups):
             if parameter not in optimizer._weights.bound:
                 continue
-            given = {"gradient": parameter.grad, "weight": parameter}
-            tensor = given[kind] if kind in given else optimizer.state_for(parameter)[kind]
+            own = {"gradient": parameter.grad, "weight": parameter}
+            tensor = own[kind] if kind in own else optimizer.state_for(parameter)[kind]
             if tensor is None:
                 continue
             about = f"{kind} of {name}{f' of optimizer {number + 1}' if number else ''}"
             self.seen.tensors.append((step, about, self._digest(tensor, (step, about))))
 
     def _note_script(self, script: str, step: int) -> None:
-        """Note the bits of the script's own tensors, but for weights, which have been noted."""
+        """Record the bits of the script's own tensors, except weights, which have been recorded."""
         weights = {id(p) for optimizer in self._steps for group in optimizer.param_groups for p in group["params"]}
         own, self.seen.is_whole = script_tensors(script, sys._getframe())
         for name, tensor in own.items():
@@ -228,7 +239,7 @@ class _Watch:
                 self.seen.own[name] = self._digest(tensor, (step, name))
 
     def _digest(self, tensor: torch.Tensor, about: tuple[int, str]) -> str:
-        """Return a digest of a tensor's bits; keep the tensor if that is asked for."""
+        """Return a digest of a tensor's bits; write the tensor to a file if the request asks for it."""
         if about in self._request.dump:
             file = self._folder / TENSOR.format(self._request.dump.index(about))
             torch.save(shards.local(tensor).detach().cpu().clone(), file)
@@ -236,15 +247,14 @@ class _Watch:
 
 
 def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return each tensor that a script has, by the shortest name that leads to it; and whether these are all.
+    """Return a script's tensors, each by the shortest expression that leads to it; and whether these are all.
 
-    Looked into is what the globals of its modules and the locals of its open functions lead to.
-    Modules below the script's folder are its own, too, if they are not installed. At most `MOST_OBJECTS` are looked
-    at, the nearest first.
+    A breadth-first search from the globals of the script's modules and the locals of its running functions, over at
+    most `MOST_OBJECTS` objects. Modules below the script's folder are its own, too, unless they are installed.
 
     Args:
         script: Its file.
-        frame: The innermost function that is running; the script's among its callers are looked into.
+        frame: The innermost function that is running; the search starts at its callers that are the script's.
     """
     is_own = _own_files(script)
     modules = {name: m for name, m in [*sys.modules.items()] if is_own(getattr(m, "__file__", None))}
@@ -256,8 +266,8 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
     waiting = deque(
         (f"{before}{name}", after, value) for before, after, names in roots for name, value in [*names.items()]
     )
-    found: dict[str, torch.Tensor] = {}
-    seen: dict[int, Any] = {}  # which keeps the objects, so that no two have one id
+    tensors: dict[str, torch.Tensor] = {}
+    seen: dict[int, Any] = {}  # by id; it keeps the objects alive, so that no id is used again
     while waiting and len(seen) < MOST_OBJECTS:
         name, after, value = waiting.popleft()
         if type(value) in _PLAIN or id(value) in seen:
@@ -265,29 +275,29 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             if value.layout == torch.strided and not value.is_meta:
-                found.setdefault(f"{name}{after}", value)
+                tensors.setdefault(f"{name}{after}", value)
         else:
             waiting.extend((f"{name}{part}", after, child) for part, child in _parts(value, modules))
-    return found, not waiting
+    return tensors, not waiting
 
 
 def _own_files(script: str) -> Callable[[str | None], bool]:
-    """Return a function that says of a file whether it is the script, or a module beside it."""
+    """Return a predicate: whether a file is the script, or a module beside it that is not installed."""
     path = Path(script).resolve()
     others = [Path(place) for place in (sys.prefix, sys.base_prefix, Path(offload.__file__).parent)]
 
     def is_own(file: str | None) -> bool:
         if file is None:
             return False
-        own = Path(file).resolve()
-        installed = "site-packages" in own.parts or any(own.is_relative_to(other) for other in others)
-        return own == path or (own.is_relative_to(path.parent) and not installed)
+        module = Path(file).resolve()
+        is_installed = "site-packages" in module.parts or any(module.is_relative_to(other) for other in others)
+        return module == path or (module.is_relative_to(path.parent) and not is_installed)
 
     return is_own
 
 
 def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, Any]]:
-    """Yield what an object is made of, each with what stands behind the object's name."""
+    """Yield the objects that an object contains, each after the text to append to the object's expression."""
     if isinstance(value, dict):
         for number, (key, child) in enumerate([*value.items()]):  # torch's optimizers have tensors as keys
             yield f"[{key!r}]" if isinstance(key, _PLAIN) else f"[{number}]", child
@@ -303,8 +313,10 @@ def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, An
         isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] not in _FOREIGN
     ):
         for name, child in [*getattr(value, "__dict__", {}).items()]:
-            inner = name in _PARTS_OF_MODULES and isinstance(value, torch.nn.Module)
-            yield from ((f".{part}", each) for part, each in ([*child.items()] if inner else [(name, child)]))
+            is_registry = name in _PARTS_OF_MODULES and isinstance(
+                value, torch.nn.Module
+            )  # its entries are attributes
+            yield from ((f".{part}", item) for part, item in ([*child.items()] if is_registry else [(name, child)]))
 
 
 def _closure(value: FunctionType | type) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -312,7 +324,7 @@ def _closure(value: FunctionType | type) -> tuple[tuple[str, ...], tuple[Any, ..
 
 
 def main(file: str) -> None:
-    """Run what a request says, and write what was seen."""
+    """Run the script or command of a request, and write what was recorded."""
     folder = Path(file).parent
     request = msgspec.msgpack.decode(Path(file).read_bytes(), type=Request)
     random.seed(0)

@@ -52,9 +52,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export.
 
-    Returns:
-        The exit status: 0.
-
     Raises:
         ConfigError: The target is there already, or the checkpoint is not the framework's.
         CheckpointError: The checkpoint cannot be read, or the target not written.

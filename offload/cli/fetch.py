@@ -30,9 +30,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Copy it, and say what was copied.
 
-    Returns:
-        The exit status, 0.
-
     Raises:
         CheckpointError: Nothing is whole there, or it cannot be copied.
     """

@@ -1,7 +1,8 @@
-"""A checkpoint as torch's own optimizers load it, alone or in the file or folder of a framework.
+"""Writes a checkpoint as torch's own optimizers load it, alone or in the file or folder of a framework.
 
-What is not the optimizer's (weights, schedules, random states) is copied as it is. Torch saves files with holes where
-state belongs, which then goes there piece by piece. The target gets its name when all of it is on the disk.
+All that is not the optimizer's (weights, schedules, random states) is copied unchanged. Torch saves a file without
+the bytes of state, which are then written to their places piece by piece. The target gets its name when all is on
+disk.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from offload.tiers.filesystem import replacing, sync_directory, working_in
 from offload.units import format_bytes
 
 FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}
-"""In a folder of a framework, the file of its (first) optimizer."""
+"""The file of the (first) optimizer in a framework's folder."""
 
 DEEPSPEED = "deepspeed"
 
@@ -44,10 +45,10 @@ MADE_BY = {
 }
 
 PIECE_BYTES = 16 << 20
-"""Bytes that are written at once: between two of them an interrupt comes through."""
+"""Bytes that are written at once: a Ctrl-C is raised between two such writes."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being written, the bytes done and the bytes in all."""
+"""Called with what is being done, the bytes done and the bytes in all."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Outcome:
     """What was written.
 
     Attributes:
-        optimizer: What the checkpoint's optimizer is called.
-        groups: Parameters in each group.
+        optimizer: Name of the checkpoint's optimizer.
+        groups: Number of parameters in each group.
         step: The step after which it was taken.
         has_masters: Whether there were masters beside 16-bit weights; they are not written.
     """
@@ -68,19 +69,19 @@ class Outcome:
 
 
 def export_for(framework: str, checkpoint: str, target: str, progress: Progress) -> list[Outcome]:
-    """Write what torch's own optimizer loads in a framework, or DeepSpeed.
+    """Write a checkpoint for a framework with torch's own optimizer, or for DeepSpeed without offload.
 
     Args:
         framework: "torch", or a key of `MADE_BY`.
-        checkpoint: For torch the folder of any checkpoint; else what the framework has written.
-        target: File (torch, lightning) or folder that is not there yet.
-        progress: Told how far it is.
+        checkpoint: For torch the folder of any checkpoint; else the framework's file or folder.
+        target: New file (torch, lightning) or folder.
+        progress: Called as bytes are written.
 
     Returns:
-        What was written of each optimizer.
+        An outcome for each optimizer.
 
     Raises:
-        ConfigError: The target is there, or the checkpoint is not of this framework.
+        ConfigError: The target exists already, or the checkpoint is not of this framework.
         CheckpointError: The checkpoint cannot be read, or the target not written.
     """
     out = Path(os.path.abspath(target))
@@ -106,11 +107,11 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
         raise CheckpointError(f"cannot write {out}: {why}") from cause
 
 
-# What a framework's checkpoint says of the state
+# Finding the state of a framework's checkpoint
 
 
 def _state_folder(checkpoint: str) -> str:
-    """Return the folder of the state that a path means: itself, or what a framework's checkpoint names."""
+    """Return the folder of the state: the path itself, or the folder that a framework's checkpoint there names."""
     if os.path.lexists(os.path.join(checkpoint, COMMIT_NAME)):
         return checkpoint
     kinds = [framework for framework, file in FILES.items() if os.path.isfile(os.path.join(checkpoint, file))]
@@ -125,7 +126,7 @@ def _state_folder(checkpoint: str) -> str:
 
 
 def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
-    """Return the folder of each optimizer's state by the name of the file that names it."""
+    """Return the folder of each optimizer's state, by the name of the framework's file that names the folder."""
     wanted = f"give {MADE_BY[framework]}"
     if framework == "lightning":
         if not os.path.isfile(checkpoint):
@@ -137,19 +138,21 @@ def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
         return {"": _named(framework, states[0], checkpoint, os.path.dirname(path))}
     stem, ending = os.path.splitext(FILES[framework])
     further = (f"{stem}_{number}{ending}" for number in count(1)) if framework == "accelerate" else ()
-    there = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([FILES[framework]], further))
-    files = {name: os.path.join(checkpoint, name) for name in there}
+    names = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([FILES[framework]], further))
+    files = {name: os.path.join(checkpoint, name) for name in names}
     if not files:
         raise ConfigError("CHECKPOINT", checkpoint, f"there is no {FILES[framework]} in it; {wanted}")
     contents = {name: _read(file, framework) for name, file in files.items()}
-    pointers = {name: content for name, content in contents.items() if POINTER in content}  # others may be torch's
+    pointers = {
+        name: content for name, content in contents.items() if POINTER in content
+    }  # other optimizers may be torch's
     return {
         name: _named(framework, content, files[name], checkpoint) for name, content in (pointers or contents).items()
     }
 
 
 def _frames(checkpoint: str) -> dict[str, str]:
-    """Return the folder of the state of each file of DeepSpeed's that has none, by name."""
+    """Return the folder of the state by the names of DeepSpeed's files, which have stubs in place of state."""
     folder = os.path.join(checkpoint, in_place.FOLDER)
     if not os.path.lexists(os.path.join(folder, COMMIT_NAME)):
         if not os.path.lexists(folder) and glob.glob(os.path.join(glob.escape(checkpoint), "*_optim_states.pt")):
@@ -170,7 +173,7 @@ def _frames(checkpoint: str) -> dict[str, str]:
 
 
 def _read(path: str, framework: str) -> dict[str, Any]:
-    """Return what a framework's file has, tensors over the file."""
+    """Load a framework's file, with tensors mapped from it."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as cause:
@@ -185,6 +188,7 @@ def _read(path: str, framework: str) -> dict[str, Any]:
 
 
 def _named(framework: str, content: Any, file: str, folder: str) -> str:
+    """Return the folder of state that the content of a framework's file names; raise if it names none."""
     name = content.get(POINTER) if isinstance(content, dict) else None
     if name is None and isinstance(content, dict) and "param_groups" in content:
         allowed = "the state in it is as torch's optimizers have it: resume from it as it is"
@@ -194,17 +198,14 @@ def _named(framework: str, content: Any, file: str, folder: str) -> str:
     return os.path.join(folder, name)
 
 
-# State as torch's optimizers have it
+# Writing a state dict of torch's optimizers
 
 
 def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, progress: Progress) -> Outcome:
-    """Write the state dict of torch's own optimizer; the file is there whole or not at all.
+    """Write the state dict of torch's own optimizer, as a file that is whole or not there at all.
 
     Args:
-        checkpoint: Folder of the state.
-        path: The file.
-        around: What else Lightning's file has; None where the state dict is all.
-        progress: Told how far it is.
+        around: The other content of Lightning's file; None if the state dict is all.
     """
     with Checkpoint(checkpoint) as opened:
         groups, members = _groups(opened)
@@ -212,18 +213,18 @@ def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, 
         state: dict[int, dict[str, Any]] = {}
         hollow: dict[tuple[str, str], torch.Tensor] = {}
         numbers: dict[str, int] = {}
-        following = count()
+        next_number = count()
         for group, named in zip(groups, members, strict=True):
             group["params"] = []
             for name in named:
-                number = next(following)  # a parameter that is given twice has its first number, as in torch
+                number = next(next_number)  # a parameter that is given twice keeps its first number, as in torch
                 group["params"].append(number if name is None else numbers.setdefault(name, number))
                 if name is None or numbers[name] in state:
                     continue
                 step = opened.step_of(name)
-                if step and group.get("momentum") != 0:  # as torch's SGD
+                if step and group.get("momentum") != 0:  # torch's SGD without momentum keeps no state
                     state[numbers[name]] = entry = {}
-                    if opened.rule_of(name).missing_step is None:  # torch's keep a count
+                    if opened.rule_of(name).missing_step is None:  # torch's class keeps a step count
                         entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
                     for tensor in tensors[name]:
                         hollow[name, tensor] = without_memory(opened.full_numel(name))
@@ -232,7 +233,7 @@ def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, 
         content: Any = {"state": state, "param_groups": groups}
         content = content if around is None else {**around, "optimizer_states": [content]}
         with replacing(path, f".{path.name[:100]}.partial", is_new=True) as file:
-            _check_room(path.parent, whole)  # without what a killed export has left
+            _check_room(path.parent, whole)  # after `replacing` has deleted what a killed export left
             _save_hollow(content, file)
             places = known(fill(file.name, content, hollow.values()), "a state dict that is not what was saved")
             for (name, tensor), empty in hollow.items():
@@ -248,7 +249,7 @@ def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, 
 
 
 def _save_hollow(content: Any, file: IO[bytes]) -> None:
-    """Save with torch, without the bytes of tensors. It tells of a failed write in other words."""
+    """Save with torch, without the bytes of tensors; raise the `OSError` that torch hides in a `RuntimeError`."""
     try:
         with torch.serialization.skip_data():
             torch.save(content, file)
@@ -269,7 +270,7 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
-    """Return hyperparameters and parameters of all groups; a parameter without state has no name."""
+    """Return the hyperparameters and the parameters' names of all groups; None for a parameter without state."""
     metadata = opened.metadata
     kinds: Mapping[str, Any] = {kind.__name__: kind.torch_class for kind in KINDS}
     saved, kind = metadata.get("groups"), str(metadata.get("optimizer"))
@@ -292,15 +293,15 @@ def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | N
     groups = [{**defaults, **{name: _restored(value) for name, value in group.items()}} for group in saved]
     first = opened.manifests[0].layout.parameters
     members = metadata.get("members")
-    if members is None:  # of an older version, which did not say where parameters without state stood
-        found: list[list[str | None]] = [[] for _ in groups]
+    if members is None:  # written by an older version, which did not save the positions of parameters without state
+        names: list[list[str | None]] = [[] for _ in groups]
         for name in opened.names:
             part = opened.parts(name)[0]
             number = opened.manifests[part.rank].layout.parameters[part.parameter].group
             if number >= len(groups):
                 raise CheckpointError(f"{opened.path} is damaged: {name} is of group {number} of {len(groups)}")
-            found[number].append(name)
-        return groups, found
+            names[number].append(name)
+        return groups, names
     try:
         if any(number is not None and number < 0 for group in members for number in group):
             raise IndexError("below 0")
@@ -311,7 +312,7 @@ def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | N
 
 
 def _restored(value: Any) -> Any:
-    """Return a hyperparameter from JSON as torch has it."""
+    """Return a hyperparameter from JSON with its type in torch."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return torch.tensor(value["tensor"], dtype=torch.float32, device="cpu")
     return tuple(value) if isinstance(value, list) else value
@@ -323,7 +324,7 @@ def _restored(value: Any) -> Any:
 def _write_folder(
     framework: str, folder: Path, out: Path, states: Mapping[str, str], scratch: Path, progress: Progress
 ) -> list[Outcome]:
-    """Copy a folder without those of state, and with what torch's optimizers load in place of what named these."""
+    """Copy a framework's folder without our folders of state; files that named these get torch's state dicts."""
     made = scratch / "made"
     left_out = {*map(os.path.basename, states.values()), *states, BEGUN, WHOLE}
     names = [name for name in sorted(os.listdir(folder)) if name not in left_out]
@@ -331,6 +332,7 @@ def _write_folder(
     done = 0
 
     def copy(source: str, destination: str) -> None:
+        """Copy a file to the disk, in pieces."""
         nonlocal done
         if not os.path.isfile(source):
             raise CheckpointError(f"{source} is no file, and cannot be copied")
@@ -356,13 +358,13 @@ def _write_folder(
             copy(str(folder / name), str(made / name))
     for directory, _, _ in os.walk(made):
         sync_directory(Path(directory))
-    os.rename(made, out)  # refused where another has made it meanwhile
+    os.rename(made, out)  # fails if the target has been made meanwhile
     sync_directory(out.parent)
     return outcomes
 
 
 def _write_frame(folder: str, rank: int, path: Path, progress: Progress) -> Outcome:
-    """Write a rank's file as DeepSpeed does, with its state."""
+    """Write a rank's file in DeepSpeed's own layout, with its state."""
     with Checkpoint(folder) as opened:
         manifest = opened.manifests[rank]
         frame, pieces = in_place.Frame.decode(opened.extra(rank)), manifest.layout.parameters

@@ -491,9 +491,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Describe the machine, and write its file if one is named.
 
-    Returns:
-        The exit status.
-
     Raises:
         OffloadError: A word cannot be used, or the file cannot be written.
     """

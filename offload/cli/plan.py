@@ -152,6 +152,7 @@ def _parse_placement(field: str, value: str) -> str | float:
 
 
 def _picture(answer: Answer, text: str, file: str) -> None:
+    """Draw a plan's tiers and lanes to a file; on a page, with the text that was printed."""
     from offload.pictures.draw import LANES_TITLE, draw_plan, lanes_figure, svg, tiers_figure
     from offload.pictures.page import Page
 
@@ -184,15 +185,15 @@ def _tiers(answer: Answer) -> list[Tier]:
 
     scenario, plan, ranks = answer.scenario, answer.plan, answer.scenario.machine.ranks
     host = {name: ranks * nbytes for name, nbytes in answer.use.host.items()}
-    found = [Tier("host memory", host, scenario.machine.memory_bytes)]
+    tiers = [Tier("host memory", host, scenario.machine.memory_bytes)]
     if answer.use.gpu_bytes:
         name, size = "each GPU" if ranks > 1 else "GPU", scenario.machine.rates.gpu.memory_bytes or None
-        found.insert(0, Tier(name, dict(answer.use.gpu), size))
+        tiers.insert(0, Tier(name, dict(answer.use.gpu), size))
     for number, share in enumerate(plan.shares(answer.rates) if plan.storage_bytes else ()):
         size = scenario.machine.path_bytes(number)
         stored = {"state": int(ranks * share * plan.storage_bytes)}
-        found.append(Tier(scenario.machine.path_name(number), stored, size))
-    return found
+        tiers.append(Tier(scenario.machine.path_name(number), stored, size))
+    return tiers
 
 
 # The command
@@ -200,9 +201,6 @@ def _tiers(answer: Answer) -> list[Tier]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict and print.
-
-    Returns:
-        The exit status.
 
     Raises:
         OffloadError: A value cannot be used, or the state does not fit.
@@ -217,8 +215,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
     if arguments.picture is not None and searches:
         raise ConfigError("--picture", arguments.picture, f"a picture is drawn of one plan: leave {searches[0]} out")
-    collects = gc.isenabled()
-    gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
+    was_collecting = gc.isenabled()
+    gc.disable()  # millions of small objects without cycles: collections take a sixth of the time
     try:
         with naming_options("plan"):
             scenario, choices = _asked(arguments)
@@ -227,15 +225,15 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 _predict(arguments, scenario, choices)
     finally:
-        if collects:
+        if was_collecting:
             gc.enable()
     return 0
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
-    """Return what is asked, and what is left open."""
+    """Return the scenario of the command's options, and the choices that they leave open."""
     machine, given = machine_of(arguments), given_settings(arguments, "plan")
-    rates, known_nodes = machine.rates, [f"node{each.node}" for each in machine.rates.nodes]
+    rates, known_nodes = machine.rates, [f"node{node.node}" for node in machine.rates.nodes]
     if arguments.weights_on == "cpu" and rates.gpu.weights_on == "gpu":
         allowed = (
             "give host for weights in host memory that the GPU computes; for training on the CPU leave --gpu out, or "
@@ -255,20 +253,21 @@ def _asked(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
 def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
     with contextlib.closing(progress_of(arguments, "setting")) as progress:
         if arguments.advise:
-            found = advise.best(scenario, choices, progress.show)
+            settings = advise.best(scenario, choices, progress.show)
         else:
-            found = [advise.cheapest(scenario, choices, arguments.target, progress.show)]
-    outcome = {"params": scenario.model.params, "settings": [advise.as_dict(setting) for setting in found]}
+            settings = [advise.cheapest(scenario, choices, arguments.target, progress.show)]
+    outcome = {"params": scenario.model.params, "settings": [advise.as_dict(setting) for setting in settings]}
     notes = "".join(f"\n{text}" for text in scenario.warnings if text != scenario.guessed)
-    tell(arguments, outcome, f"{advise.describe(found)}{notes}")
+    tell(arguments, outcome, f"{advise.describe(settings)}{notes}")
 
 
 def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
-    """Return the bar of a search or a simulation."""
+    """Return the progress bar of a search or a simulation."""
     return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0)
 
 
 def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
+    """Predict an iteration with the scenario, print it, and draw it if asked; say what would fit if it does not."""
     settled = choices.settle(scenario)
     draws = arguments.picture is not None
     with contextlib.closing(progress_of(arguments, "visit")) as progress:
@@ -280,9 +279,9 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
             fits = f"; it fits with {switches}" if switches else ""
             raise PlanError(f"{in_options(str(error), 'plan')}{least_text}{fits}") from error
         wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
-        found = advise.advice(answer)
-    text = "" if arguments.json and not draws else _describe(answer, wear, found)
-    tell(arguments, _as_dict(answer, wear, found), text)
+        advice = advise.advice(answer)
+    text = "" if arguments.json and not draws else _describe(answer, wear, advice)
+    tell(arguments, _as_dict(answer, wear, advice), text)
     if draws:
         _picture(answer, text, arguments.picture)
 
@@ -305,10 +304,10 @@ def _say_least(scenario: Scenario, choices: advise.Choices) -> str:
 
 
 def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
-    """Return what a node writes to each path per step and, where its endurance is known, the days that it lasts."""
+    """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts."""
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
-    found = []
+    rows = []
     lanes = answer.prediction.lane_bytes if answer.prediction else {}
     for number, share in enumerate(answer.plan.shares(answer.rates)):
         gradients = round(share * answer.plan.left_gradient_bytes)  # in backward
@@ -317,8 +316,8 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _share_on_gpu(plan: Plan) -> float:
@@ -327,8 +326,9 @@ def _share_on_gpu(plan: Plan) -> float:
 
 
 def _as_dict(
-    answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]
+    answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]
 ) -> dict[str, Any]:
+    """Return an answer for `--json`."""
     from offload.plan import Home
 
     plan, cost, prediction, machine = answer.plan, answer.estimate, answer.prediction, answer.scenario.machine
@@ -382,11 +382,12 @@ def _as_dict(
             **(answer.passes.as_dict() if answer.passes is not None else {}),
         },
         "warnings": list(answer.warnings),
-        "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
+        "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in advice],
     }
 
 
-def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
+def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]) -> str:
+    """Return an answer as text."""
     plan, cost, machine = answer.plan, answer.estimate, answer.scenario.machine
     ranks, nodes = machine.ranks, machine.nodes
     by_all = "all ranks of a node" if nodes > 1 else "all ranks"
@@ -425,16 +426,17 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
             written = f"{name} is written {format_bytes(row['written_bytes_per_step'])} a step by {by_all}"
             days = f"; {row['days']:,.0f} days until its endurance is used up" if "days" in row else ""
             lines.append(f"{written}, {row['steps_per_day']:,.0f} steps a day{days}")
-    if found:
+    if advice:
         lines += ["", "what would help (by the closed form):"]
-        lines += [f"  {what}: -{format_seconds(saved_s)}" for what, saved_s in found]
+        lines += [f"  {what}: -{format_seconds(saved_s)}" for what, saved_s in advice]
     return "\n".join(lines)
 
 
 def activations_on_paths(answer: Answer) -> dict[str, Any]:
-    """Return the seconds that an iteration takes longer if activations leave for the paths, are recomputed, or both.
+    """Return the further seconds of an iteration whose activations are written to the paths, recomputed, or both.
 
-    Also what is the least of these, as "advice", and the bytes that leave; empty where not all of that is known.
+    Also the way with the least of these, as "advice", and the bytes that are written; empty if too little is known.
+    Writes that take longer than forward, and reads that take longer than backward, are waited for.
     """
     model, paths = answer.scenario.model, answer.rates.paths
     forward_s, backward_s = answer.forward_s, answer.backward_s
@@ -449,20 +451,20 @@ def activations_on_paths(answer: Answer) -> dict[str, Any]:
         return model.accumulate * waits_s
 
     whole, inputs = (model.shape.activation_bytes(tokens, recompute=again) for again in (model.recompute, True))
-    found = {"paths_s": longer_s(whole, 0.0)}
+    ways = {"paths_s": longer_s(whole, 0.0)}
     if not model.recompute:
-        found |= {"recompute_s": again_s, "both_s": again_s + longer_s(inputs, again_s / model.accumulate)}
-    return {"bytes": whole, **found, "advice": min(found, key=found.__getitem__).removesuffix("_s")}
+        ways |= {"recompute_s": again_s, "both_s": again_s + longer_s(inputs, again_s / model.accumulate)}
+    return {"bytes": whole, **ways, "advice": min(ways, key=ways.__getitem__).removesuffix("_s")}
 
 
 def _activation_lines(answer: Answer) -> list[str]:
-    """Return what it takes that activations leave for the paths, beside recomputation."""
-    found = activations_on_paths(answer)
-    if not found:
+    """Return a line about the cost of writing activations to the paths, compared with recomputation."""
+    figures = activations_on_paths(answer)
+    if not figures:
         return []
     texts = {"paths": "on the paths", "recompute": "recomputed", "both": "both"}
-    costs = [f"{text} +{format_seconds(found[f'{way}_s'])}" for way, text in texts.items() if f"{way}_s" in found]
-    line = f"activations ({format_bytes(found['bytes'])}): {', '.join(costs)} an iteration"
-    if found["advice"] != "paths":
+    costs = [f"{text} +{format_seconds(figures[f'{way}_s'])}" for way, text in texts.items() if f"{way}_s" in figures]
+    line = f"activations ({format_bytes(figures['bytes'])}): {', '.join(costs)} an iteration"
+    if figures["advice"] != "paths":
         line += "; the paths are too slow to take all behind forward: recompute, and take both where memory is short"
     return [line]

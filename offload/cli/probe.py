@@ -50,9 +50,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, print what was found.
 
-    Returns:
-        The exit status.
-
     Raises:
         OffloadError: A value cannot be used, a path failed, or the file cannot be written.
     """

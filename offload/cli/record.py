@@ -1,4 +1,4 @@
-"""What a run leaves behind: a row a step, the summary made of them, and the comparison with a run in memory."""
+"""The results of a run: a row for each step, the summary of all rows, and the comparison with a run in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST_STEPS = 20
 """Steps over which the final loss is averaged: a single batch is too noisy to compare runs by."""
 
 OPTIMIZERS = "optimizer/"
-"""What the names of the optimizer's own metrics begin with in a row."""
+"""Prefix of the optimizer's own metrics in a row."""
 
 _OWN = ("tokens_per_s", "forward_s", "backward_s", "step_s", "iteration_s")
 _METRICS = {
@@ -30,7 +30,7 @@ _METRICS = {
     **{name: name for name in (metrics.STATE_BYTES, metrics.RESIDENT_BYTES)},
     **{name: name for name in (metrics.RESIDENT_SHARE, metrics.STREAMED_BYTES)},
 }
-"""By its name in the summary, each of the optimizer's metrics that it has the median of."""
+"""The optimizer's metrics whose medians the summary has, by their names there."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class RunRecord:
             optimizer's step and `zero_grad`, as the training loop sees them; `iteration_s` and `tokens_per_s`: of
             all; and, behind `OPTIMIZERS`, what `optimizer.metrics()` says after the step.
         timeline: Of the last step.
-        report: What the optimizer told of itself when all steps had been taken; None if it did not come to that.
+        report: The optimizer's report after all steps; None if the run ended before.
         seconds: From building the model to closing the optimizer.
     """
 
@@ -58,11 +58,7 @@ class RunRecord:
         return [row["loss"] for row in self.rows]
 
     def shown(self, notes: Sequence[str]) -> Report | None:
-        """Return what a page shows of the run, with all its steps; None if it has no report.
-
-        Args:
-            notes: What is to be said beside it.
-        """
+        """Return the report for a page, with the run's last steps; None if it has no report."""
         from offload.pictures.report import MOST_STEPS, Step
 
         if self.report is None:
@@ -77,7 +73,7 @@ class RunRecord:
         return replace(self.report, steps=steps, notes=[*notes])
 
     def summary(self) -> dict[str, Any]:
-        """Return medians and totals; the first step is left out of the medians where there are others."""
+        """Return medians and totals; medians are without the first step, if there are others."""
         if not self.rows:
             return {"steps": 0, "seconds": self.seconds}
         warm = self.rows[1:] or self.rows
@@ -111,7 +107,7 @@ class RunRecord:
 
 
 def in_short(row: Mapping[str, Any]) -> str:
-    """Return what to watch of a step while a run goes on."""
+    """Return a step's loss and speed in words, for the progress bar."""
     seconds = ", ".join(f"{name} {format_seconds(row[f'{name}_s'])}" for name in ("forward", "backward", "step"))
     return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s, {seconds}"
 

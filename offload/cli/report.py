@@ -37,9 +37,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read what a run left, and write its page.
 
-    Returns:
-        The exit status, 0.
-
     Raises:
         ConfigError: There is no such run, or the page cannot be written.
     """
@@ -75,6 +72,8 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the table's rows about a run that has taken a step, each a title and a text."""
+
     def seconds(name: str) -> str:
         return "unknown" if summary[name] is None else format_seconds(summary[name])
 

@@ -1,4 +1,4 @@
-"""What `offload plan` is asked, and what comes out: a rank's plan, what it takes of its node, and an iteration."""
+"""A question to `offload plan` (`Scenario`) and its `Answer`: a rank's plan, its use of the node, an iteration."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ if TYPE_CHECKING:
 
 GPU = "the GPU"
 FASTEST = "the fastest path"
-"""How errors name what is short."""
+"""Names, in errors, of what is too small."""
 
 SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
-"""Of host memory, left to the system and its page cache."""
+"""Part, and least bytes, of host memory left to the system and its page cache."""
 PROCESS_BYTES = 3 << 29
-"""Of host memory, for what a rank takes beside a plan: Python, torch, the host's side of a GPU's driver."""
+"""Host memory of a rank beside its plan: Python, torch, the host's side of a GPU's driver."""
 GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
-"""Of a GPU's memory, left free, as `gpu_memory="auto"` leaves it."""
+"""Part, and least bytes, of a GPU's memory left free, as `gpu_memory="auto"` leaves it."""
 STREAMED_WEIGHTS = "use more ranks on more GPUs, or have weights in host memory (--weights-on host; docs/weights.md)"
 FEWER_TOKENS = "take tokens in more micro-steps (--accumulate), or use more ranks on more GPUs"
-"""What errors say of what does not fit a GPU."""
+"""Advice of errors about what does not fit a GPU."""
 DRIVER_BYTES = 1 << 29
-"""Of GPU memory: a context and its kernels."""
+"""GPU memory of a context and its kernels."""
 
 FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
-"""For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
-are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives their share."""
+"""FLOPs of a weight for each token: a multiplication and an addition, in backward for two gradients. Backward also
+repeats forward if activations are recomputed. Attention's own products are left out; equation 3 of Narayanan et al.
+(SC '21, arXiv 2104.04473) gives their share."""
 
 MOST_SUBGROUPS = 1 << 13
-"""Of a rank: each is placed several times. Where their size is left to us, they are larger instead."""
+"""Most subgroups of a rank, to bound the time of planning. If no size is given, they are larger instead."""
 MOST_NUMEL = 5 * 10**11
-"""Parameters of a rank that are planned for: 5.5 TiB of Adam's state."""
+"""Most parameters of a rank: 5.5 TiB of Adam's state."""
 MOST_TILES = 1 << 17
-"""Of a rank, if a step is to be simulated: some ten seconds' work."""
+"""Most tiles of a rank whose step is simulated: some ten seconds' work."""
 
 
 ADVISED = {one.name: one for one in settings_of("advised")}
@@ -59,7 +60,7 @@ ADVISED = {one.name: one for one in settings_of("advised")}
 
 
 def budget_text(nbytes: int) -> str | int:
-    """Return a budget as one would write it."""
+    """Return a budget as a user would write it: "8GiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
@@ -68,13 +69,13 @@ def budget_text(nbytes: int) -> str | int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is to be predicted.
+    """The training to be predicted.
 
     Attributes:
-        config: That of each rank, with a path for each of the machine's, and sizes for `host_memory`, `gpu_memory`.
-        model: What is trained.
-        machine: Where.
-        stride: Has the GPU update every so many-th subgroup, in place of the config's `placement`; 0 not to.
+        config: The config of each rank, with all the machine's paths, and sizes for `host_memory`, `gpu_memory`.
+        model: The model.
+        machine: The machine.
+        stride: If not 0, the GPU updates every so many-th subgroup, in place of the config's `placement`.
         gpu_staging: GPU memory for staging slots; None for as many as a session takes.
     """
 
@@ -93,14 +94,12 @@ class Scenario:
         gpu_staging: int | None = None,
         **settings: Any,
     ) -> Scenario:
-        """Return what is predicted of a session with settings, on all paths of a machine.
+        """Return the scenario of a session with these settings, on all paths of a machine.
 
         Args:
-            model: What is trained.
-            machine: Where.
-            path_bytes: What each path offers to a rank, at most.
+            path_bytes: Most bytes that each path offers to a rank.
             gpu_staging: See `Scenario`.
-            settings: Of the config; no memory is for state unless it is given. `placement` may be "stride:<k>", too.
+            settings: Fields of the config; without a budget, no memory is for state. `placement` may be "stride:<k>".
 
         Raises:
             ConfigError: A session would refuse these settings.
@@ -138,10 +137,11 @@ class Scenario:
 
     def given(self, **settings: Any) -> Scenario:
         """Return this with other settings of the config, at the rates of its format of state."""
-        found = replace(self, config=replace(self.config, **settings))
-        return found if found.config.format is self.config.format else found._at_its_rates()
+        changed = replace(self, config=replace(self.config, **settings))
+        return changed if changed.config.format is self.config.format else changed._at_its_rates()
 
     def _at_its_rates(self) -> Scenario:
+        """Return this with the rate of the update of its own format of state."""
         if self.machine.file is None:
             return self
         cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels)
@@ -174,7 +174,7 @@ class Scenario:
 
     @property
     def placement(self) -> str | float:
-        """What updates the state that is not at home on the GPU, as a planner takes it."""
+        """Which state that is not at home on the GPU is updated there, as `choose_plan` takes it."""
         return f"stride:{self.stride}" if self.stride else self.config.placement
 
     @property
@@ -189,7 +189,7 @@ class Scenario:
 
     @property
     def gradient_memory(self) -> int | None:
-        """Host memory for gradients, which leave it for the paths beyond; None for all of them."""
+        """Host memory for gradients; further ones are written to the paths. None for no limit."""
         return None if self.config.gradient_memory is None else int(self.config.gradient_memory)
 
     @property
@@ -198,11 +198,11 @@ class Scenario:
         return self.model.exact_params if self.config.format.shares_scales else 0
 
     def value(self, name: str) -> Any:
-        """Return the value of a setting, as a planner takes it."""
+        """Return the value of a setting, as a plan is made with it."""
         return getattr(self, name) if name in ("placement", "host_memory") else getattr(self.config, name)
 
     def pasted(self, name: str) -> Any:
-        """Return the value of a setting as one would write it, or its default where nothing would change by it."""
+        """Return the value of a setting as a user would write it, or its default if that has the same effect."""
         value = self.value(name)
         if name == "paths":
             return [path.path for path in self.config.path_configs] or ()
@@ -211,18 +211,18 @@ class Scenario:
         return budget_text(value) if isinstance(ADVISED[name].metadata["check"], Size) else value
 
     def takes(self, name: str) -> bool:
-        """Return whether a session is told a setting; ZeRO, with several ranks, decides what it has no key for."""
+        """Return whether a user can give a setting here; with several ranks only one that DeepSpeed has a key for."""
         said = ADVISED[name].metadata
         has_place = said["advised"].weights_on != "gpu" or self.model.weights_on_gpu
         return has_place and (self.machine.all_ranks == 1 or said["deepspeed"] is None)
 
     def tries(self, name: str) -> bool:
-        """Return whether other values of a setting may be worth a try."""
+        """Return whether other values of a setting may make a difference."""
         where = "gpu" if self.model.weights_on_gpu else "cpu"
         return self.takes(name) and ADVISED[name].metadata["advised"].weights_on in ("", where)
 
     def admits(self, name: str, value: Any) -> bool:
-        """Return whether a setting may have a value beside the others."""
+        """Return whether the other settings allow a value of a setting."""
         try:
             self.given(**{name: value})
         except ConfigError:
@@ -241,6 +241,7 @@ class Scenario:
         return _budgets(self)[0].state_bytes
 
     def __str__(self) -> str:
+        """Return the settings that matter, in words."""
         words = [f"state {self.config.format.name}{' (rounded)' * self.config.format.rounds}"]
         if self.model.weights_on_gpu:
             words.append("keep_grads" if self.config.keep_grads else "keep_grads=False")
@@ -262,22 +263,22 @@ class Scenario:
 
     @property
     def guessed(self) -> str:
-        """What is known of no rate of the format, a sentence that is among the warnings."""
+        """The warning that the rate of the format is only a guess; "" if it was measured."""
         return self.machine.file.guesses(self._numels) if self.machine.file else ""
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader should know of the rates."""
+        """Warnings about the rates."""
         file = self.machine.file
         return [*(file.warnings if file and file.source else ()), *filter(None, [self.guessed])]
 
     @property
     def mark(self) -> str:
-        """What stands behind a time that rests on a rate which nobody has measured."""
+        """The mark after times that rest on a guessed rate: "*", or "" if none does."""
         return "*" if self.guessed else ""
 
     def marked(self, warnings: Sequence[str]) -> list[str]:
-        """Return warnings as text: what the mark stands for begins with it."""
+        """Return warnings as text; the one about a guessed rate begins with the mark."""
         return [f"* {text}" if text == self.guessed else text for text in warnings]
 
     @property
@@ -287,7 +288,7 @@ class Scenario:
 
     @property
     def gradients_leave(self) -> bool:
-        """Whether gradients leave host memory for the paths."""
+        """Whether some gradients are written to the paths."""
         return self.gradient_memory is not None and self.gradient_memory < GRADIENT_BYTES * self.numel
 
     @property
@@ -297,34 +298,34 @@ class Scenario:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of weights that are together where they are computed, of a model whose weights lie elsewhere."""
+        """Bytes of streamed weights that are at once on the device that computes with them."""
         return window_bytes(self.model.shape) if self.model.shape is not None else 0
 
     @property
     def beside(self) -> dict[str, int]:
-        """Bytes that forward and backward take where they compute, by what for; empty where that is not known."""
+        """Bytes that forward and backward take on their device, by purpose; empty if unknown."""
         model = self.model
         if model.shape is None or model.tokens is None:
             return {}
         tokens = math.ceil(model.tokens / model.accumulate)
-        found = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
+        uses = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
         if model.is_streamed and self.computes_on_gpu:
-            found["gathered weights"] = self.window_bytes
+            uses["gathered weights"] = self.window_bytes
         elif self.machine.all_ranks > 1:
-            found["gathered weights"] = model.shape.gathered_bytes
+            uses["gathered weights"] = model.shape.gathered_bytes
         if self.computes_on_gpu:
-            found["driver"] = DRIVER_BYTES
+            uses["driver"] = DRIVER_BYTES
             if not model.weights_on_gpu:
-                found["gradients on their way"] = gradients_bytes(model.shape)
-            elif not self.config.keep_grads:  # the largest gradient leaves when all of it is there
-                found["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
-        return found
+                uses["gradients on their way"] = gradients_bytes(model.shape)
+            elif not self.config.keep_grads:  # a gradient is copied to the host when it is whole
+                uses["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
+        return uses
 
     def passes(self, use: Use) -> Passes | None:
-        """Return what passes move of weights that lie elsewhere than where they are computed; None of others.
+        """Return the transfers of streamed weights; None if weights are not streamed.
 
         Args:
-            use: What a rank takes. What is left of the node is where the kernel keeps weights of a file.
+            use: A rank's use of memory. In the rest of the node's memory the kernel keeps weights of a file.
         """
         model, machine, kept = self.model, self.machine, None
         if not model.is_streamed:
@@ -352,11 +353,11 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What each rank of a plan takes, by what for; the rest of the process comes on top.
+    """Memory that each rank of a plan uses; the rest of the process comes on top.
 
     Attributes:
-        host: Bytes of host memory.
-        gpu: Bytes of its GPU's memory; empty without one.
+        host: Bytes of host memory, by purpose.
+        gpu: Bytes of its GPU's memory, by purpose; empty without one.
     """
 
     host: Mapping[str, int]
@@ -379,12 +380,12 @@ def reserved_bytes(node_memory: int, ranks: int) -> int:
 
 
 def gpu_room(memory_bytes: int) -> int:
-    """Return what a plan should take of a GPU's memory at most: activations are an estimate, allocators fragment."""
+    """Return the most bytes of a GPU's memory to use: activations are estimated, and allocators fragment memory."""
     return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
 
 
 def use_of(plan: Plan, scenario: Scenario) -> Use:
-    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3."""
+    """Return the memory that a rank uses; its part of weights and gradients is that of its state, as in ZeRO-3."""
     from offload.plan import Home
     from offload.plan.budget import PIECE_BUFFERS
 
@@ -397,11 +398,11 @@ def use_of(plan: Plan, scenario: Scenario) -> Use:
     if not plan.weights_on_gpu:
         host = {"weights": weights, **host}
         return Use(host, beside) if scenario.computes_on_gpu else Use({**host, **beside}, {})
-    left = 0 if plan.budgets.gradients_on_gpu else gradients  # during backward
-    left = GRADIENT_BYTES * numel if plan.gradient_buffers else left
+    leaving = 0 if plan.budgets.gradients_on_gpu else gradients  # copied to the host during backward
+    leaving = GRADIENT_BYTES * numel if plan.gradient_buffers else leaving
     gpu = {
         "weights": weights,
-        "gradients": max(0, GRADIENT_BYTES * numel - left),  # padding may have been counted
+        "gradients": max(0, GRADIENT_BYTES * numel - leaving),  # padding may have been counted
         **plan.device_bytes,
     }
     if plan.piece_buffer_bytes:
@@ -410,17 +411,16 @@ def use_of(plan: Plan, scenario: Scenario) -> Use:
 
 
 def check_fits(scenario: Scenario, node_memory: int | None, use: Use, *, leaves: bool = False) -> None:
-    """Refuse a plan that takes more memory than the node has.
+    """Raise if a plan uses more memory than the node has.
 
     Args:
-        scenario: What is to be predicted.
-        node_memory: Bytes of host memory; None if that is not known.
-        use: What each rank takes.
-        leaves: Whether it has to leave the part of both that is the system's, and that is for estimates.
+        node_memory: Bytes of host memory; None if unknown.
+        use: The memory that each rank uses.
+        leaves: Whether to keep `reserved_bytes` of the host free, and all but `gpu_room` of each GPU.
 
     Raises:
-        InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU, or
-            the path has no room for a file of weights.
+        InfeasiblePlanError: All ranks use more host memory, or one more GPU memory, than there is, or the path has no
+            room for a file of weights.
     """
     ranks, rates = scenario.machine.ranks, scenario.machine.rates
     if scenario.model.weights_on == "path":
@@ -450,28 +450,28 @@ def check_fits(scenario: Scenario, node_memory: int | None, use: Use, *, leaves:
 
 
 def shares(parts: Mapping[str, int]) -> str:
-    """Return what something is made of, as words: what is most first."""
+    """Return the parts of a sum of bytes in words, the largest first."""
     most_first = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in most_first if nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes out.
+    """The prediction for a scenario.
 
     Attributes:
-        scenario: What was asked.
-        rates: One rank's part of the node's.
-        plan: Its plan.
-        use: What it takes of its node.
+        scenario: The scenario.
+        rates: One rank's part of the node's rates.
+        plan: One rank's plan.
+        use: One rank's use of memory.
         estimate: The plan's cost in closed form, with the bound.
-        step_s: Seconds of a step: the simulator's where it was run, else the closed form's.
+        step_s: Seconds of a step: the simulator's if it was run, else the closed form's.
         prediction: The simulated step, or None.
-        forward_s: Seconds of forward, or None where nothing is known of it.
-        backward_s: Seconds of backward, gradients on their way out included, or None.
-        passes: What moves of weights that lie elsewhere than where they are computed; None of others.
+        forward_s: Seconds of forward; None if unknown.
+        backward_s: Seconds of backward, including copies and writes of gradients; None if unknown.
+        passes: The transfers of streamed weights; None if weights are not streamed.
         overlapped_s: Seconds of an iteration whose step is hidden in "forward" (`overlap_forward`), "backward"
-            (`overlap="backward"`) or "both", where it can be.
+            (`overlap="backward"`) or "both", as far as that is possible.
     """
 
     scenario: Scenario
@@ -488,12 +488,12 @@ class Answer:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of what is known of an iteration."""
+        """Seconds of an iteration, as far as they are known."""
         return (self.forward_s or 0.0) + (self.backward_s or 0.0) + self.step_s
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What a rank takes, and what it gives back between phases, for `--json`."""
+        """The memory that a rank uses, and that it gives back between phases, for `--json`."""
         return {
             "host_memory_bytes": dict(self.use.host),
             "gpu_memory_bytes": dict(self.use.gpu),
@@ -502,18 +502,18 @@ class Answer:
 
     @property
     def hiding_bytes(self) -> tuple[int, int]:
-        """Bytes of host memory, and of paths, that a rank takes besides where steps are hidden in backward."""
+        """Further bytes of host memory, and of paths, that a rank uses if steps are hidden in backward."""
         return self.plan.taken_by_updates_in_backward(GRADIENT_BYTES)
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader should know of the rates, and of what was left out to bound the work."""
+        """Warnings: about rates, too little free memory, and what was left out to bound the work."""
         from offload.plan.budget import AUTO_SUBGROUP_NUMEL
 
-        found = [*self.scenario.warnings]
+        warnings = [*self.scenario.warnings]
         most = max(subgroup.numel for subgroup in self.plan.layout.subgroups)
         if self.scenario.config.subgroup_numel is None and most > max(AUTO_SUBGROUP_NUMEL):
-            found.append(
+            warnings.append(
                 f"planned with subgroups of {most:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
                 "session chooses smaller ones, with smaller buffers"
             )
@@ -522,24 +522,24 @@ class Answer:
             left, reserved = memory_bytes - ranks * self.use.host_bytes, reserved_bytes(memory_bytes, ranks)
             if left < reserved:
                 how = "lower --host-memory" if self.rates.paths else "give paths that state streams from (--drive)"
-                found.append(
+                warnings.append(
                     f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
                     f"{format_bytes(reserved)} are advisable: {how}"
                 )
         size, taken = self.scenario.machine.rates.gpu.memory_bytes, self.use.gpu_bytes
         if taken and size and taken > gpu_room(size):
-            found.append(
+            warnings.append(
                 f"{format_bytes(size - taken)} of the GPU are left free; {format_bytes(size - gpu_room(size))} are "
                 "advisable, as activations are an estimate"
             )
         if self.prediction is None:
-            found.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
-        return found
+            warnings.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
+        return warnings
 
 
 @lru_cache(maxsize=4)
 def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) -> Layout:
-    """Return the layout of one rank's part of a model; advice asks about one again and again."""
+    """Return the layout of one rank's part of a model; cached, as advice asks for the same one many times."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, extend_layout
 
@@ -551,7 +551,7 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) ->
 
 
 def _least_subgroup_numel(numel: int) -> int:
-    """Return the least size of the subgroups of a rank's part that is planned; aligned as all sizes are."""
+    """Return the least elements of a subgroup, aligned, with which there are at most `MOST_SUBGROUPS`."""
     return math.ceil(numel / MOST_SUBGROUPS / 4096) * 4096
 
 
@@ -591,7 +591,7 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
 
 
 def rank_rates(scenario: Scenario) -> Rates:
-    """Return what one rank has of the node's rates; no GPU where it updates nothing, as it has no weights.
+    """Return one rank's part of the node's rates; without a GPU if weights are streamed, as it updates nothing then.
 
     Raises:
         ConfigError: There are more ranks than GPUs, and each is to have one.
@@ -621,7 +621,7 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
 
 
 def use(scenario: Scenario) -> Use:
-    """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
+    """Return the memory that a rank uses, even if the node has less; `InfeasiblePlanError` if there is no plan."""
     return use_of(_plan(scenario, rank_rates(scenario)), scenario)
 
 
@@ -635,10 +635,8 @@ def ask(
     """Plan and predict.
 
     Args:
-        scenario: What is to be predicted.
-        simulate: Whether to run the simulator, or be content with the closed form.
-        timeline: Whether the simulated step has a timeline, also where nothing is known of forward and backward.
-        report: Told how far the simulator is.
+        simulate: Whether to run the simulator rather than the closed form alone.
+        timeline: Whether the simulated step has a timeline even if forward and backward are unknown.
 
     Raises:
         ConfigError: If a value makes no sense, or there are more ranks than GPUs.
@@ -659,7 +657,7 @@ def ask(
     simulate = simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES
     prediction = predict(plan, rates, steps=2, timeline=timeline or follows, report=report) if simulate else None
     step_s, of_weights_s = prediction.step_s if prediction else cost.step_s, passes.step_s(rates) if passes else 0.0
-    # The drive that weights lie on does one after the other; beside a step that uses none it works meanwhile.
+    # The drive with the weights moves state and weights one after the other; if no state is streamed, only weights.
     step_s = step_s + of_weights_s if plan.storage_bytes else max(step_s, of_weights_s)
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
@@ -674,19 +672,7 @@ def ask(
                 overlapped_s[hidden_in] = with_backward_s(
                     prediction, ahead, rates, forward_s, backward_s, follows=follows, apart=apart
                 )
-    return Answer(
-        scenario,
-        rates,
-        plan,
-        taken,
-        cost,
-        step_s,
-        prediction,
-        forward_s,
-        backward_s,
-        passes,
-        overlapped_s,
-    )
+    return Answer(scenario, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, passes, overlapped_s)
 
 
 def computed_s(scenario: Scenario, rates: Rates) -> tuple[float, float] | None:
@@ -701,13 +687,13 @@ def computed_s(scenario: Scenario, rates: Rates) -> tuple[float, float] | None:
 def _forward_backward_s(
     scenario: Scenario, rates: Rates, plan: Plan, passes: Passes | None
 ) -> tuple[float | None, float | None]:
-    """Return the seconds of forward and backward, with what moves meanwhile."""
+    """Return the seconds of forward and backward, each with the transfers that it waits for."""
     computed = computed_s(scenario, rates)
     if computed is None:
         return None, None
     forward_s, backward_s = computed
     if scenario.model.weights_on_gpu and not scenario.config.keep_grads:
-        # Gradients of what the CPU updates leave the GPU meanwhile.
+        # Gradients that the CPU needs are copied from the GPU during backward.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
         backward_s = max(backward_s, nbytes / rates.gpu.d2h.alone)
@@ -724,7 +710,7 @@ def _forward_backward_s(
 
 
 def least(scenario: Scenario) -> Use | None:
-    """Return what a rank takes with the least `host_memory` that works, or None if none does."""
+    """Return the memory that a rank uses with the least `host_memory` with which there is a plan; None if none is."""
     from offload.plan import make_plan
 
     layout, _ = _budgets(scenario)
@@ -749,13 +735,13 @@ def least(scenario: Scenario) -> Use | None:
 
 
 def unknown_words(scenario: Scenario) -> str:
-    """Return what has to be given so that forward and backward are predicted, too."""
+    """Return a line that says which option is missing to predict forward and backward."""
     reason = "give --tokens" if scenario.model.tokens is None else "the rates know no FLOP/s; give --flops"
     return f"forward and backward: unknown ({reason})"
 
 
 def parked(answer: Answer) -> dict[str, float]:
-    """Return what `park` gives back between phases of a rank's memory, and its seconds; empty without room."""
+    """Return the bytes of a rank's memory that `park` gives back, and its seconds; empty if paths have no room."""
     from offload.plan import Home
 
     plan, rates, host = answer.plan, answer.rates, answer.use.host
@@ -771,7 +757,7 @@ def parked(answer: Answer) -> dict[str, float]:
 
 
 def node_lines(answer: Answer) -> list[str]:
-    """Return what all ranks take of their node, and the least that they could."""
+    """Return lines about the memory that all ranks use of their node, and the least that would work."""
     scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
     memory_bytes = machine.memory_bytes
     of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"

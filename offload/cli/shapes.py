@@ -247,18 +247,18 @@ def _shape_of(config: Any, params: int) -> Shape | None:
 
 @contextlib.contextmanager
 def _at_most(count: int) -> Iterator[None]:
-    """Have torch refuse to make more modules and parameters than that."""
+    """Let torch raise `ValueError` when more than `count` modules and parameters are made in this block."""
     from torch.nn.modules import module
 
     numbers = itertools.count(1)
 
-    def counts(parent: object, name: str, child: object) -> None:
+    def refuse_more(parent: object, name: str, child: object) -> None:
         if next(numbers) > count:
             raise ValueError(f"it has more than {count:,} modules and parameters")
 
     hooks = [
-        module.register_module_module_registration_hook(counts),
-        module.register_module_parameter_registration_hook(counts),
+        module.register_module_module_registration_hook(refuse_more),
+        module.register_module_parameter_registration_hook(refuse_more),
     ]
     try:
         yield

@@ -1,9 +1,10 @@
-"""Weights that lie elsewhere than where they are computed: what of them is there at once, and what moves in a pass.
+"""Weights that are streamed to the device that computes with them: bytes that are there at once, and that move.
 
-In host memory they are computed on the GPU layer by layer, as FSDP2's `CPUOffloadPolicy` streams them: each pass of a
-micro-step brings all of them, backward takes their gradients away, and embeddings and the output layer stay from
-forward to backward. In a file, the kernel reads what memory has no room for: passes go to and fro, so what was read
-last is still there, and the rest comes from the drive. The step reads that once more, and writes all.
+Weights in host memory are used on the GPU layer by layer, as FSDP2's `CPUOffloadPolicy` streams them. Each pass of a
+micro-step copies all of them to the GPU, and backward copies their gradients back; embeddings and the output layer
+stay on the GPU from forward to backward. Weights in a file are read by the kernel, as far as memory has no room for
+them: forward and backward go in opposite orders, so the weights that were read last are still in memory, and the rest
+is read from the drive. The step reads that rest once more, and writes all weights.
 """
 
 from __future__ import annotations
@@ -18,36 +19,37 @@ if TYPE_CHECKING:
     from offload.plan import GpuRates, Rates
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2
-"""Of each parameter: 16-bit training."""
+"""Bytes of a parameter's weight, and of its gradient, in 16-bit training."""
 
 REDUCED = 3
-"""Times that gradients of what is computed together lie on the GPU: backward's, what FSDP2 reduces, and into what."""
+"""Copies on the GPU of the gradients of a layer: backward's, and the input and the output of FSDP2's reduction."""
 
 PAGEABLE_PART = 1 / 6.56
-"""Of a link's speed, for memory that is not pinned, as a mapped file's: what Soup, which streams frozen 4-bit weights
-of a 32B model, loses on an H100 (MakazhanAlpamys/Soup, `PIN_THROUGHPUT_GAIN_REAL`); nobody has measured ours."""
+"""Part of a link's speed that remains for memory that is not pinned, as a mapped file's. That of Soup, which streams
+frozen 4-bit weights of a 32B model, on an H100 (MakazhanAlpamys/Soup, `PIN_THROUGHPUT_GAIN_REAL`); ours is not
+measured."""
 
 
 def window_bytes(shape: Shape) -> int:
-    """Return the weights that are on the GPU at once: two layers, and what no layer has."""
+    """Return the bytes of the weights that are on the GPU at once: two layers, and all that are in no layer."""
     return WEIGHT_BYTES * (2 * shape.layer_params + shape.rest_params)
 
 
 def gradients_bytes(shape: Shape) -> int:
-    """Return the gradients that are on the GPU at once, of the layer or the rest, whichever is more."""
+    """Return the bytes of gradients that are on the GPU at once: a layer's, or those in no layer if more."""
     return REDUCED * GRADIENT_BYTES * max(shape.layer_params, shape.rest_params)
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What the passes of one rank's iteration move, all micro-steps together.
+    """The transfers of one rank's passes in an iteration, all micro-steps together.
 
     Attributes:
-        numel: Its parameters.
-        rest: How many of them no layer has; 0 where that is not known.
+        numel: The rank's parameters.
+        rest: How many of them are in no layer; 0 where unknown.
         accumulate: Micro-steps.
         card: The GPU that computes, and its link; None for the CPU.
-        kept_bytes: What memory keeps of weights in a file; None if they lie in host memory.
+        kept_bytes: Bytes of weights in a file for which memory has room; None if the weights lie in host memory.
     """
 
     numel: int
@@ -63,15 +65,15 @@ class Passes:
 
     @property
     def down_bytes(self) -> tuple[int, int]:
-        """Bytes that forward and backward bring to the GPU."""
+        """Bytes of weights that forward and backward copy to the GPU."""
         if self.card is None:
             return 0, 0
-        whole, layers = self.weight_bytes, WEIGHT_BYTES * (self.numel - self.rest)
-        return self.accumulate * whole, self.accumulate * layers
+        in_layers = WEIGHT_BYTES * (self.numel - self.rest)
+        return self.accumulate * self.weight_bytes, self.accumulate * in_layers
 
     @property
     def up_bytes(self) -> int:
-        """Bytes of gradients that backward takes from it."""
+        """Bytes of gradients that backward copies from the GPU."""
         return self.accumulate * GRADIENT_BYTES * self.numel if self.card is not None else 0
 
     @property
@@ -102,7 +104,7 @@ class Passes:
         return self.accumulate * self.missing_bytes / rates.paths[path_of(rates)].read.alone
 
     def step_s(self, rates: Rates) -> float:
-        """Return the seconds by which the drive makes a step longer."""
+        """Return the seconds that the drive needs for weights in a step."""
         if self.kept_bytes is None:
             return 0.0
         path = rates.paths[path_of(rates)]
@@ -117,33 +119,34 @@ class Passes:
         }
 
     def lines(self, rates: Rates, computed_s: tuple[float, float] | None) -> list[str]:
-        """Return in words what moves, and what of it is hidden.
+        """Describe each transfer, and whether it takes no longer than forward and backward compute (hidden).
 
         Args:
-            rates: Of the rank.
-            computed_s: Seconds that forward and backward compute, if that is known.
+            rates: The rank's.
+            computed_s: Seconds for which forward and backward compute, if known.
         """
-        (forward, backward), up, found = self.down_bytes, self.up_bytes, []
+        (forward, backward), up, lines = self.down_bytes, self.up_bytes, []
 
         def hidden(seconds: tuple[float, float]) -> str:
             if computed_s is None:
                 return ""
             names = ("forward", "backward")
-            seen = [name for name, s, of in zip(names, seconds, computed_s, strict=True) if s > of]
-            return f"; not hidden in {' and '.join(seen)}" if seen else "; hidden"
+            longer = [name for name, s, compute_s in zip(names, seconds, computed_s, strict=True) if s > compute_s]
+            return f"; not hidden in {' and '.join(longer)}" if longer else "; hidden"
 
         if self.card is not None:
             moved = f"link: {format_bytes(forward)} of weights to the GPU in forward, {format_bytes(backward)} in"
             moved += f" backward, {format_bytes(up)} of gradients from it"
-            found.append(f"{moved}{hidden(self.link_s)}")
+            lines.append(f"{moved}{hidden(self.link_s)}")
         if self.kept_bytes is not None:
             if read := self.accumulate * self.missing_bytes:
                 moved = f"{format_bytes(read)} of weights are read in forward, and in backward"
-                found.append(f"path {path_of(rates)}: {moved}{hidden(2 * (self.read_s(rates),))}")
-            found.append(f"path {path_of(rates)}: a step writes {format_bytes(self.written_bytes)} of weights")
-        return found
+                both_s = 2 * (self.read_s(rates),)  # the drive reads as long in backward as in forward
+                lines.append(f"path {path_of(rates)}: {moved}{hidden(both_s)}")
+            lines.append(f"path {path_of(rates)}: a step writes {format_bytes(self.written_bytes)} of weights")
+        return lines
 
 
 def path_of(rates: Rates) -> int:
-    """Return which path weights in a file lie on: the one that reads fastest."""
+    """Return the number of the path for weights in a file: the one that reads fastest."""
     return max(range(len(rates.paths)), key=lambda number: rates.paths[number].read.alone)

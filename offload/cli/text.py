@@ -101,6 +101,7 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 
 def _read(source: str, paths: Iterable[Path]) -> Text:
+    """Read text files one after the other, up to `TEXT_MAX_BYTES`, as one tensor of bytes."""
     content = bytearray()
     files = 0
     for path in paths:

@@ -52,9 +52,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read a run's timeline and write both files.
 
-    Returns:
-        The exit status, 0.
-
     Raises:
         ConfigError: There is no such run, or a file cannot be written.
     """

@@ -1,6 +1,6 @@
 """`offload train`: trains a language model through the whole engine and says what that cost.
 
-Its options are in `settings`, what is left behind in `record` and `report`; here is the loop.
+Its options are in `settings`, its results in `record` and `report`; here is the loop.
 """
 
 from __future__ import annotations
@@ -46,14 +46,11 @@ from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")
 _NO_SETTINGS = ("command", "refuse")
-"""What there is among the arguments beside the options."""
+"""Arguments that are no options."""
 
 
 def run(settings: Namespace) -> int:
     """Train, write the run's folder, print the outcome.
-
-    Args:
-        settings: Values of the options that `settings.add_parser` declares.
 
     Returns:
         The exit status: 0, 1 if a comparison found a difference, 130 if interrupted.
@@ -76,21 +73,21 @@ def run(settings: Namespace) -> int:
         _say(settings, f"text: {text.source}, {len(text.values):,} bytes in {text.files} files")
         compute = choose_compute(settings.dtype, settings.device)
         _say(settings, str(compute))
-        run = _Run(settings, shape, text, folder, compute)
+        training = _Run(settings, shape, text, folder, compute)
         try:
-            run.train(config, run.main, "metrics.jsonl", "offloaded")
+            training.train(config, training.main, "metrics.jsonl", "offloaded")
             if settings.compare_in_memory:
-                run.compare(config)
+                training.compare(config)
         except KeyboardInterrupt:
-            run.interrupted = True
+            training.interrupted = True
         except OffloadError as error:
-            run.error = str(error)
+            training.error = str(error)
             raise
         finally:
-            summary = run.write(paths)
-    different = run.comparison is not None and not run.comparison.identical
-    if run.interrupted:
-        done = format_count(len(run.main.rows), "step")
+            summary = training.write(paths)
+    different = training.comparison is not None and not training.comparison.identical
+    if training.interrupted:
+        done = format_count(len(training.main.rows), "step")
         print(f"offload train: interrupted after {done}; results so far are in {folder}", file=sys.stderr)
         if settings.save is not None and is_checkpoint(settings.save):
             print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
@@ -99,17 +96,17 @@ def run(settings: Namespace) -> int:
     if settings.json:
         print(to_json(summary, indent=2))
     _say(settings, table(summary))
-    return 130 if run.interrupted else int(different)
+    return 130 if training.interrupted else int(different)
 
 
 def _say(settings: Namespace, text: str) -> None:
-    """Print what people want to read: on stdout, or on stderr where stdout is for JSON; nothing when quiet."""
+    """Print text for people: on stdout, or on stderr if stdout is for JSON; nothing if quiet."""
     if not settings.quiet:
         print(text, file=sys.stderr if settings.json else sys.stdout, flush=True)
 
 
 class _Run:
-    """What one invocation computes and leaves behind."""
+    """The training of one invocation, its comparison if there is one, and its results."""
 
     def __init__(self, settings: Namespace, shape: Shape, text: Text, folder: Path, compute: Compute) -> None:
         self.settings = settings
@@ -145,10 +142,10 @@ class _Run:
                 first = self._resume(optimizer, draws)
 
                 def note() -> None:
-                    """Ask for the figures of the last step, which waits for one that is still hidden in forward."""
+                    """Record the optimizer's metrics of the last step; wait for it if it goes on in forward."""
                     if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
                         return
-                    record.timeline = optimizer.timeline()  # which waits for it, and figures do not
+                    record.timeline = optimizer.timeline()  # waits for the step; `metrics` does not
                     metrics = optimizer.metrics()
                     row = record.rows[-1]
                     row["norm"] = float(metrics.get("gradient_norm", math.nan))
@@ -166,7 +163,7 @@ class _Run:
                             optimizer.save_checkpoint(settings.save, extra=extra)
                     note()
                 except BaseException:
-                    with contextlib.suppress(OffloadError):  # an interrupted run has every step that was done
+                    with contextlib.suppress(OffloadError):  # so that an interrupted run has all its steps
                         note()
                     raise
                 if record is self.main and settings.save is not None:
@@ -180,7 +177,7 @@ class _Run:
             self._weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
 
     def _resume(self, optimizer: Any, draws: torch.Generator) -> int:
-        """Go on from the checkpoint that was named, if one was; return the number of steps it has behind it."""
+        """Load the checkpoint of `--resume`, if given; return the number of steps that it was taken after."""
         settings = self.settings
         if settings.resume is None:
             return 0
@@ -203,14 +200,12 @@ class _Run:
         """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
 
         Args:
-            model: What is trained.
-            optimizer: Its optimizer.
             draws: Draws its batches.
-            index: Steps before this one.
-            note: Takes note of the step before, when that has surely ended.
+            index: Number of steps before this one.
+            note: Called after backward, when the step before has ended, to record its metrics.
 
         Returns:
-            What is known of it without asking the optimizer; see `RunRecord`.
+            The row of `RunRecord`, without the optimizer's metrics.
         """
         settings = self.settings
         lr = _learning_rate(settings, index)
@@ -252,11 +247,7 @@ class _Run:
         }
 
     def compare(self, config: offload.OffloadConfig) -> None:
-        """Train again with all state in memory and compare.
-
-        Args:
-            config: Of the run before.
-        """
+        """Train again with all state in memory and compare."""
         ours = self._weights
         gc.collect()  # The first model is in reference cycles; its memory is needed now.
         self.train(config.in_memory(), self.in_memory, "metrics-in-memory.jsonl", "in memory")
@@ -264,7 +255,7 @@ class _Run:
         self._weights = {}
 
     def write(self, paths: Sequence[str]) -> dict[str, Any]:
-        """Write summary and pictures of what there is; return the summary."""
+        """Write the summary and pictures of the steps that were taken; return the summary."""
         shape, text, comparison = self._shape, self._text, self.comparison
         summary = self.main.summary()
         path_bytes = summary.pop("path_bytes", [])
@@ -301,6 +292,7 @@ class _Run:
     def _write_report(
         self, summary: Mapping[str, Any], timeline: Sequence[Interval], paths: Sequence[str], step: int
     ) -> None:
+        """Write the data and the page of the report, if the run got as far as to have one."""
         notes = filter(None, [f"{summary['steps']} steps in {self._folder}", summary["verdict"], summary["error"]])
         shown = self.main.shown([*notes])
         if shown is not None:
@@ -319,6 +311,7 @@ def _learning_rate(settings: Namespace, step: int) -> float:
 
 
 def _now_s(device: str) -> float:
+    """Return the time once the device has done all its work."""
     if not _is_host(device):
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -355,7 +348,7 @@ def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> 
 
 @contextlib.contextmanager
 def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Make the run's folder; yield it and the paths for state; remove whatever stayed empty."""
+    """Make the run's folder; yield it and the paths for state; at the end remove folders that are empty."""
     if settings.output is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         names = (f"runs/{stamp}" + (f"-{count}" if count else "") for count in range(1000))
@@ -382,11 +375,11 @@ def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
 @contextlib.contextmanager
 def _reproducible(threads: int | None) -> Iterator[None]:
     """Make torch's own operations repeatable; settings of the process are as before afterwards."""
-    # Read by CUDA's matrix library when it starts.
+    # CUDA's matrix library reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     threads_before = torch.get_num_threads()
-    before = torch.are_deterministic_algorithms_enabled()
-    # A debugging aid that comes with it and costs a pass over memory.
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    # A debugging aid that deterministic algorithms switch on, and which costs a pass over memory.
     aid: Any = torch.utils.deterministic
     fill_before = aid.fill_uninitialized_memory
     torch.set_num_threads(threads or threads_before)
@@ -396,7 +389,7 @@ def _reproducible(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads_before)
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(was_deterministic)
         aid.fill_uninitialized_memory = fill_before
 
 
@@ -414,6 +407,7 @@ def _is_host(device: str) -> bool:
 
 
 def _environment() -> dict[str, Any]:
+    """Return versions and facts of the machine, for the summary."""
     return {
         "offload": importlib.metadata.version("offload"),
         "torch": torch.__version__,

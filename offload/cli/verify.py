@@ -1,4 +1,4 @@
-"""`offload verify`: reads a checkpoint, or all that a path's stores are pinned by, and reports damage."""
+"""`offload verify`: reads a checkpoint, or all checkpoints that need a path's stores, and reports damage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.errors import CheckpointError, ConfigError
 INTERRUPTED = "{checkpoint}: no checkpoint, as its save was interrupted, or is under way"
 
 DEPTH = 3
-"""Folders below the one of a run, in which checkpoints are looked for."""
+"""How deep below a run's folder checkpoints are looked for."""
 
 
 def add_parser(commands: Any) -> None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _folders(path: str) -> list[str]:
-    """Return the checkpoint in `path`; or those that the stores there are pinned by, and those in folders there."""
+    """Return `path` if it is a checkpoint; else checkpoints that need the stores there, and those below it."""
     from offload.checkpoint.contents import read_commit
     from offload.checkpoint.folder import open_folder
     from offload.checkpoint.stores import find_stores
@@ -72,33 +72,34 @@ def _folders(path: str) -> list[str]:
         except ConfigError:
             stores = []
         pinned = {pin.folder for store in stores for pin in store.pins}
-        folders = [*sorted(pinned), *(found for found in _below(path) if found not in pinned)]
+        folders = [*sorted(pinned), *(folder for folder in _below(path) if folder not in pinned)]
         if not folders:
             raise
         return folders
 
 
 def _below(path: str) -> list[str]:
-    """Return checkpoints of ours in a run's folder, and a framework's folders whose save has not ended."""
+    """Return our checkpoints in a run's folder, and frameworks' folders whose save has not ended."""
     from offload.checkpoint.manifest import COMMIT_NAME
     from offload.checkpoint.marker import Mark, mark_of
 
-    found = []
-    for above, names, files in os.walk(path):
-        is_interrupted = mark_of(above) is Mark.BEGUN
-        if is_interrupted or COMMIT_NAME in files:
-            found.append(above)
-        deep = len(Path(above).relative_to(path).parts) == DEPTH
-        names[:] = [] if is_interrupted or COMMIT_NAME in files or deep else sorted(names, key=_by_numbers)
-    return found
+    folders = []
+    for folder, names, files in os.walk(path):
+        is_checkpoint = mark_of(folder) is Mark.BEGUN or COMMIT_NAME in files
+        if is_checkpoint:
+            folders.append(folder)
+        is_deepest = len(Path(folder).relative_to(path).parts) == DEPTH
+        names[:] = [] if is_checkpoint or is_deepest else sorted(names, key=_by_numbers)
+    return folders
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Return by what names are put in order, numbers in them by their size."""
+    """Return the key by which names are sorted, with numbers in them by their size."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
+    """Read a checkpoint whole; return a row for `--json` with its damage, or that its save was interrupted."""
     from offload.checkpoint.manifest import MODEL_KEY
     from offload.checkpoint.marker import Mark, marked_around
     from offload.checkpoint.reader import Checkpoint

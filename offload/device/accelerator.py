@@ -1,12 +1,12 @@
 """An accelerator as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
 
 Lanes are streams, every mark an event. Hardware has few queues for all streams of a process (8 by CUDA's default, 4
-by ROCm's); streams that share one wait for each other. So there are few. A stream follows only what was enqueued
-before, so no sharing makes a circle.
+by ROCm's), and streams that share a queue wait for each other. So this makes few streams. A stream waits only for
+work that was enqueued before, so streams that share a queue cannot wait in a circle.
 
-Device memory is torch's own, so that it shows in torch's figures and what is given back is used again. Addresses
-become tensors without a copy, so torch chooses the driver's calls. What differs between types of accelerators is in
-`offload.backends`.
+Device memory is torch's own, so that it shows in torch's figures and freed memory is used again. Addresses are
+wrapped as tensors without a copy, so that torch makes the driver's calls. What differs between types of accelerators
+is in `offload.backends`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 """Where Linux lists devices, by their addresses."""
 
 LEAST_RESERVE_BYTES = 2 << 30
-"""Memory left free where a tenth of the card is less: later batches are larger, and libraries want workspaces."""
+"""Least memory to leave free, else a tenth of the card's: later batches may be larger, libraries need workspaces."""
 
 REBASE_S = 10.0
 """Greatest age of the event that marks are timed from. CUDA gives a float of milliseconds, whose steps are half a
 microsecond after ten seconds and eight milliseconds after a day; and its clock drifts from the host's."""
 
 CLOCK_S = 2e-4
-"""How far apart the host's times before and after such an event may be, else another is tried: who waits for it may
-get back to Python late, beside a busy thread."""
+"""How far apart the host's times before and after such an event may be; else another event is tried, as a busy thread
+may have kept the waiting one from going on in Python."""
 
 CLOCK_TRIES = 5
 CLOCK_LATE_S = 0.05
-"""Where they are further apart than this, the device was late, not Python: with one queue for all streams it had to
-do all its work first, so the event is at the end."""
+"""If the times are further apart than this, the device was late, not Python: with one queue for all streams it had to
+do all its work first, so the event happened at the later time."""
 
 
 class _Event:
@@ -63,8 +63,8 @@ class _Event:
     def __init__(self, device: AcceleratorDevice, lane: DeviceLane, stream: Any, timed: bool) -> None:
         self.device = device
         self.lane = lane
-        self.base = device.base  # recorded before, so no time since it is negative
-        # An event may be recorded again: a stream that waits for it already goes on waiting for the earlier record.
+        self.base = device.base  # recorded before this one, so that the time since it is not negative
+        # Events are reused: a stream that already waits for one goes on waiting for the earlier record.
         self.unused = device.unused[timed]
         try:
             self.event = self.unused.pop()
@@ -93,7 +93,7 @@ class _Event:
 class _Reporter:
     """Posts that marks of one lane have been reached, in their order, on a thread of its own.
 
-    One for each lane: a mark that waits behind much must not hold up those of another lane.
+    There is one for each lane: a mark that is reached late must not delay reports of another lane.
     """
 
     def __init__(self, device: AcceleratorDevice) -> None:
@@ -111,8 +111,9 @@ class _Reporter:
             self._some.notify()
 
     def _post(self) -> None:
+        """Wait for each mark in turn and post it, until `close`; meanwhile keep the device's `base` young."""
         device = self._device
-        with contextlib.suppress(OffloadError):  # a device that has failed says so with every report
+        with contextlib.suppress(OffloadError):  # if the device has failed, each report below says so
             device.adopt_thread()
         while True:
             with self._some:
@@ -122,8 +123,8 @@ class _Reporter:
                 if not self._pending and self._closed:
                     return
                 first = self._pending.popleft() if self._pending else None
-            # Here, and not where marks are made: with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) this
-            # waits for all work of the device.
+            # On this thread, as with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) it waits for all work
+            # of the device.
             with contextlib.suppress(OffloadError):
                 device.rebase()
             if first is None:
@@ -133,7 +134,7 @@ class _Reporter:
                 mark.wait()
                 now_s = mark.time_s()
                 queue.post(op, started_s=now_s, finished_s=now_s)
-            except Exception as error:  # whatever it is: somebody waits for the report
+            except Exception as error:  # any error is reported: somebody waits for this
                 log.error("%s", error)
                 now_s = time.monotonic()
                 queue.post(op, error=ERROR_DEVICE, started_s=now_s, finished_s=now_s)
@@ -143,7 +144,7 @@ class _Reporter:
         with self._some:
             self._closed = True
             self._some.notify()
-        if self._thread is not threading.current_thread():  # the garbage collector may run on it
+        if self._thread is not threading.current_thread():  # where the garbage collector may have called this
             self._thread.join()
 
 
@@ -158,18 +159,18 @@ class AcceleratorDevice(Driver):
     """
 
     shared: ClassVar[dict[DeviceLane, DeviceLane]] = {DeviceLane.GRADIENTS: DeviceLane.PIECES}
-    """Lanes on the stream of another. Both of these have kernels that take microseconds: in backward the one gathers
-    small gradients before they leave, and the other sums gradients."""
+    """Lanes that use another lane's stream. Both of these have kernels of microseconds: in backward `PIECES` gathers
+    small gradients before they are copied to the host, and `GRADIENTS` sums gradients."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device)
         with self.current():
-            # Our kernels are short and much waits for them, so they go before those of forward and backward.
-            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
+            # Their kernels are short and much work waits for them, so they precede those of forward and backward.
+            with_priority = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
             self._streams: dict[DeviceLane, Any] = {}
             for lane in sorted(LANES, key=lambda lane: lane in self.shared):
                 shared = self._streams.get(self.shared.get(lane, lane))
-                self._streams[lane] = shared or self.backend.stream(self.device, lane in first)
+                self._streams[lane] = shared or self.backend.stream(self.device, lane in with_priority)
             self._pauses: dict[DeviceLane, Any] = {lane: _pause(self.device) for lane in LANES}
             self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
@@ -178,14 +179,14 @@ class AcceleratorDevice(Driver):
         self.reserve_bytes = max(LEAST_RESERVE_BYTES, self.memory_bytes // 10)
         self.node = _node_of(pci_address)
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
-        """Events without and with timing that are free to be recorded again: making one can take long."""
+        """Events without and with timing that can be recorded again, as making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
         self._borrowed: list[torch.Tensor] = []
         self._reporting = threading.Lock()
         self._closed = False
         with self.current():
             self.base = self._now(self._streams[DeviceLane.PIECES])
-        self._reporters = {DeviceLane.D2H: _Reporter(self)}  # there from the first: it also keeps `base` young
+        self._reporters = {DeviceLane.D2H: _Reporter(self)}  # made at once, as it also keeps `base` young
 
     # Threads
 
@@ -196,21 +197,21 @@ class AcceleratorDevice(Driver):
         self.backend.relax_captures()
 
     def _now(self, idle: Any) -> tuple[Any, float]:
-        """Return an event that happens now, on a stream with nothing on it, and the monotonic clock's time."""
-        best_s, found = float("inf"), (None, 0.0)
+        """Record an event on an idle stream; return it with the monotonic clock's time when it happened."""
+        best_s, best = float("inf"), (None, 0.0)
         for _ in range(CLOCK_TRIES):
             event, before_s = self.backend.event(self.device, True), time.monotonic()
             event.record(idle)
             event.synchronize()
             took_s = time.monotonic() - before_s
             if took_s < best_s:
-                best_s, found = took_s, (event, before_s + (took_s / 2 if took_s < CLOCK_LATE_S else took_s))
+                best_s, best = took_s, (event, before_s + (took_s / 2 if took_s < CLOCK_LATE_S else took_s))
             if best_s < CLOCK_S or took_s >= CLOCK_LATE_S:
                 break
-        return found
+        return best
 
     def rebase(self) -> None:
-        """Time marks from a newer event, if that from which they are timed is old; later, if no stream is idle."""
+        """Replace `base`, the event from which marks are timed, if it is old and some stream is idle."""
         with self.current():
             if time.monotonic() - self.base[1] > REBASE_S:
                 idle = next((stream for stream in self._streams.values() if stream.query()), None)
@@ -235,9 +236,9 @@ class AcceleratorDevice(Driver):
             return torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
 
     def allocate(self, nbytes: int, caller: Hashable = None) -> int:
-        """See `Device.allocate`."""
+        """Allocate memory by torch's allocator, to be kept or (with `caller`) borrowed; see `Device.allocate`."""
         with self.current():
-            # The allocator orders memory by the stream that asked for it; our lanes are other streams.
+            # Freed memory is safe to use on the stream that it was allocated on; our lanes are other streams.
             with working_on(cast(Any, caller)) if caller is not None else contextlib.nullcontext():
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if caller is None:
@@ -260,7 +261,7 @@ class AcceleratorDevice(Driver):
         self._borrowed.clear()
 
     def give_up(self, tensor: torch.Tensor) -> None:
-        """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""
+        """See `Device.give_up`; costs nothing if the tensor was allocated on the caller's stream."""
         with self.current():
             tensor.record_stream(self.backend.current_stream(self.device))
 
@@ -282,8 +283,8 @@ class AcceleratorDevice(Driver):
     def caller(self) -> Hashable:
         """See `Device.caller`."""
         with self.current():
-            found: Hashable = self.stream(DeviceLane.CALLER)
-            return found
+            stream: Hashable = self.stream(DeviceLane.CALLER)
+            return stream
 
     def mark_caller(self, caller: Hashable) -> Mark:
         """See `Device.mark_caller`."""
@@ -308,19 +309,19 @@ class AcceleratorDevice(Driver):
     # Work
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
-        """See `Device.copy`; what comes between pieces is a kernel that casts one element."""
+        """See `Device.copy`; between pieces runs a kernel that casts one element, so that other copies get a turn."""
         if not nbytes:
             return
-        to, of = (self.device, HOST) if lane is DeviceLane.H2D else (HOST, self.device)
+        target_device, source_device = (self.device, HOST) if lane is DeviceLane.H2D else (HOST, self.device)
         with self.current(), working_on(self.stream(lane)):
-            there = tensor_at(target, nbytes, torch.uint8, to)
-            here = tensor_at(source, nbytes, torch.uint8, of)
+            target_bytes = tensor_at(target, nbytes, torch.uint8, target_device)
+            source_bytes = tensor_at(source, nbytes, torch.uint8, source_device)
             if not piece_bytes:
-                there.copy_(here, non_blocking=True)
+                target_bytes.copy_(source_bytes, non_blocking=True)
                 return
             cast, element = self._pauses[lane]
-            targets = [each for piece in there.unsafe_split(piece_bytes) for each in (piece, cast)]
-            sources = [each for piece in here.unsafe_split(piece_bytes) for each in (piece, element)]
+            targets = [each for piece in target_bytes.unsafe_split(piece_bytes) for each in (piece, cast)]
+            sources = [each for piece in source_bytes.unsafe_split(piece_bytes) for each in (piece, element)]
             torch._foreach_copy_(targets, sources, non_blocking=True)  # one after the other, in one call
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
@@ -349,7 +350,7 @@ class AcceleratorDevice(Driver):
         target_dtype: DtypeCode = DtypeCode.NONE,
         accumulate: bool = False,
     ) -> None:
-        """See `Device.gradient_blocks`."""
+        """Enqueue a gradient's sums of squares, and its copy or addition to a slot; see `Device.gradient_blocks`."""
         with self.current(), working_on(self.stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
 
@@ -364,7 +365,7 @@ class AcceleratorDevice(Driver):
             self._kernel.fingerprint_rows(dtype, rows)
 
     def close(self) -> None:
-        """See `Device.close`."""
+        """Wait for all streams, end the threads that report, and free all memory."""
         if self._closed:
             return
         with contextlib.suppress(OffloadError), self.current():
@@ -378,7 +379,7 @@ class AcceleratorDevice(Driver):
 
 
 def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
-    """Return the NUMA node of what has an address; None where the kernel does not tell."""
+    """Return the NUMA node of the device at a PCI address; None if Linux does not tell."""
     if pci_address is None:
         return None
     with contextlib.suppress(OSError, ValueError):
@@ -388,5 +389,5 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
 
 
 def _pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one element twice, of two dtypes: copying between these is a kernel, which no copy engine does."""
+    """Return two elements of different dtypes: a copy between these is a kernel, as no copy engine casts."""
     return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)

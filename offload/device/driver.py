@@ -1,4 +1,4 @@
-"""What a driver is asked for by itself, without a lane: which device is current, and which host memory it reaches."""
+"""Calls of an accelerator's driver that need no lane: make a device current, pin host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.errors import OffloadError
 
 
 class _Current:
-    """See `Driver.current`; a class, as every call of a device is made within one."""
+    """The context of `Driver.current`; a class, as a generator would cost more in each call of a device."""
 
     __slots__ = ("_index", "_name", "_other")
 
@@ -41,12 +41,12 @@ class Driver:
     """An accelerator's driver.
 
     Args:
-        device: Of which one; None for the current.
+        device: Which accelerator; None for the current one.
 
     Attributes:
-        device: Which one.
+        device: The accelerator, with its index.
         backend: What differs between types of accelerators.
-        name: What it is, for messages.
+        name: The accelerator's name in messages.
 
     Raises:
         OffloadError: torch sees no such device, or `BACKENDS` has none of its type.
@@ -58,9 +58,9 @@ class Driver:
         self.name = str(self.device)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Make this the thread's current device, and turn torch's errors into `OffloadError`s.
+        """Make this the thread's current device within a block, and turn torch's errors into `OffloadError`s.
 
-        A thread begins with device 0, and any call for that device makes a context there, of half a gigabyte.
+        A new thread's current device is 0, and any call for device 0 makes a context there, of half a gigabyte.
         """
         return _Current(self.name, self.device.index)
 
@@ -81,7 +81,7 @@ class Driver:
 
 @contextlib.contextmanager
 def refusals(name: str) -> Iterator[None]:
-    """Turn torch's errors for a device into `OffloadError`s."""
+    """Turn torch's errors for a device, within a block, into `OffloadError`s that begin with `name`."""
     try:
         yield
     except OffloadError:

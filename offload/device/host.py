@@ -16,19 +16,16 @@ from offload.memory.nodes import check_free, where
 from offload.plan import Home, Plan
 
 SAMPLE_BYTES = 64 << 20
-"""Memory that is taken to see how fast that goes: milliseconds, and several threads' work."""
+"""Memory that is allocated to measure how fast that goes: it takes milliseconds, and several threads."""
 
 
 class HostMemory:
     """All arenas of a session, and the addresses of state and slots in them.
 
-    Args:
-        lanes: Lanes of the device that uses the arenas.
-
     Attributes:
         arenas: All arenas that have not been given back.
-        bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
-        take_bytes_per_s: How fast memory that was given back can be taken again, as seen when it went.
+        bounce: Buffer for visits by the CPU of state at home on the GPU; None if the plan has none.
+        take_bytes_per_s: How fast memory can be allocated again, as measured when it was given back.
         buffer_node: The memory node of all arenas but those of homes (`Plan.buffer_node`).
     """
 
@@ -40,10 +37,10 @@ class HostMemory:
         self._lanes = lanes
         self._homes: dict[int, int] = {}
         self._home_arenas: list[Arena] = []
-        self._lent: dict[int, int] = {}
+        self._lent: dict[int, int] = {}  # see `lend`
         self._staging: Arena | None = None
         self._slots = (0, 0)  # address of the first staging slot, and the bytes of each
-        self._buffers: dict[str, tuple[int, int]] = {}  # likewise, of buffers, by what passes through them
+        self._buffers: dict[str, tuple[int, int]] = {}  # likewise of scratch buffers, by kind
         self._weights: Arena | None = None
         self._checkpoints: Arena | None = None
 
@@ -52,9 +49,8 @@ class HostMemory:
 
         Args:
             nbytes: Its size.
-            node: The memory node that it lies on; None for that of buffers.
-            inherit: Whether forked processes see it, copied on write, unless it is for a device; otherwise it is not
-                mapped there.
+            node: The memory node that it lies on; None for `buffer_node`.
+            inherit: Whether forked processes see it, copied on write; memory for a device is never mapped there.
 
         Raises:
             OffloadError: The system has no such memory.
@@ -73,21 +69,21 @@ class HostMemory:
             self._lanes.give_back(arena)
 
     def home(self, subgroup: int) -> int:
-        """Return the address of the state of a subgroup at home in host memory, or of one that it is lent to."""
+        """Return the address of a subgroup's state in host memory: its home, or where it lies for now by `lend`."""
         return self._lent[subgroup] if subgroup in self._lent else self._homes[subgroup]
 
     def lend(self, addresses: Mapping[int, int]) -> None:
-        """Have state at home on the device lie here for now, by subgroup; replaces what was lent before."""
+        """Set where state at home on the device lies in host memory for now, by subgroup; all of it."""
         self._lent = dict(addresses)
 
     def lent(self, subgroup: int) -> int | None:
-        """Return where state at home on the device lies for now, if it was lent memory here."""
+        """Return where state at home on the device lies in host memory for now; None if it does not."""
         return self._lent.get(subgroup)
 
     def scratch(self, nbytes: int, *, staging: bool) -> tuple[int, int]:
-        """Return address and size of memory that holds nothing between sweeps, of at least so many bytes.
+        """Return address and size of at least `nbytes` of memory that is unused between sweeps.
 
-        Staging slots if all are empty (`staging`), the buffer for visits of state on the device, or else new memory.
+        It is the staging slots if all are empty (`staging`), else `bounce`, made larger if need be.
         """
         for arena in (self._staging if staging else None, self.bounce):
             if arena is not None and arena.nbytes >= nbytes:
@@ -108,20 +104,20 @@ class HostMemory:
         return address + slot * nbytes
 
     def place_slots(self, address: int, nbytes: int) -> None:
-        """Have staging slots of so many bytes lie from an address on."""
+        """Use memory from an address on for staging slots of `nbytes` each."""
         self._slots = address, nbytes
 
     def buffer_address(self, what: str, buffer: int) -> int:
-        """Return the address of a buffer, by what passes through it."""
+        """Return the address of a scratch buffer of a kind ("gradients", "activations")."""
         address, nbytes = self._buffers[what]
         return address + buffer * nbytes
 
     def place_buffers(self, what: str, address: int, nbytes: int) -> None:
-        """Have buffers of so many bytes, through which something passes, lie from an address on."""
+        """Use memory from an address on for scratch buffers of a kind, of `nbytes` each."""
         self._buffers[what] = address, nbytes
 
     def adopt_homes(self, plan: Plan, before: Layout) -> None:
-        """Take memory for the state at home here that `plan` adds to the layout `before`."""
+        """Allocate homes for the subgroups at home in host memory that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added: dict[int | None, list[Subgroup]] = {}
         for subgroup in subgroups:
@@ -136,31 +132,31 @@ class HostMemory:
                 address += subgroup.state_bytes
 
     def deal_again(self, plan: Plan) -> None:
-        """Take memory for homes as `plan` deals them, in place of that of homes in which nothing lies yet."""
+        """Allocate all homes anew, on the memory nodes that `plan` says; nothing lies in the old ones yet."""
         while self._home_arenas:
             self.give_back(self._home_arenas.pop())
         self._homes.clear()
         self.adopt_homes(plan, Layout((), ()))
 
     def on_nodes(self) -> dict[int, tuple[int, int, int]]:
-        """Return the bytes that are meant for each memory node, and what of them lies there, and elsewhere, now.
+        """Return by memory node the bytes that are meant for it, those of them that lie on it now, and elsewhere.
 
-        What has not been touched lies nowhere. Any thread.
+        Pages that have not been touched lie nowhere. Any thread.
         """
-        found: dict[int, tuple[int, int, int]] = {}
+        totals: dict[int, tuple[int, int, int]] = {}
         for arena in [*self.arenas]:
             if arena.node is not None:
-                lies, (meant, here, elsewhere) = where(arena.address, arena.nbytes), found.get(arena.node, (0, 0, 0))
+                lies, (meant, here, elsewhere) = where(arena.address, arena.nbytes), totals.get(arena.node, (0, 0, 0))
                 there = lies.get(arena.node, 0)
-                found[arena.node] = meant + arena.nbytes, here + there, elsewhere + sum(lies.values()) - there
-        return found
+                totals[arena.node] = meant + arena.nbytes, here + there, elsewhere + sum(lies.values()) - there
+        return totals
 
     def adopt_staging(self, plan: Plan, slots: Mapping[int, int]) -> None:
-        """Make staging slots as `plan` says; nothing is in flight.
+        """Allocate staging slots as `plan` says, larger ones only; nothing is in flight.
 
         Args:
             plan: The new plan.
-            slots: Staging slots in use, by subgroup; their content moves along.
+            slots: Staging slots in use, by subgroup; their content is copied.
         """
         old = self._staging
         if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
@@ -174,7 +170,7 @@ class HostMemory:
         self.place_slots(self.staging[0], plan.slot_bytes)
 
     def adopt_device(self, plan: Plan, before: Layout) -> None:
-        """Take device memory for state that `plan` adds there, and host memory for buffers on the way.
+        """Allocate device memory for state that `plan` adds, and host memory for weight slots and `bounce`.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -188,7 +184,7 @@ class HostMemory:
             self.give_back(weights)
             raise
         if weights is not None:
-            self._lanes.wait()  # weights may still be on their way from the old slots
+            self._lanes.wait()  # weights may still be copied from the old slots
             self.give_back(old)
             self._weights = weights
         if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):
@@ -199,15 +195,15 @@ class HostMemory:
     # Given back between steps
 
     def give_back_home(self, subgroup: Subgroup) -> None:
-        """Give back the memory of a home whose state has left, as far as that can be while others are in use."""
+        """Give back the pages of a home whose state has left it; pinned pages stay, as other homes are in use."""
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            with contextlib.suppress(OffloadError):  # `give_pages_back` says so
+            with contextlib.suppress(OffloadError):  # `give_pages_back` will raise it
                 self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def take_back_home(self, subgroup: int, offset: int, nbytes: int) -> None:
-        """Touch memory of a home that a path is about to read into: the device then writes to memory that is there.
+        """Touch the pages of a home that a path is about to read to, so that missing memory is an error here.
 
         Raises:
             OffloadError: The system does not have that much memory.
@@ -221,13 +217,15 @@ class HostMemory:
         return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
     def give_pages_back(self, kept: Iterable[tuple[int, int]]) -> int:
-        """Give back all memory but some ranges; addresses stay. Nothing is in flight.
+        """Give the pages of all arenas back to the system, but for some ranges; addresses stay reserved.
+
+        Nothing is in flight.
 
         Args:
-            kept: Address and size of each range that stays; its pages do.
+            kept: Address and size of each range whose pages stay.
 
         Returns:
-            The bytes that were given back, as far as they had been used.
+            The bytes that were given back, touched or not.
         """
         self.drop_checkpoint_buffers()
         page = mmap.PAGESIZE
@@ -246,11 +244,11 @@ class HostMemory:
         return given_bytes
 
     def _see_how_fast(self) -> None:
-        """Take some memory as `take_pages` will, and give it back."""
+        """Measure `take_bytes_per_s`: allocate some memory as `take_pages` does, and give it back."""
         nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
         if nbytes:
             started_s = time.monotonic()
-            with contextlib.suppress(OffloadError):  # less is free than a moment ago: what was seen before counts
+            with contextlib.suppress(OffloadError):  # if memory is short by now, the last measurement stays
                 sample = self._lanes.arena(nbytes, node=self.buffer_node)
                 try:
                     sample.touch()
@@ -259,7 +257,7 @@ class HostMemory:
                     self._lanes.give_back(sample)
 
     def take_pages(self) -> None:
-        """Take memory again that was given back: what a device has to know of, or threads take faster."""
+        """Take pages again that were given back: pin all arenas, and touch the staging slots by several threads."""
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:
@@ -276,7 +274,7 @@ class HostMemory:
         nbytes = max(1, plan.checkpoint_buffer_bytes)
         if self._checkpoints is None or self._checkpoints.nbytes < nbytes:
             self.drop_checkpoint_buffers()
-            # Not pinned: it comes and goes with each checkpoint, and unpinning waits for the whole device.
+            # Not pinned: it is freed after each checkpoint, and unpinning waits for the whole device.
             self._checkpoints = Arena(nbytes)
         return self._checkpoints.address, self._checkpoints.nbytes
 
@@ -287,7 +285,7 @@ class HostMemory:
             self._checkpoints = None
 
     def close(self) -> None:
-        """Free everything; no lane uses it any more, and the GPU has unpinned it."""
+        """Free all arenas, which no lane uses any more, and which are unpinned."""
         with contextlib.ExitStack() as ends:  # in reverse order, and each even if another one fails
             for arena in self.arenas:
                 ends.callback(arena.close)

@@ -1,9 +1,9 @@
 """A session's memory on a GPU, and the work that it puts on the GPU's lanes.
 
 The machine decides; this turns its decisions into work on lanes, orders lanes that depend on each other, and knows
-every address. A copy to the GPU, or an update there, counts as done once it is enqueued: work that depends on it is
-enqueued behind it, so no thread wakes up in between and a step ends when the GPU knows all its work. A report waits
-for the end only where host memory is read or used again: of copies from the GPU, and of weights leaving their slot.
+every address. A copy to the GPU, or an update there, is reported as done once it is enqueued: work that depends on it
+is enqueued after it, so no thread wakes up in between, and a step ends when all its work is enqueued. Only where host
+memory is read or used again is the end reported: of copies from the GPU, and of copies of weights out of their slot.
 
 All methods belong to the engine thread, except those of `GpuLanes` that say otherwise.
 """
@@ -42,7 +42,7 @@ from offload.units import format_bytes
 log = logging.getLogger("offload")
 
 LEAST_BYTES = 4096
-"""Not worth asking a GPU for."""
+"""Less than this is not asked of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,15 @@ class GpuLanes(Lanes):
     Args:
         device: The GPU.
         queue: The queue for completions of operations.
-        weights: Where they are; None where no subgroup's are moved.
-        placement: The setting: what of the state that is not at home on the GPU is updated there.
-        borrows: Whether staging slots and buffers are taken for each step, and not by `adopt`.
+        weights: Says where weights lie; None if no weights are copied.
+        placement: The setting: which state that is not at home on the GPU is updated there.
+        borrows: Whether staging slots and buffers are allocated for each step, and not by `adopt`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
 
     pins = True
     bounces = 1
-    cores_beside = 2  # for the engine's thread and whoever runs forward and backward
+    cores_beside = 2  # for the engine thread, and for the thread that runs forward and backward
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
@@ -95,14 +95,14 @@ class GpuLanes(Lanes):
         self.borrows = borrows
         self._is_staged = placement not in ("cpu", 0)
         self.borrowed_bytes = 0
-        """What the last step has borrowed."""
+        """Device memory that the last step has borrowed."""
         self.caller: Hashable = None
-        """Who made the last request, where memory is borrowed."""
-        self._borrowed_slots: list[int] = []
-        self._shortages = 0
+        """The stream of the last request's caller, where memory is borrowed."""
+        self._borrowed_slots: list[int] = []  # addresses
+        self._shortages = 0  # steps that found less memory than planned
         self._nodes = {} if named_nodes else nodes_for(device.node if placement in ("gpu", 1) else None)
         self.timed: dict[int, deque[Timed]] = {}
-        """Operations put on lanes whose times were not taken, by subgroup."""
+        """Operations on lanes whose times `take_timed` has not given out, by subgroup."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
         self.pieces = PieceCopies(device, self)
@@ -110,19 +110,19 @@ class GpuLanes(Lanes):
         self._queue = queue
         self._plan: Plan | None = None
         self._slots = Block()
-        self._ready: dict[int | None, Mark] = {}
+        self._ready: dict[int | None, Mark] = {}  # after the copy of state into a staging slot
         self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
-        self._updated: dict[int, Mark] = {}
+        self._updated: dict[int, Mark] = {}  # after the last update in a staging slot
         self._weights = weights
-        self._weights_address = 0
-        self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
-        self._written: dict[int, tuple[Mark, ...]] = {}  # after these, weights are as the last visit made them
-        self._inputs: dict[int, tuple[Mark, ...]] = {}
+        self._weights_address = 0  # of the first weight slot
+        self._to_push: dict[int, npt.NDArray[np.uint64]] = {}  # copies of new weights, by subgroup
+        self._written: dict[int, tuple[Mark, ...]] = {}  # after the copies of a subgroup's new weights to the device
+        self._inputs: dict[int, tuple[Mark, ...]] = {}  # after the copies of gradients that a subgroup's run reads
 
     # What there is of memory
 
     def offers(self, layout: Layout, home_memory: int | str) -> Offer:
-        """See `Lanes.offers`."""
+        """Return the GPU memory that a session may use for homes and for staging slots; see `Lanes.offers`."""
         free_bytes, home_bytes = self.usable_bytes(layout), 0
         staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
         if home_memory == "auto":
@@ -136,32 +136,28 @@ class GpuLanes(Lanes):
         return Offer(on_gpu=True, gpu_bytes=home_bytes, gpu_staging_bytes=staging_bytes)
 
     def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
-        """See `Lanes.with_staging`."""
+        """Return budgets whose staging slots fit a larger layout, as far as GPU memory is free."""
         staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
         return dataclasses.replace(budgets, gpu_staging_bytes=max(budgets.gpu_staging_bytes, staging_bytes))
 
     def usable_bytes(self, layout: Layout) -> int:
-        """Return what state may take of the memory that is free now, beside buffers for small tensors."""
+        """Return the bytes of free memory that state may use, without the reserve and buffers for small tensors."""
         buffers = PIECE_BUFFERS * piece_buffer_bytes(layout.subgroups)
         return max(0, self.device.free_bytes() - self.device.reserve_bytes - buffers)
 
     def _staging_bytes(self, layout: Layout) -> int:
-        """Return what staging slots may take for a layout, of what is free now."""
+        """Return the bytes of free memory that staging slots for a layout may use."""
         slot_bytes, usable = max(layout.subgroup_bytes, default=0), self.usable_bytes(layout)
         if not self.borrows:
             return min(GPU_STAGING_SLOTS * slot_bytes, usable)
-        # Each on its own, as a step takes them, of what activations had, too.
+        # Each slot is tried alone, as a step allocates them, also from memory cached for activations.
         most = min(len(layout.subgroups), (usable + self.device.cached_bytes()) // max(slot_bytes, 1))
         return slot_bytes * self._given_count(slot_bytes, most)
 
     def _given_bytes(self, nbytes: int, beside: int = 0) -> int:
-        """Return `nbytes`, or as many halves of it less as the device has to be asked for until it gives one piece.
+        """Return `nbytes`, halved until the device can allocate it as one piece, beside another piece of `beside`.
 
-        What it has given, torch's allocator keeps for this process.
-
-        Args:
-            nbytes: What is wanted.
-            beside: What else is taken at the same time; there is room for that alone.
+        The memory is freed again, but torch's allocator keeps it for this process.
         """
         with contextlib.ExitStack() as ends:
             self._allocate(beside, ends)
@@ -175,7 +171,7 @@ class GpuLanes(Lanes):
         return 0
 
     def _given_count(self, nbytes: int, most: int) -> int:
-        """Return how many pieces of memory of one size the device gives at once, up to `most`."""
+        """Return how many pieces of `nbytes` the device can allocate at once, up to `most`."""
         with contextlib.ExitStack() as ends:
             for count in range(most):
                 try:
@@ -188,11 +184,11 @@ class GpuLanes(Lanes):
     # Memory
 
     def adopt(self, plan: Plan, before: Layout, weight_slots: int) -> None:
-        """Take device memory for what `plan` adds; nothing is in flight.
+        """Allocate the device memory that `plan` adds; nothing is in flight.
 
         Args:
             plan: The new plan.
-            before: The layout of the plan before.
+            before: The present plan's layout.
             weight_slots: Address of host memory for the plan's weight slots; 0 to keep the present ones.
 
         Raises:
@@ -203,8 +199,8 @@ class GpuLanes(Lanes):
         slots_bytes = self.missing_bytes(plan)
         needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
         pieces_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
-        # All at once, before anything changes: without room, the session goes on as it was.
-        homes, slots, pieces = self.memory.take(sum(each.state_bytes for each in added), slots_bytes, pieces_bytes)
+        # All at once, before anything changes: if there is no room, the session goes on as it was.
+        homes, slots, pieces = self.memory.take(sum(s.state_bytes for s in added), slots_bytes, pieces_bytes)
         offset = 0
         for subgroup in added:
             self.homes[subgroup.index] = Place(homes, offset)
@@ -220,14 +216,14 @@ class GpuLanes(Lanes):
             self._weights_address = weight_slots
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
+        """Return the device memory that `adopt` would allocate for staging slots before it frees the old ones."""
         slots_bytes = plan.gpu_staging_bytes
         return slots_bytes if slots_bytes > self._slots.nbytes and not self.borrows else 0
 
     # Memory that is borrowed
 
     def block(self, nbytes: int) -> Block:
-        """Return a block of memory; one that lies nowhere, and is filled by whoever borrows, where that is done.
+        """Return a block of memory; where memory is borrowed, one without an address, which the borrower sets.
 
         Raises:
             OffloadError: The device has no room.
@@ -235,7 +231,10 @@ class GpuLanes(Lanes):
         return Block(nbytes) if self.borrows else self.memory.take(nbytes)[0]
 
     def take_slots(self) -> int | None:
-        """See `Lanes.take_slots`: as many as the plan has or as there is room for, and buffers."""
+        """Borrow the plan's staging slots for a step, or as many as there is room for, and buffers; return how many.
+
+        None: slots are not borrowed.
+        """
         if not self.borrows:
             return None
         plan = self._known_plan
@@ -243,7 +242,7 @@ class GpuLanes(Lanes):
         left_bytes = self.device.free_bytes() + self.device.cached_bytes()
         while len(self._borrowed_slots) < plan.gpu_slots:
             try:
-                if left_bytes < plan.gpu_slot_bytes:  # asking would cost all that torch's allocator has cached
+                if left_bytes < plan.gpu_slot_bytes:  # an allocation that fails empties torch's cache
                     raise OffloadError(f"{format_bytes(left_bytes)} are left")
                 self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self.caller))
             except OffloadError as error:
@@ -256,7 +255,7 @@ class GpuLanes(Lanes):
         return len(self._borrowed_slots)
 
     def borrow_buffers(self, caller: Hashable) -> None:
-        """Take buffers for small pieces, unless they are there or there is no room: pieces are copied alone then."""
+        """Borrow buffers for small pieces unless they are there; without room pieces are copied one by one."""
         nbytes = PIECE_BUFFERS * self._known_plan.piece_buffer_bytes
         if nbytes and not self.pieces.buffer_bytes:
             left_bytes = self.device.free_bytes() + self.device.cached_bytes()
@@ -265,20 +264,20 @@ class GpuLanes(Lanes):
                     self.pieces.adopt(Block(nbytes, self.device.allocate(nbytes, caller)))
 
     def follow_borrowed(self, caller: Hashable) -> None:
-        """Make all lanes wait for what a caller has put on its lane before it lent memory."""
+        """Make all lanes wait for work that a caller enqueued before memory was borrowed on its stream."""
         mark = self.device.mark_caller(caller)
         for lane in LANES:
             self.device.follow(lane, mark)
 
     def return_borrowed(self) -> None:
-        """Give all borrowed memory back, if any is borrowed; it is used again behind what is on lanes now."""
+        """Give all borrowed memory back, if any; its next use is ordered after work that is on lanes now."""
         if self.borrows:
             self._borrowed_slots = []
             self.pieces.adopt(Block())
             self.device.return_borrowed()
 
     def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
-        """Say it at the first step that finds less than was planned, the second, the fourth, and so on."""
+        """Count a step that finds less memory than planned; log the first, the second, the fourth, and so on."""
         self._shortages += 1
         if self._shortages.bit_count() == 1:
             what = f"{count} of {planned} staging slots" if count else "no staging slot, so the CPU updates all"
@@ -292,11 +291,11 @@ class GpuLanes(Lanes):
         return self._plan
 
     def bind(self, plan: Plan) -> None:
-        """Use a plan that `adopt` has taken memory for; nothing is in flight."""
+        """Use a plan for which `adopt` has allocated memory; nothing is in flight."""
         self._plan = plan
 
     def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> None:
-        """Take device memory, if it is any, which `undo` gives back."""
+        """Allocate device memory, unless `nbytes` is 0; `undo` frees it."""
         if nbytes:
             undo.callback(self.device.release, self.device.allocate(nbytes))
 
@@ -315,8 +314,8 @@ class GpuLanes(Lanes):
     def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return host memory, pinned for the device as far as the system allows.
 
-        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node. Forked
-        processes never see it: written to after a fork, a page would not be the one that is pinned.
+        Its pages are touched first by many threads, as pinning would touch them by one, and on its own node. Forked
+        processes never see the memory: a page written to after a fork would be another than the pinned one.
         """
         arena = Arena(nbytes, node=node)
         try:
@@ -328,7 +327,7 @@ class GpuLanes(Lanes):
         return arena
 
     def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
-        """Keep pages of an arena that is in use: they are pinned. See `HostMemory.give_pages_back`."""
+        """Do nothing: pages of an arena in use are pinned. `HostMemory.give_pages_back` unpins arenas first."""
 
     def pin(self, arena: Arena) -> None:
         """Pin an arena again that was unpinned, and whose pages were given back."""
@@ -345,10 +344,7 @@ class GpuLanes(Lanes):
         arena.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes of state at home on the device, and of host memory that is pinned and that could not be.
-
-        Where memory is borrowed, what the last step has borrowed, too.
-        """
+        """Return bytes of state at home on the device, of host memory pinned and not pinned, and if any borrowed."""
         pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
         counts = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
         names = metrics.GPU_BYTES, metrics.PINNED_BYTES, metrics.UNPINNED_BYTES
@@ -358,7 +354,7 @@ class GpuLanes(Lanes):
         return figures
 
     def known_rates(self, rates: Rates) -> Rates | None:
-        """Return rates that were measured elsewhere; None if they have none of a GPU."""
+        """Return rates that were measured before; None if they have none of a GPU."""
         return rates if rates.gpu != NO_GPU else None
 
     def rated(self, measure: Callable[[GpuLanes], GpuRates]) -> GpuRates:
@@ -381,7 +377,7 @@ class GpuLanes(Lanes):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
     def lead_caller_to(self, subgroups: Iterable[int]) -> None:
-        """Make work that the caller enqueues from now on wait for new weights of subgroups whose visits ended."""
+        """Make work that the caller enqueues from now on wait for the new weights of visited subgroups."""
         for mark in dict.fromkeys(mark for subgroup in subgroups for mark in self._written.get(subgroup, ())):
             self.device.follow(DeviceLane.CALLER, mark)
 
@@ -391,11 +387,11 @@ class GpuLanes(Lanes):
             self.device.mark(lane, timed=False).wait()
 
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return all: lanes may still use them."""
+        """Return all tensors, as lanes may still use them."""
         return tensors
 
     def wake(self, after: Mark | None = None) -> None:
-        """Have the engine thread look for arrived gradients, if `wakes`: now, or after a timed mark."""
+        """Wake the engine thread to look for arrived gradients, if `wakes`: now, or after a timed mark."""
         if not self.wakes:
             return
         if after is None:
@@ -406,28 +402,28 @@ class GpuLanes(Lanes):
     # Operations
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """Put a copy on a lane (`H2D` copies to the device), cut where chunks of pinned memory end; any thread."""
+        """Put a copy on a lane (`H2D`: to the device, else from it), cut where pinned chunks end; any thread."""
         host = source if lane is DeviceLane.H2D else target
         piece_bytes = HIDDEN_PIECE_BYTES if self.is_hidden else 0
         for offset, size in self.pinned.whole_copies(host, nbytes):
             self.device.copy(lane, target + offset, source + offset, size, piece_bytes)
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
-        """See `Lanes.bring_gradient`; behind what the calling thread has put on the device."""
+        """Copy a gradient to `bounce`, after work that the calling thread has enqueued, and wait; return `bounce`."""
         self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))
         self.copy(DeviceLane.LEAVING, bounce, address, nbytes)
         self.device.mark(DeviceLane.LEAVING, timed=False).wait()
         return bounce
 
     def save(self, target: int, source: int, nbytes: int) -> Mark:
-        """See `Lanes.save`; the copy is put on a lane."""
+        """Enqueue a copy to host memory after the caller's work; return the mark after its last read."""
         self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))
         self.copy(DeviceLane.LEAVING, target, source, nbytes)
         return self.device.mark(DeviceLane.LEAVING)
 
     def restore(self, target: int, source: int, nbytes: int) -> Mark:
-        """See `Lanes.restore`; the copy is put on a lane."""
-        for lane in (DeviceLane.CALLER, DeviceLane.LEAVING):  # where the target was used before, and `save`
+        """Enqueue a copy from host memory, after `save`'s, and the caller's later work after it; return its mark."""
+        for lane in (DeviceLane.CALLER, DeviceLane.LEAVING):  # the target's earlier uses, and `save`
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         self.copy(DeviceLane.H2D, target, source, nbytes)
         mark = self.device.mark(DeviceLane.H2D)
@@ -435,10 +431,10 @@ class GpuLanes(Lanes):
         return mark
 
     def copy_in(self, operation: Transfer, host_address: int, table: npt.NDArray[Any], due_s: float) -> None:
-        """Copy the table of a subgroup's update, and its state into a staging slot, whose last copy-out has ended."""
+        """Copy the table of a subgroup's update, and its state to a staging slot, whose last copy-out has ended."""
         slot, nbytes = operation.through, operation.nbytes
         updated = self._updated.get(slot)
-        if updated is not None:  # by the slot's last owner, if it changed nothing and was not copied out
+        if updated is not None:  # the slot's last owner may not have been copied out, if it changed nothing
             self.device.follow(DeviceLane.H2D, updated)
         self._tables[slot] = self.device.send_table(table)
         began = self.device.mark(DeviceLane.H2D)
@@ -448,7 +444,7 @@ class GpuLanes(Lanes):
         self._post(operation.op)
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
-        """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
+        """Enqueue a subgroup's update on the device, with the table that `copy_in` has copied, or with `table`."""
         subgroup, slot = operation.visit.subgroup, operation.through
         copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
         if copied is not None:  # fresh state is not copied
@@ -472,7 +468,7 @@ class GpuLanes(Lanes):
         return operation.through in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state back; reports when it is whole in host memory."""
+        """Copy a subgroup's state back to host memory; report the operation when the copy has ended."""
         slot, nbytes = operation.through, operation.nbytes
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
@@ -482,6 +478,7 @@ class GpuLanes(Lanes):
         self.device.report(left, self._queue, operation.op)
 
     def _post(self, op: int) -> None:
+        """Report an operation as done."""
         now_s = time.monotonic()
         self._queue.post(op, started_s=now_s, finished_s=now_s)
 
@@ -494,7 +491,7 @@ class GpuLanes(Lanes):
         return self._weights_address + weight_slot * self._plan.weight_slot_bytes
 
     def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
-        """Note that the push after a run copies the weights of all segments, or of active ones in its table."""
+        """Note which new weights `push` is to copy after a run: all segments', or those active in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
         self._to_push[subgroup] = self._weight_copies(subgroup, run.through, chosen)
 
@@ -503,7 +500,7 @@ class GpuLanes(Lanes):
         return weights.weight_copies(subgroup, self.image(weight_slot), chosen)
 
     def fetch_weights(self, operation: Transfer, due_s: float) -> None:
-        """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
+        """Copy a subgroup's weights from the device to their slot; report the operation when they are there."""
         copies = self._weight_copies(operation.subgroup, operation.through)
         self.leave_behind_sent(operation.subgroup)
         began = self.device.mark(DeviceLane.LEAVING)
@@ -513,12 +510,12 @@ class GpuLanes(Lanes):
         self.device.report(ended, self._queue, operation.op)
 
     def push(self, operation: Transfer, due_s: float) -> None:
-        """Send a subgroup's new weights to the device."""
+        """Send a subgroup's new weights, which `will_push` has noted, to the device."""
         self.send_weights(operation.subgroup, self._to_push.pop(operation.subgroup), due_s)
         self._post(operation.op)
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
-        """Send new weights of a subgroup to the device: rows of `Tables.weight_copies`."""
+        """Enqueue copies of a subgroup's new weights to the device: rows of `Tables.weight_copies`."""
         began = self.device.mark(DeviceLane.H2D)
         scatters = self.pieces.to_device(copies)
         ended = self.device.mark(DeviceLane.H2D)
@@ -527,11 +524,11 @@ class GpuLanes(Lanes):
         self._time("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
-        """Make the next run of a subgroup on the CPU wait until its last weights have left host memory, too."""
+        """Make a subgroup's next run on the CPU wait, too, for the copy of its last new weights to the device."""
         self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
 
     def leave_behind_sent(self, subgroup: int) -> None:
-        """Have what leaves the device from now on wait until a subgroup's last weights have come there."""
+        """Order copies from the device, from now on, after the copies of a subgroup's last new weights to it."""
         for mark in self._written.get(subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
@@ -544,14 +541,14 @@ class GpuLanes(Lanes):
     # Gradients that the CPU needs
 
     def bring(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
-        """Fetch the gradients of a visit, and make its run wait for them.
+        """Copy gradients of a visit to the host, and make its run wait for all its gradients.
 
-        They have a lane of their own: on the lane of state, copies wait for updates that have not begun.
+        The copies have a lane of their own: on the lane of state (`D2H`) they would wait for updates not begun yet.
 
         Args:
             visit: The visit.
             marks: Marks of gradients that arrived during backward: once reached, the run can read them.
-            copies: Gradients still to be fetched.
+            copies: Gradients that still have to be copied.
             gap_bytes: See `PieceCopies.to_host`.
         """
         if visit.gpu:
@@ -560,33 +557,32 @@ class GpuLanes(Lanes):
             began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
             ended = self.device.mark(DeviceLane.LEAVING)
-            self._inputs[visit.subgroup] = (ended,)  # for all gradients: those of backward left on this lane, too
+            self._inputs[visit.subgroup] = (ended,)  # after backward's, too, which left on this lane
             if len(copies):
                 self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def inputs(self, subgroup: int) -> Mark | None:
-        """Return a mark that a run on the CPU still has to wait for; None if its gradients are there."""
+        """Return a mark that a run on the CPU still has to wait for; None if all its gradients are in host memory."""
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
 
     def report_inputs(self, subgroup: int, op: int) -> bool:
-        """Report operation `op` when the gradients of a run on the CPU are there; return False if they are."""
+        """Report `op` when the gradients of a run on the CPU are in host memory; return False if they are already."""
         mark = self.inputs(subgroup)
         if mark is not None:
             self.device.report(mark, self._queue, op)
         return mark is not None
 
     def forget_inputs(self) -> None:
-        """Forget marks and tables of a step that has ended, whatever came of it."""
+        """Forget marks and tables of a step that has ended, well or not."""
         self._inputs.clear()
         self._tables.clear()
 
     # Copies outside steps; the caller waits for them
 
     def fetch(self, copies: Pieces) -> None:
-        """Copy from the device, behind all work that may have changed it, and wait.
+        """Copy from the device, after all work that may have changed the sources, and wait.
 
-        Args:
-            copies: The copies; small gaps between them in host memory are overwritten.
+        Small gaps between the copies in host memory are overwritten.
         """
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             mark = self.device.mark(lane, timed=False)
@@ -596,7 +592,7 @@ class GpuLanes(Lanes):
         self.device.mark(DeviceLane.D2H, timed=False).wait()
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy to the device, behind all work on its lanes, and wait: rows of (device, host address, bytes)."""
+        """Copy to the device, after all work on its lanes, and wait: rows of (device, host address, bytes)."""
         for lane in (DeviceLane.UPDATE, DeviceLane.D2H):
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
@@ -607,7 +603,7 @@ class GpuLanes(Lanes):
         self.timed.setdefault(subgroup, deque()).append(Timed(lane, subgroup, nbytes, due_s, began, ended))
 
     def take_timed(self, add: Callable[[Timed], None], subgroup: int | None = None) -> None:
-        """Give all operations that have ended, or those of one subgroup, to `add`; any thread."""
+        """Call `add` for all operations that have ended, or for one subgroup's, and forget them; any thread."""
         queues = [self.timed.get(subgroup, deque())] if subgroup is not None else list(self.timed.values())
         for queue in queues:
             for _ in range(len(queue)):

@@ -1,6 +1,7 @@
-"""A session's memory on its device: blocks that can be given back together, and taken again elsewhere.
+"""A session's memory on its device: blocks that can be given back together, and allocated again at other addresses.
 
-Whoever has a block asks it for its address when that is used, so nobody else has to know that it went and came.
+Users of a block ask it for its address each time, so they need not be told that it was given back and allocated
+again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Block:
 
     Attributes:
         nbytes: Its size; 0 for none.
-        address: Where it lies; 0 for nowhere.
-        lasts: Whether it is the session's for good, and not borrowed when it is needed.
+        address: Its address; 0 while it has no memory.
+        lasts: Whether it is the session's for good, and not borrowed for each step.
     """
 
     nbytes: int = 0
@@ -29,33 +30,29 @@ class Block:
 
 
 class Place(NamedTuple):
-    """Where something lies in a block, in bytes from its begin."""
+    """A place in a block: an offset in bytes from the block's begin."""
 
     block: Block
     offset: int
 
     @property
     def address(self) -> int:
-        """Its address now."""
+        """The place's present address."""
         return self.block.address + self.offset
 
 
 class DeviceMemory:
-    """The blocks of one session that last; none is in use while they go or come.
-
-    Args:
-        device: Where they lie.
-    """
+    """The lasting blocks of one session. No work uses them while they are given back or taken again."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._blocks: list[Block] = []
 
     def take(self, *sizes: int) -> list[Block]:
-        """Return a new block of each of some sizes.
+        """Allocate a new block of each size; a size of 0 is a block without memory.
 
         Raises:
-            OffloadError: The device has no room for all of them; none has been taken then.
+            OffloadError: The device has no room for all of them; none has been allocated then.
         """
         blocks = [Block(nbytes, lasts=True) for nbytes in sizes]
         lasting = [block for block in blocks if block.nbytes]
@@ -64,20 +61,20 @@ class DeviceMemory:
         return blocks
 
     def free(self, block: Block) -> None:
-        """Give a block back for good."""
+        """Free a block for good."""
         if block.nbytes:
             self._blocks.remove(block)
             self._device.release(block.address)
 
     def give_back(self) -> None:
-        """Give the memory of all blocks back; what lay there is lost."""
+        """Free the memory of all blocks for now; their content is lost."""
         for block in self._blocks:
             if block.address:
                 self._device.release(block.address)
                 block.address = 0
 
     def take_again(self) -> None:
-        """Take memory again for all blocks; what lies there is undefined.
+        """Allocate memory again for all blocks; their content is undefined.
 
         Raises:
             OffloadError: The device has no room for all of them; nothing has changed then.
@@ -85,6 +82,7 @@ class DeviceMemory:
         self._place([block for block in self._blocks if not block.address])
 
     def _place(self, blocks: Sequence[Block]) -> None:
+        """Allocate memory for blocks, all or none."""
         addresses: list[int] = []
         with contextlib.ExitStack() as undo:
             for block in blocks:

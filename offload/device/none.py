@@ -1,6 +1,6 @@
-"""Stands for a device where there is none: weights, gradients and state lie in host memory, all work is done at once.
+"""For sessions without a device: weights, gradients and state lie in host memory, and all work is done at once.
 
-`NoDevice` stands for a `Device`, `Lanes` for `GpuLanes`. A session chooses once, when it is made.
+`NoDevice` is used instead of a `Device`, `Lanes` instead of `GpuLanes`. A session chooses once, when it is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.protocols import Device, DeviceLane, Mark
 
 
 def nothing(*work: Any, **options: Any) -> None:
-    """Do nothing: only a device has work or memory to order, keep or take."""
+    """Do nothing: only a device has work to order, or memory to keep or allocate."""
 
 
 def never(*of: Any) -> bool:
@@ -55,32 +55,29 @@ class NoDevice:
     free_bytes = cached_bytes = no_bytes
 
     def mark(self, *lane: Any, timed: bool = True) -> Mark:
-        """Return this."""
+        """Return this device, which is its own mark."""
         return self
 
     mark_caller = mark
 
     def reached(self) -> bool:
-        """Return True."""
+        """Return True: all work has been done."""
         return True
 
 
 class Lanes:
     """The lanes of a session's device; `GpuLanes` are those of a GPU. Without a device nothing needs an order.
 
-    Args:
-        device: The device.
-
     Attributes:
-        cores_beside: Cores that updates leave to the threads that drive the device, which would wait for turns else.
-        pins: Whether host memory is pinned, and so taken all at once.
-        names: The lanes that timelines and metrics know.
-        given_up: Whether memory that is still being allocated is not needed any more.
+        cores_beside: Cores that update threads leave free for the threads that drive the device.
+        pins: Whether host memory is pinned, and so allocated all at once.
+        names: The lanes in timelines and metrics.
+        given_up: Whether to stop touching memory that is being allocated, as it is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
-        is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
-        memory: The device's that the session has.
+        is_hidden: Whether a step goes on beside the caller's work: copies are cut, so that the caller's get a turn.
+        memory: The session's memory on the device.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
-        homes: Where state at home there lies, by subgroup.
+        homes: The place of each subgroup's state at home on the device.
     """
 
     cores_beside: ClassVar[int] = 0
@@ -102,36 +99,36 @@ class Lanes:
     state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
-        """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
+        """Return where a gradient lies in host memory: `address`; with a GPU `bounce`, after copying it there."""
         return address
 
     def save(self, target: int, source: int, nbytes: int) -> Mark:
-        """Copy to host memory, behind the caller's work; return the mark after which nothing reads the source."""
+        """Copy to host memory, after the caller's work; return the mark after which nothing reads the source."""
         ctypes.memmove(target, source, nbytes)
         return self.device.mark(DeviceLane.CALLER)
 
     restore = save
-    """The way back; work of the calling thread comes behind it from now on."""
+    """Copy back; later work of the calling thread is ordered after the copy."""
 
     def take_slots(self) -> int | None:
-        """Take staging slots of the device for a step; return how many. None: the plan's are there for good."""
+        """Borrow staging slots of the device for a step; return how many. None: slots are not borrowed."""
         return None
 
     def offers(self, layout: Layout, home_memory: int | str) -> Offer:
         """Return what the device offers to a session.
 
         Args:
-            layout: All its state.
-            home_memory: What state at home there may take: bytes, or a word of the setting `gpu_memory`.
+            layout: All state of the session.
+            home_memory: Bytes that homes on the device may use, or a word of the setting `gpu_memory`.
         """
         return NO_OFFER
 
     def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
-        """Return budgets with staging slots on the device for a larger layout, too, of what is free there now."""
+        """Return budgets whose staging slots on the device fit a larger layout, as far as memory is free."""
         return budgets
 
     def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
-        """Return host memory for work of the device; `inherit` as for `Arena`, where the device has no use of it."""
+        """Return host memory for work of the device; `inherit` as for `Arena`, without effect on memory for a GPU."""
         return Arena(nbytes, inherit=inherit, node=node)
 
     def give_back(self, arena: Arena) -> None:
@@ -147,19 +144,19 @@ class Lanes:
         return {}
 
     def known_rates(self, rates: Rates) -> Rates | None:
-        """Return rates measured elsewhere as far as these lanes need them; None if some are missing."""
+        """Return rates that were measured before, as far as these lanes need them; None if some are missing."""
         return dataclasses.replace(rates, gpu=NO_GPU)
 
     def rated(self, measure: Callable[[Any], GpuRates]) -> GpuRates:
-        """Return the rates that `measure`, given lanes of a GPU, finds."""
+        """Return the rates that `measure` finds of a GPU's lanes; here none."""
         return NO_GPU
 
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the tensors of a sweep that lanes may still use when the sweep is over."""
+        """Return those tensors of a sweep that lanes may still use when the sweep has ended; here none."""
         return ()
 
     def image(self, through: int | None) -> int | None:
-        """Return the address of a weight slot; None where weights themselves are in host memory."""
+        """Return the address of a weight slot; None as weights themselves are in host memory."""
         return None
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
@@ -167,12 +164,12 @@ class Lanes:
         self.store(copies.tolist())
 
     def fetch(self, copies: Pieces) -> None:
-        """Copy weights or state to host memory, behind all work that may have changed them, and wait."""
+        """Copy weights or state to host memory, after all work that may have changed them, and wait."""
         for source, target, nbytes in copies.tolist():
             ctypes.memmove(target, source, nbytes)
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy weights or state from host memory, behind all work on them, and wait: (target, source, bytes)."""
+        """Copy weights or state from host memory, after all work on them, and wait: (target, source, bytes)."""
         for target, source, nbytes in copies:
             ctypes.memmove(target, source, nbytes)
 

@@ -1,14 +1,14 @@
-"""Copies of many small pieces of device memory, gathered into (or scattered from) few large ones by a kernel there.
+"""Copies of many small pieces of device memory, by few copies and a kernel that gathers or scatters the pieces.
 
-A copy costs its enqueueing, 10 to 50 us, whatever its size. So small pieces that lie beside each other in host memory
+Each copy takes 10 to 50 us to enqueue, whatever its size. So small pieces that lie beside each other in host memory
 pass through a buffer on the device: one copy for all of them between the host and the buffer, and one kernel, on lane
-`PIECES`, between the buffer and their places. Large pieces, and a few small ones, are copied each on its own.
+`PIECES`, between the buffer and the pieces' places. Large pieces, and a few small ones, are copied one by one.
 
 Order: a kernel that scatters follows its copies, copies follow the kernel that gathers for them, and a buffer's next
-user follows its last. Whoever reads what was scattered follows lane `PIECES`; what gathering depends on is for the
-caller to have that lane follow.
+use follows its last. Work that reads scattered pieces has to follow lane `PIECES`; and the caller makes that lane
+follow the work that gathered pieces depend on.
 
-Not done here: waiting, and knowing what pieces are.
+Not done here: waiting, and knowing what the pieces are.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
 
 @dataclass(slots=True)
 class _Buffer:
+    """A buffer on the device, through which small pieces pass."""
+
     place: Place
     used: Mark | None = None
-    """After the last work in it."""
+    """After the last work in the buffer."""
     is_noted: bool = True
-    """Whether `used` is that mark: an interrupt or an error may have come before it was noted."""
+    """Whether `used` is up to date: an interrupt or an error may come before `note`."""
 
     def note(self, mark: Mark) -> None:
-        """Take note of the mark after all work in it."""
+        """Note the mark after all work in the buffer."""
         self.used, self.is_noted = mark, True
 
 
@@ -53,9 +55,9 @@ class _Round:
     """Small pieces that pass through one buffer.
 
     Attributes:
-        pieces: Theirs.
-        places: Where each lies in the buffer.
-        runs: Copies between host and buffer: (place in the buffer, host address, bytes).
+        pieces: The pieces.
+        places: Offset of each in the buffer.
+        runs: Copies between host and buffer: (offset in the buffer, host address, bytes).
     """
 
     pieces: Pieces
@@ -71,12 +73,7 @@ class Copier(Protocol):
 
 
 class PieceCopies:
-    """Copies pieces of device memory to and from host memory; any thread.
-
-    Args:
-        device: The GPU.
-        lanes: Take copies of its pieces and buffers.
-    """
+    """Copies pieces of device memory to and from host memory; any thread."""
 
     def __init__(self, device: Device, lanes: Copier) -> None:
         self._device = device
@@ -91,7 +88,7 @@ class PieceCopies:
         return self._block.nbytes // PIECE_BUFFERS if self._block.address else 0
 
     def adopt(self, block: Block) -> Block:
-        """Use other device memory for all buffers together. Return the old one, which lanes may still use."""
+        """Use another block of device memory for all buffers; return the old block, which lanes may still use."""
         with self._lock:
             old, self._block = self._block, block
             size = block.nbytes // PIECE_BUFFERS
@@ -99,53 +96,55 @@ class PieceCopies:
             return old
 
     def to_device(self, pieces: Pieces) -> bool:
-        """Copy pieces to the device: large ones on lane `H2D`, others then go on on lane `PIECES`.
+        """Copy pieces to the device on lane `H2D`; small ones are then scattered on lane `PIECES`.
 
         Args:
             pieces: In host memory, gaps of less than `PIECE_ALIGNMENT` bytes between small ones are read, too.
 
         Returns:
-            Whether there are others.
+            Whether any pieces are scattered, so that their readers have to follow lane `PIECES`.
         """
         device, lane = self._device, DeviceLane.H2D
-        with self._lock:  # to the end: buffers go while they are nobody's
+        with self._lock:  # to the end: `adopt` replaces buffers only while none is in use
             alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
             for target, source, nbytes in alone.tolist():
                 self._lanes.copy(lane, target, source, nbytes)
-            for part in rounds:
+            for each in rounds:
                 buffer = self._take(lane)
-                for place, host, nbytes in part.runs:
-                    self._lanes.copy(lane, buffer.place.address + place, host, nbytes)
+                for offset, host, nbytes in each.runs:
+                    self._lanes.copy(lane, buffer.place.address + offset, host, nbytes)
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
-                at = part.places + np.uint64(buffer.place.address)
-                device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], at, part.pieces[:, 2]], axis=1))
+                sources = each.places + np.uint64(buffer.place.address)
+                rows = np.stack([each.pieces[:, 0], sources, each.pieces[:, 2]], axis=1)
+                device.copy_pieces(DeviceLane.PIECES, rows)
                 buffer.note(device.mark(DeviceLane.PIECES, timed=False))
             return bool(rounds)
 
     def to_host(self, pieces: Pieces, gap_bytes: int = PIECE_ALIGNMENT, lane: DeviceLane = DeviceLane.D2H) -> None:
-        """Copy pieces to the host, all of them on `lane` in the end.
+        """Copy pieces to the host on `lane`; small ones are gathered before, on lane `PIECES`.
 
         Args:
             pieces: Which.
-            gap_bytes: Gaps of less than that between small pieces in host memory are nobody's, and written, too.
-            lane: Where copies are put.
+            gap_bytes: Smaller gaps between small pieces in host memory hold nothing, and are written, too.
+            lane: The lane of the copies; all pieces are in host memory after it.
         """
         device = self._device
         with self._lock:
             alone, rounds = self._arrange(pieces, gap_bytes)
             for source, target, nbytes in alone.tolist():
                 self._lanes.copy(lane, target, source, nbytes)
-            for part in rounds:
+            for each in rounds:
                 buffer = self._take(DeviceLane.PIECES)
-                at = part.places + np.uint64(buffer.place.address)
-                device.copy_pieces(DeviceLane.PIECES, np.stack([at, part.pieces[:, 0], part.pieces[:, 2]], axis=1))
+                targets = each.places + np.uint64(buffer.place.address)
+                rows = np.stack([targets, each.pieces[:, 0], each.pieces[:, 2]], axis=1)
+                device.copy_pieces(DeviceLane.PIECES, rows)
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
-                for place, host, nbytes in part.runs:
-                    self._lanes.copy(lane, host, buffer.place.address + place, nbytes)
+                for offset, host, nbytes in each.runs:
+                    self._lanes.copy(lane, host, buffer.place.address + offset, nbytes)
                 buffer.note(device.mark(lane, timed=False))
 
     def _take(self, lane: DeviceLane) -> _Buffer:
-        """Return the buffer that was used longest ago; a lane waits for its last use."""
+        """Return the buffer that was used longest ago, after making a lane wait for that use."""
         device = self._device
         self._buffers.rotate(-1)  # in one call, so that no interrupt loses a buffer
         buffer = self._buffers[-1]
@@ -158,7 +157,10 @@ class PieceCopies:
         return buffer
 
     def _arrange(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:
-        """Return the pieces to copy each on its own, and rounds of the rest."""
+        """Return the pieces to copy one by one, and the others in rounds, each as many as one buffer holds.
+
+        In a round, pieces with small gaps between them in host memory make a *run*, which is one copy.
+        """
         small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
         if np.count_nonzero(small) <= KERNEL_COPIES:
             return pieces, []
@@ -167,7 +169,7 @@ class PieceCopies:
         _, host, nbytes = rest.T
         gaps = host[1:] - (host + nbytes)[:-1]
         begins = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])
-        # Where each piece would lie in an endless buffer, each run at the start of a line of it.
+        # The end of each piece in a buffer without limit, where each run begins at a multiple of PIECE_ALIGNMENT.
         run = np.cumsum(begins) - 1
         starts = host[begins]
         lengths = (host + nbytes)[np.append(begins[1:], True)] - starts

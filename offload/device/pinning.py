@@ -1,8 +1,8 @@
 """Host memory that a GPU reaches by itself: arenas pinned in chunks, as far as the system allows.
 
-A driver may refuse a large registration and take several small ones, so a chunk that is refused is tried again at
-half its size. A copy must lie in one registration: `whole_copies` cuts those that do not. What cannot be pinned is
-remembered, and copies of it work, more slowly.
+A driver may refuse a large registration and accept several small ones, so a chunk that is refused is tried again at
+half its size. A copy must lie in one registration: `whole_copies` cuts those that do not. Memory that cannot be
+pinned is counted; copies of it work, more slowly.
 """
 
 from __future__ import annotations
@@ -37,23 +37,20 @@ class Pins(Protocol):
 
 
 class PinnedMemory:
-    """What of a session's arenas is pinned; arenas come and go while nothing is copied from or to them.
-
-    Args:
-        device: For which.
+    """Pins a session's arenas in chunks. Nothing is copied while an arena is pinned or unpinned.
 
     Attributes:
         pinned_bytes: Host memory that is pinned now.
-        unpinned_bytes: Host memory that should be, and could not be.
+        unpinned_bytes: Host memory of these arenas that could not be pinned.
     """
 
     def __init__(self, device: Pins) -> None:
         self.pinned_bytes = 0
         self.unpinned_bytes = 0
         self._device = device
-        self._chunks: dict[int, list[tuple[int, int]]] = {}
-        self._edges: list[int] = []
-        self._told = False
+        self._chunks: dict[int, list[tuple[int, int]]] = {}  # address and size of each, by its arena's address
+        self._edges: list[int] = []  # where chunks begin and end, sorted
+        self._is_shortage_logged = False
 
     def pin(self, arena: Arena) -> None:
         """Pin as much of an arena as the system allows."""
@@ -68,7 +65,7 @@ class PinnedMemory:
                 except OffloadError as error:
                     size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE  # two registrations share no page
                     if size < LEAST_PIN_BYTES:
-                        self._tell(end - at, arena.nbytes, error)
+                        self._warn_once(end - at, arena.nbytes, error)
                         break
                     continue
                 chunks.append((at, size))
@@ -79,7 +76,7 @@ class PinnedMemory:
             self._note_edges()
 
     def unpin(self, arena: Arena) -> None:
-        """Take back what `pin` did; the device copies nothing from or to the arena any more."""
+        """Unpin an arena, from or to which the device copies nothing any more."""
         chunks = self._chunks.pop(arena.address, [])
         pinned = sum(nbytes for _, nbytes in chunks)
         self.pinned_bytes -= pinned
@@ -108,16 +105,16 @@ class PinnedMemory:
 
     def _note_edges(self) -> None:
         chunks = (chunk for chunks in self._chunks.values() for chunk in chunks)
-        # Replaced, never changed: whoever copies meanwhile reads the list that it has.
+        # A new list each time: other threads may be reading the old one for their copies.
         self._edges = sorted({edge for address, nbytes in chunks for edge in (address, address + nbytes)})
 
-    def _tell(self, nbytes: int, arena_bytes: int, error: OffloadError) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_once(self, nbytes: int, arena_bytes: int, error: OffloadError) -> None:
+        if not self._is_shortage_logged:
+            self._is_shortage_logged = True
             log.warning(
                 "%d of %d bytes of host memory cannot be pinned, so copies between them and the GPU are slower: %s "
                 "(said once; metrics()['unpinned_bytes'] counts all)",
                 nbytes,
                 arena_bytes,
-                str(error),  # whoever keeps the record does not keep our frames
+                str(error),  # not the error, which would keep our frames alive with the log record
             )

@@ -52,27 +52,27 @@ from offload.units import format_seconds
 from offload.weights.mapping import Visiting, visit_of
 
 REQUEST = (1 << 64) - 1
-"""Operation id of a completion that says that somebody has a request."""
+"""Operation id of a completion by which a caller's thread announces a request."""
 
 INTERRUPT = (1 << 64) - 2
-"""Operation id of a completion that says that whoever waits for an answer has been interrupted (by a Ctrl-C)."""
+"""Operation id of a completion that says: a caller that waits for an answer has been interrupted (by a Ctrl-C)."""
 
 STALL_S = 300.0
 """How long a lane may be silent with operations in flight before the session gives up on it."""
 
 
 LANE_VERBS = {ReadTile: "read", WriteTile: "write", SaveTile: "save", CopyTile: "copy"}
-"""What a lane of a path is called, by its operations: a checkpoint's are told from a step's."""
+"""Names of a path's lanes, by operation: those of a checkpoint differ from those of a step."""
 
 VERBS = {ReadTile: "read", CopyTile: "read", WriteTile: "write", SaveTile: "write", Run: "update", Sync: "sync"}
-"""What errors call operations; all others copy between memory and a GPU."""
+"""Names of operations in errors; all others are "copy": between memory and a GPU."""
 
 
 class SaveSource(Protocol):
-    """What checkpoints are written from, and how they are committed."""
+    """Gives the tiles of checkpoints that must be copied first, and commits checkpoints."""
 
     def buffer_address(self, buffer: int) -> int:
-        """Return where a copy buffer begins."""
+        """Return the address of a copy buffer."""
 
     def gather(self, operation: SaveTile) -> None:
         """Fill the operation's copy buffer with its tile."""
@@ -87,33 +87,32 @@ class SaveSource(Protocol):
 Visitor = Callable[[Run], "Any | None"]
 """Works on a subgroup's state: returns a table for the kernel, a `WholeUpdate`, or None if it did the work itself."""
 
-
 Coming = Callable[[int], None]
-"""Told of a subgroup."""
+"""Called with each subgroup whose state starts to be fetched, so that other data for its update can be, too."""
 
 
 def visit_nothing(run: Run) -> None:
-    """The visitor between requests."""
+    """Do nothing: the visitor between requests."""
 
 
 def nothing_comes(subgroup: int) -> None:
-    """Tell nobody."""
+    """Ignore that a subgroup is being fetched."""
 
 
 class LiveExecutor:
-    """Drives tiers and kernel.
+    """Starts the machine's operations on tiers, kernel and device, and returns what completed as events.
 
     Args:
         tiers: One for each path, opened on `queue`.
         kernel: Runs updates; reports to `queue`.
-        queue: What everything reports to.
+        queue: Gets all completions.
         memory: Where homes, staging slots and buffers are.
-        saves: What checkpoints are written from; None where there are none.
-        verify: Whether tiles get checksums, and are compared with those that the index has when they are read.
+        saves: The checkpoints' copy buffers and commits; None where there are none.
+        verify: Whether tiles get checksums when written, and are compared with those of the index when read.
         stall_s: See `STALL_S`.
-        lanes: Those of a device.
-        others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
-            Whoever opens one puts it there.
+        lanes: The device's.
+        others: Stores that are no path of the plan, by number: foreign ones, which are only read, and a save's sink.
+            Their openers add them.
     """
 
     def __init__(
@@ -130,13 +129,13 @@ class LiveExecutor:
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
-        """Operations that have ended, in that order; whoever starts a step takes it."""
+        """Operations that have ended, in that order; the start of a step takes and replaces the list."""
         self.written_bytes: Counter[int] = Counter()
-        """Bytes that went to each path, by its number, checkpoints included: what wears a drive."""
+        """Bytes written to each path, by its number, checkpoints included: they wear a drive."""
         self.requests = 0
-        """Requests that have come in; whoever takes one counts it down."""
+        """Requests that callers have announced, less those that the engine thread has taken."""
         self.seals_homes = False
-        """Whether updates seal the state that is at home in memory, too: they take longer, and a checkpoint less."""
+        """Whether updates seal state at home in memory, too: they take longer then, and checkpoints less."""
         self._tiers = tiers
         self._kernel = kernel
         self._queue = queue
@@ -148,46 +147,48 @@ class LiveExecutor:
         self._calls = Calls(queue)
         self.visiting = Visiting()
         self._seals = Seals(memory)
-        self._waiting: dict[int, tuple[Run, npt.NDArray[Any] | WholeUpdate]] = {}
+        self._waiting: dict[
+            int, tuple[Run, npt.NDArray[Any] | WholeUpdate]
+        ] = {}  # runs whose inputs are being copied
         self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
         self._coming: Coming = nothing_comes
-        self._updates = False
+        self._only_updates = False  # as `visit_with` says
         self._others = {} if others is None else others
         self._plan: Plan | None = None
         self._in_flight: dict[int, tuple[Operation, TileRequest | None]] = {}
         self._events: list[Event] = []
-        self._due_s: dict[int, float] = {}
-        self._happened_s = 0.0
+        self._due_s: dict[int, float] = {}  # `Interval.due_s` of operations in flight
+        self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
         self._woke_s: float | None = None
 
     def bind(self, plan: Plan) -> None:
-        """Take up a plan; with nothing in flight only."""
+        """Go on with another plan, while nothing is in flight."""
         self._plan = plan
 
     def visit_with(self, visitor: Visitor, coming: Coming = nothing_comes, *, updates: bool = False) -> None:
         """Use a visitor for the runs of the next sweep.
 
         Args:
-            visitor: What to do.
-            coming: Told of each subgroup that is being fetched.
-            updates: Whether all it does is to return tables: the kernel is the first to look at the state.
+            visitor: Called at the start of each run.
+            coming: Called with each subgroup that starts to be fetched.
+            updates: Whether the visitor only returns tables, so that the kernel is the first to read the state.
         """
-        self._visitor, self._coming, self._updates = visitor, coming, updates
+        self._visitor, self._coming, self._only_updates = visitor, coming, updates
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
         for operation in operations:
             if not self._in_flight:
                 self._silence.end()
-            self._due_s[operation.op] = self._happened_s
+            self._due_s[operation.op] = self._last_end_s
             try:
                 self._start(operation)
             except Exception as error:
                 self._fail(operation, error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
-        """Report what went wrong as the failure of an operation: a visitor's must not take the engine thread down."""
+        """Report an exception, perhaps a visitor's, as an operation's failure: the engine thread must survive it."""
         if isinstance(error, DamagedError):
             error = self._damaged(error.operation)
         self._in_flight.pop(operation.op, None)
@@ -196,6 +197,7 @@ class LiveExecutor:
         self._queue.post(WAKE)
 
     def _start(self, operation: Operation) -> None:
+        """Start one operation: post it to its lane, or to a thread that will report its end to the queue."""
         if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
             self._in_flight[operation.op] = (operation, None)
             self._put_on_lanes(operation)
@@ -205,13 +207,14 @@ class LiveExecutor:
             started_s = time.monotonic()
             if operation.slot is None:
                 self._seals.touched_home(operation.visit.subgroup)
-            elif not self._updates:
-                fetched = not operation.fresh and not operation.visit.overwrites
-                self._seals.touched(operation.slot, operation.visit.subgroup if fetched else None)
+            elif not self._only_updates:
+                self._touch_slot(operation, operation.slot)
             table = self._visitor(operation)
             if table is None:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
-            elif self._lanes.report_inputs(operation.visit.subgroup, operation.op):
+            elif self._lanes.report_inputs(
+                operation.visit.subgroup, operation.op
+            ):  # copies from the GPU are under way
                 self._waiting[operation.op] = operation, table
             elif (visit := visit_of(table.table if isinstance(table, WholeUpdate) else table)) is not None:
                 self._waiting[operation.op] = operation, table
@@ -247,7 +250,7 @@ class LiveExecutor:
             tier.write(request)
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
-        """Return the checksum of a tile that is moved, if it is known, and whether the tier sees to it."""
+        """Return the checksum of a tile to be moved, if known, and whether the tier computes or verifies it."""
         if not self._verify:
             return None, False
         if isinstance(operation, WriteTile) and operation.owner is not None:
@@ -275,11 +278,16 @@ class LiveExecutor:
             verify=verify,
         )
 
+    def _touch_slot(self, run: Run, slot: int) -> None:
+        """Verify the state that a run reads in a staging slot, and forget its seal."""
+        is_read = not run.fresh and not run.visit.overwrites
+        self._seals.touched(slot, run.visit.subgroup if is_read else None)
+
     def _update(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
+        """Start the update of a run whose inputs are in memory; the kernel also seals the state if that is wanted."""
         if isinstance(table, WholeUpdate):
-            if run.slot is not None:  # else it was said when the run was started
-                fetched = not run.fresh and not run.visit.overwrites
-                self._seals.touched(run.slot, run.visit.subgroup if fetched else None)
+            if run.slot is not None:  # a home's seal was forgotten when the run was started
+                self._touch_slot(run, run.slot)
             self._calls.submit(run.op, table)
             return
         subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
@@ -300,13 +308,13 @@ class LiveExecutor:
             case Transfer(what="weights"):
                 (lanes.fetch_weights if operation.way == "fetch" else lanes.push)(operation, due_s)
             case Transfer(subgroup=subgroup, slot=slot):
-                leaves = operation.way == "fetch"
+                to_gpu = operation.way == "fetch"
                 if slot is not None:
-                    self._seals.touched(slot, subgroup if leaves else None)
-                elif not leaves:
+                    self._seals.touched(slot, subgroup if to_gpu else None)
+                elif not to_gpu:
                     self._seals.touched_home(subgroup)
                 address = self._state_address(slot, subgroup)
-                if leaves:  # the visitor sees the run that follows
+                if to_gpu:  # the visitor makes the table now, of the run that follows
                     visit, through = Visit(subgroup, gpu=True), operation.through
                     run = Run(operation.op, 0, visit, slot, fresh=False, through=through)
                     lanes.copy_in(operation, address, self._visitor(run), due_s)
@@ -314,7 +322,7 @@ class LiveExecutor:
                     lanes.copy_out(operation, address, due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
-        """Return where a subgroup's state lies: in a staging slot, or at home."""
+        """Return the address of a subgroup's state: in a staging slot, or at home."""
         return self._memory.home(subgroup) if slot is None else self._memory.slot_address(slot)
 
     def _tier(self, path: int) -> Tier:
@@ -324,6 +332,7 @@ class LiveExecutor:
         return known(self._saves, "a checkpoint is written from nowhere")
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
+        """Return the address that a tile is read to or written from, after gathering it to its buffer if need be."""
         if isinstance(operation, ReadTile | WriteTile):
             if operation.owner is not None:
                 buffer = known(operation.slot, f"{operation.owner.kind} without a buffer")
@@ -337,18 +346,21 @@ class LiveExecutor:
         return source.buffer_address(operation.buffer)
 
     def end_turn(self) -> None:
-        """Note what the thread has worked since it woke up, or ended a turn: what it does now is another one's."""
+        """End an interval of the engine thread's work in the timeline: what follows belongs to another step."""
         if self._woke_s is not None:
             now_s = time.monotonic()
             self.timeline.append(Interval(ENGINE, "", self._woke_s, now_s, 0))
             self._woke_s = now_s
 
     def wait(self) -> list[Event]:
-        """Return what has happened; an empty list if that is only a request, or nothing for long."""
+        """Wait for completions and return their events; none if only a request came, or nothing for long.
+
+        A lane that is silent for `stall_s` makes a `Stop`.
+        """
         self.end_turn()
-        watched = self._silent() is not None
+        is_watched = self._silent() is not None
         left_s = self._stall_s - self._silence.lasts_s
-        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if watched else -1.0
+        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
         interrupted = any(record[0] == INTERRUPT for record in records)
         if interrupted:
@@ -357,14 +369,14 @@ class LiveExecutor:
         events, self._events = self._events, []
         if records:
             self._silence.end()
-        elif not events and watched:
+        elif not events and is_watched:
             lasts_s = self._silence.lasts_s
             if lasts_s >= self._stall_s or (interrupted and lasts_s >= waits.QUIET_S):
                 self._silence.end()
                 return [Stop(self._stalled(lasts_s, "interrupted after" if interrupted else "no answer for"))]
             self._silence.tell(self._awaited)
         ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]
-        self._happened_s = max(ended_s, default=self._woke_s)
+        self._last_end_s = max(ended_s, default=self._woke_s)
         for record in records:
             completion = Completion(*record)
             if completion.op == REQUEST:
@@ -376,17 +388,17 @@ class LiveExecutor:
         return events
 
     def close(self) -> None:
-        """End the thread that updates whole parameters, when what is under way there has ended; idempotent."""
+        """Wait for the updates of whole parameters that are under way, and end their thread; idempotent."""
         self._calls.close()
 
     def drain(self) -> None:
-        """Wait until nothing is under way that touches a caller's memory, whatever comes of it, or a lane hangs."""
+        """Wait until no operation that touches a caller's memory is in flight, or a lane hangs; ignore errors."""
         while any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values()):
             if any(isinstance(event, Stop) for event in self.wait()):
                 return
 
     def _go_on(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
-        """Update a subgroup whose weights or gradients have come from the GPU, or its weights from their file."""
+        """Start the update of a run whose weights or gradients have been copied from the GPU or read from a file."""
         self._calls.ops.discard(run.op)
         try:
             self._update(run, table)
@@ -403,6 +415,7 @@ class LiveExecutor:
         self.timeline.append(Interval(timed.lane, label, *times, timed.nbytes, timed.due_s))
 
     def _report(self, completion: Completion) -> Event:
+        """Return the event that a completion makes, and add the operation to the timeline."""
         operation, request = self._in_flight.pop(completion.op)
         self._calls.ops.discard(completion.op)
         due_s = self._due_s.pop(completion.op)
@@ -410,12 +423,12 @@ class LiveExecutor:
             self._waiting.pop(completion.op, None)
             return Failed(completion.op, self._calls.take_error())
         if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
-            tier, path = self._place(operation)
+            tier, path = self._tier_and_path(operation)
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
                 if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
-                    # Here, while lanes work: at a step's begin all would wait for the times of the last.
-                    with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
+                    # Read here, while lanes work: all would wait for it when the next step begins.
+                    with contextlib.suppress(OffloadError):  # a failed device shows with its next completion
                         self._lanes.take_timed(self._add_timed, operation.subgroup)
                 return Done(completion.op)
             return Failed(
@@ -428,7 +441,7 @@ class LiveExecutor:
                 return Failed(completion.op, self._source().commit_error())
             return Failed(completion.op, self._tier_error("sync", completion, None, self._tier(operation.path)))
         if isinstance(operation, GiveBack) or (isinstance(operation, Run) and operation.visit.gpu):
-            return Done(completion.op)  # a run's time is known when the GPU has come to it
+            return Done(completion.op)  # the GPU's lanes note the run's time when it has ended there
         if isinstance(operation, Run):
             lane, subgroup = "cpu", operation.visit.subgroup
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
@@ -454,17 +467,17 @@ class LiveExecutor:
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
-        used = self._tier(operation.record.location.path)
-        return Failed(completion.op, self._tier_error(_verb(operation), completion, request, used))
+        tier_used = self._tier(operation.record.location.path)
+        return Failed(completion.op, self._tier_error(_verb(operation), completion, request, tier_used))
 
     def _damaged(self, operation: ReadTile) -> TierError:
-        """Return the error for a tile that was read, and has another checksum."""
+        """Return the error for a tile that was read and does not have its record's checksum."""
         request = self._request(operation, operation.record.checksum, False)
         completion = Completion(operation.op, ERROR_CHECKSUM, request.offset, 0.0, 0.0)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
-        """Return the error of a failed completion; it names the parameters that a tile is of, and its file."""
+        """Return the error of a failed completion, with the names of the tile's parameters and of its file."""
         error = tier_error(verb, completion, request, tier)
         if request is None or self._plan is None:
             return error
@@ -480,11 +493,11 @@ class LiveExecutor:
         )
 
     def _stalled(self, lasts_s: float, what: str) -> TierError:
-        """Return the error that names an operation whose lane is silent."""
+        """Return the error for an operation whose lane is silent."""
         operation, request = known(self._silent(), "silence of nothing")
-        tier, path = self._place(operation)
-        # Only some tiers wait for anything but their device.
-        reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
+        tier, path = self._tier_and_path(operation)
+        # Only some tiers wait for more than their device (a network), and can say for what.
+        reasons = [reason() for tier in self._tiers if (reason := getattr(tier, "waiting_for", None)) is not None]
         return TierError(
             _verb(operation),
             tier=tier,
@@ -494,16 +507,16 @@ class LiveExecutor:
         )
 
     def _silent(self) -> tuple[Operation, TileRequest | None] | None:
-        """Return an operation of which a sign of life is due; None if there is none.
+        """Return an operation that must end, or its lane counts as hanging; None if none in flight must.
 
-        A commit may wait for other ranks, and says itself when it has waited for too long; the update of a whole
-        parameter takes as long as it takes.
+        A commit may wait for other ranks, and itself reports a wait that is too long. The update of a whole parameter
+        has no limit.
         """
         in_flight = self._in_flight.items()
         return next((x for op, x in in_flight if not isinstance(x[0], Commit) and op not in self._calls.ops), None)
 
-    def _place(self, operation: Operation) -> tuple[str, str]:
-        """Return the names of the tier and the path that an operation is for."""
+    def _tier_and_path(self, operation: Operation) -> tuple[str, str]:
+        """Return the names of the tier and the path that an operation uses."""
         tier = None
         if isinstance(operation, Sync):
             tier = self._tier(operation.path)
@@ -516,9 +529,9 @@ class LiveExecutor:
         return ("gpu", "d2h") if operation.op in self._waiting else ("host", "cpu")  # a run waits for gradients
 
     def _awaited(self) -> str:
-        """Return what a lane has been asked and does not answer, for the log."""
+        """Return, for the log, what a silent lane has been asked to do."""
         operation, request = known(self._silent(), "silence of nothing")
-        tier, path = self._place(operation)
+        tier, path = self._tier_and_path(operation)
         where = f" at byte {request.offset}" if request is not None else ""
         return f"{tier} path {path} to {_verb(operation)}{where}"
 
@@ -528,15 +541,12 @@ def _verb(operation: Operation) -> str:
 
 
 class Calls:
-    """A thread that makes calls one after another, and reports each to the queue: for updates that no kernel makes.
+    """A thread that makes calls one after another and reports each to the queue: for updates that no kernel makes.
 
     It is started with the first call. `submit`, `take_error` and `close` belong to one thread.
 
-    Args:
-        completions: What calls are reported to.
-
     Attributes:
-        ops: Operations that have been submitted; whoever takes a report discards its own.
+        ops: Operations that have been submitted; the executor removes one when its end is reported.
     """
 
     def __init__(self, completions: Queue) -> None:
@@ -547,7 +557,7 @@ class Calls:
         self._error: Exception | None = None
 
     def submit(self, op: int, call: Callable[[], None]) -> None:
-        """Have a call made behind earlier ones; completes as operation `op`, with `ERROR_CALL` if it raises."""
+        """Queue a call after earlier ones; completes as operation `op`, with `ERROR_CALL` if it raises."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="offload-updates", daemon=True)
             self._thread.start()
@@ -555,7 +565,7 @@ class Calls:
         self._todo.put((op, call))
 
     def take_error(self) -> Exception:
-        """Return what a call has raised; no further one is made."""
+        """Return the exception that a call has raised; no call was made after that one."""
         return known(self._error, "a call has failed with nothing")
 
     def close(self) -> None:
@@ -566,6 +576,7 @@ class Calls:
             thread.join()
 
     def _serve(self) -> None:
+        """Make the queued calls, in the thread, until `close`; after one that raised, only report failures."""
         while (work := self._todo.get()) is not None:
             op, call = work
             started_s = time.monotonic()

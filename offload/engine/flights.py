@@ -1,7 +1,7 @@
 """Keeps operations in flight on a queue of their own: for probes, and for reading a checkpoint.
 
-Invariants: an operation is noted before it is started; a run ends only when all operations have ended, or none has
-ended for too long. The caller decides which operations there are.
+Invariants: an operation is in `out` before it is started; `run` ends only when all operations have ended, or none has
+ended for `stall_s`. The caller decides which operations there are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Flights(Generic[T]):
     """Operations in flight, whose text (`str`) is what the log calls them.
 
     Args:
-        queue: The queue on which they complete, and they alone.
-        stall_s: Seconds without a completion after which they are given up; None for never.
+        queue: Gets the completions of these operations, and no others.
+        stall_s: Seconds without a completion after which all are given up; None for never.
 
     Attributes:
-        out: Operations that have not ended, by id. Between runs there are none, unless they were given up or the wait
-            for them was interrupted: they may still use their memory.
+        out: Operations that have not ended, by id. Between runs there are none, except operations that were given up,
+            or whose wait was interrupted: they may still use their memory.
     """
 
     def __init__(self, queue: Queue, stall_s: float | None = None) -> None:
@@ -38,11 +38,11 @@ class Flights(Generic[T]):
     def run(
         self, next_item: Callable[[], T | None], start: Callable[[int, T], None]
     ) -> Generator[tuple[Completion, T], None, None]:
-        """Yield operations as they end, and start others in their place; to be closed by whoever stops early.
+        """Yield operations as they end, and start others in their place. A caller that stops early must close this.
 
         Args:
-            next_item: Returns the next operation, or None if there is none, or none before others have ended.
-            start: Starts it under an id; an `OffloadError` says that it was not started.
+            next_item: Returns the next operation; None if there is none, or none before others have ended.
+            start: Starts an operation under an id; raises an `OffloadError` if it was not started.
         """
         gave_up, patience_s = False, self._stall_s
         try:
@@ -57,7 +57,7 @@ class Flights(Generic[T]):
                         raise
                 if not self.out:
                     return
-                # All of them leave `out` before the first is yielded: the caller may stop at any.
+                # All are removed from `out` before the first is yielded, as the caller may stop after any.
                 ended = self._wait(patience_s)
                 gave_up = ended is None
                 yield from ended or ()

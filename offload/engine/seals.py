@@ -1,12 +1,13 @@
 """Checksums of state in memory, which updates make and verify.
 
-An update seals the state that it has changed while that is in the processor's cache: flushes take their checksums
-from the seal, and so do checkpoints of state at home in memory. If a tile that is read back has the checksum of a
-flushed seal, the next update compares it with the seal, again block by block in the cache, and the tier does not
-verify it. Before anything else touches a slot, its tiles are verified.
+A *seal* is the checksums of a subgroup's state, block by block. An update seals the state that it has changed while
+that is in the processor's cache. Flushes take their checksums from the seal, and so do checkpoints of state at home
+in memory. If a tile is to be read whose record has the checksum of the seal that was flushed, the next update
+compares it with the seal, again block by block in the cache, and the tier does not verify it. Before anything else
+uses a slot, its tiles are verified.
 
-Invariants: no visitor, kernel or copy sees state that was read and not verified; a seal is given to a write only if
-nobody but that update has written to the memory. All methods belong to the engine thread.
+Invariants: no visitor, kernel or copy sees state that was read and not verified; a write takes its checksum from a
+seal only if nothing but that update has written to the memory. All methods belong to the engine thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _SlotState:
 
     subgroup: int
     seal: Seal | None = None
-    """Of the whole content."""
+    """Of the whole content; None after tiles were read, or something but an update has used the slot."""
     unverified: dict[TileId, tuple[ReadTile, Seal]] = field(default_factory=dict)
     """Tiles to compare with seals before anything uses them."""
 
@@ -43,22 +44,18 @@ class DamagedError(Exception):
 
 
 class Seals:
-    """See the module.
-
-    Args:
-        memory: Where the staging slots are.
-    """
+    """The seals of one session's state in memory, and which tiles in staging slots are not verified yet."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._slots: dict[int, _SlotState] = {}
-        self._homes: dict[int, Seal] = {}  # of what is at home in memory, by subgroup
-        self._flushed: dict[int, Seal] = {}  # by subgroup
-        self._running: dict[int, tuple[Run, Seal, _SlotState | None]] = {}
-        self._offsets: dict[int, np.ndarray] = {}
+        self._homes: dict[int, Seal] = {}  # of state at home in memory, by subgroup
+        self._flushed: dict[int, Seal] = {}  # of the state that was flushed last, by subgroup
+        self._running: dict[int, tuple[Run, Seal, _SlotState | None]] = {}  # with what their slots held
+        self._offsets: dict[int, np.ndarray] = {}  # of segments, by subgroup
 
     def reading(self, operation: ReadTile) -> bool:
-        """Return whether the tier has to verify a tile that is about to be read; else an update will."""
+        """Return whether the tier has to verify a tile that is about to be read; if not, the next update does."""
         tile, slot = operation.tile, operation.slot
         if slot is None:  # to its home
             return True
@@ -104,7 +101,7 @@ class Seals:
         return SealedState(tensors, self._offsets[subgroup.index], subgroup.numel, subgroup.tile_numel)
 
     def expected(self, run: Run, subgroup: Subgroup) -> Seal | None:
-        """Return the seal that an update has to compare its state with, if any.
+        """Return the seal that an update has to compare its state with; None after verifying the tiles here.
 
         Raises:
             DamagedError: A tile does not have the checksum of its record.
@@ -119,11 +116,11 @@ class Seals:
         return None
 
     def started(self, run: Run, seal: Seal) -> None:
-        """Note that an update has started that will seal its state."""
+        """Note that an update has started, which fills this seal."""
         self._running[run.op] = run, seal, None if run.slot is None else self._slots.pop(run.slot, None)
 
     def ended(self, op: int) -> None:
-        """Note that an operation has ended well; an update's seal holds from then on."""
+        """Note that an operation has ended well; if it is an update, its seal is valid from now on."""
         update = self._running.pop(op, None)
         if update is None:
             return
@@ -147,7 +144,6 @@ class Seals:
         """Verify a slot that something other than an update is about to use, and forget its seal.
 
         Args:
-            slot: The slot.
             subgroup: The subgroup whose state it holds; None if the content will be overwritten.
 
         Raises:
@@ -158,10 +154,12 @@ class Seals:
             self._verify(state)
 
     def _slot_of(self, run: Run) -> _SlotState | None:
+        """Return what is known of the slot from which a run reads its state; None if it reads none there."""
         state = None if run.slot is None or run.fresh else self._slots.get(run.slot)
         return state if state is not None and state.subgroup == run.visit.subgroup else None
 
     def _verify(self, state: _SlotState) -> None:
+        """Compare all unverified tiles of a slot with their records' checksums."""
         for operation, _ in state.unverified.values():
             slot = known(operation.slot, "a tile at home waits to be verified")
             address = self._memory.slot_address(slot) + operation.buffer_offset

@@ -1,7 +1,7 @@
-"""Segment tables: what a kernel is told about each subgroup, from what is known about each parameter.
+"""Segment tables: the arguments of a subgroup's update, made from addresses, step counts and flags of parameters.
 
-One row per segment, filled by columns when the subgroup's turn comes, since the memory of a streamed subgroup is
-known only then.
+A table has one row for each segment. It is filled when the subgroup is visited: only then the memory of a streamed
+subgroup is known.
 """
 
 from __future__ import annotations
@@ -22,43 +22,42 @@ from offload.protocols import MAX_SCALARS, SegmentFlag
 from offload.schedule.operations import Run
 
 GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
-"""Address and element type of each parameter's gradient; None for where they are bound."""
+"""Address and element type of each parameter's gradient; None for the bound gradients."""
 
 Parameters = npt.NDArray[np.bool_]
-"""Some of the parameters: for each of all, whether it is one of them."""
+"""A set of parameters, as a mask over all of them."""
 
 Apart = tuple[int, npt.NDArray[np.uint64]]
-"""Of an update that leaves weights as they are: the address of an image for new ones, and two sums for each segment.
-
-The update adds the fingerprints of a segment's gradient and of its fp32 weight to them.
+"""For a speculative update, which must not change weights: the address of an image for the new ones, and two sums for
+each segment, to which the update adds the fingerprints of the segment's gradient and of its fp32 weight.
 """
 
 
 def number_of(name: str) -> int:
-    """Return what stochastic rounding knows a parameter by: the same on all ranks, whatever order they come in."""
+    """Return a parameter's number in keys of stochastic rounding: equal on all ranks, as it depends on the name."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # manifests have 62 bits
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What one step, the expected or the real one, tells of each parameter; made by `Tables.rows`.
+    """The scalars, flags and addresses of each parameter in one step, expected or real; made by `Tables.rows`.
 
-    Its arrays are its own: what is bound or counted later does not change them.
+    The arrays are copies: binding or counting later does not change them.
     """
 
     subgroups: tuple[int, ...]
-    """Those that have an active segment, in the order of the active parameters."""
+    """Subgroups with an active segment, in the order of the active parameters."""
     scalars: npt.NDArray[np.float32]
-    """A row for each parameter, with what `rule.row` returns."""
+    """A row for each parameter, as `rule.row` returns it."""
     flags: npt.NDArray[np.uint32]
     """`SegmentFlag`; 0 for idle parameters."""
     rounding_keys: npt.NDArray[np.uint64]
-    """Of this update; 0 where no state is rounded."""
+    """A key for each parameter's rounding in this update; 0 where no state is rounded."""
     weights: npt.NDArray[np.uint64]
     """Address of each weight."""
     gradients: npt.NDArray[np.uint64]
-    """Address of each gradient, for the CPU; the store of gradients changes it where they move."""
+    """Address of each gradient, for the CPU; the store of gradients changes it when it moves one."""
     gradient_dtypes: npt.NDArray[np.int32]
     """Their element types."""
     groups: Sequence[Any] = ()
@@ -70,9 +69,9 @@ class Tables:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        """Of stochastic rounding; a checkpoint brings its own."""
+        """Seed of stochastic rounding; restoring a checkpoint replaces it."""
         self.numbers: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        """Number of each parameter, for stochastic rounding; likewise."""
+        """Number of each parameter, for stochastic rounding; restoring a checkpoint replaces them, too."""
         self.weights: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Address of each parameter's weight."""
         self.gradients: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -81,14 +80,14 @@ class Tables:
         self.steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Number of updates that each parameter has had."""
         self.begun: StepRows
-        """Of the step that was begun last."""
+        """The rows of the step that was begun last."""
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
         self._due: list[npt.NDArray[np.uint32]] = []
-        """By subgroup and segment: `TAKES_MASTER`, what is to be taken from the weight with its next update."""
+        """By subgroup and segment: how its next update takes the master from the weight (`TAKES_MASTER`); else 0."""
         self._layout = Layout((), ())
 
     def extend(self, layout: Layout) -> None:
-        """Make room for what `layout` adds; what is there stays."""
+        """Add the parameters and subgroups that `layout` has more; the others keep their values."""
         added = len(layout.parameters) - len(self.steps)
         self.weights = np.concatenate([self.weights, np.zeros(added, np.uint64)])
         self.gradients = np.concatenate([self.gradients, np.zeros(added, np.uint64)])
@@ -104,12 +103,11 @@ class Tables:
         self._layout = layout
 
     def take_master(self, parameter: int, how: SegmentFlag) -> None:
-        """Take the master from the weight with the parameter's next update.
+        """Let the parameter's next update take the master from the weight, which the user has written to.
 
-        Where the weight is the master nothing is taken, but a saved version of it is old (`is_rewritten`).
+        An fp32 weight is its own master: nothing is taken, but a saved version of it is old (`is_rewritten`).
 
         Args:
-            parameter: Its position.
             how: LOAD_MASTER, or MATCH_MASTER, which adds nothing to that.
         """
         for subgroup, position in self._layout.places[parameter]:
@@ -124,13 +122,13 @@ class Tables:
         gradients: GradientsAt = None,
         weights: npt.NDArray[np.uint64] | None = None,
     ) -> StepRows:
-        """Return what a step tells of each parameter.
+        """Return the rows of a step.
 
         Args:
             groups: Hyperparameters, by group index.
-            scale: What gradients were multiplied by.
-            clip: Factor for the unscaled gradients.
-            active: The parameters that it updates.
+            scale: Factor that the gradients were multiplied by (a loss scale).
+            clip: Factor to multiply the unscaled gradients by.
+            active: The parameters that the step updates.
             gradients: Where the CPU reads gradients.
             weights: Address of each weight; None for where they are bound.
 
@@ -140,31 +138,31 @@ class Tables:
         layout, factor = self._layout, clip / scale
         state, parameters, places = layout.state, layout.parameters, layout.places
         width = 2 + MAX_SCALARS if layout.has_rules else len(state.rule.scalars._fields)
-        scalars, flags = [(0.0,) * width], [0]  # first those of idle parameters
-        numbers: dict[tuple[Any, ...], int] = {}
-        chosen = np.zeros(len(self.steps), np.int64)
+        scalars, flags = [(0.0,) * width], [0]  # distinct rows; the first one is that of idle parameters
+        row_numbers: dict[tuple[Any, ...], int] = {}
+        row_of = np.zeros(len(self.steps), np.int64)  # by parameter
         subgroups: dict[int, int] = {}
         updates = self.steps + 1
         counts = updates.tolist()
         for parameter in active:
             group, update, own = parameters[parameter].group, counts[parameter], parameters[parameter].rule
-            if (group, update, own) not in numbers:
-                numbers[group, update, own] = len(flags)
+            if (group, update, own) not in row_numbers:
+                row_numbers[group, update, own] = len(flags)
                 rule = own or state.rule
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
                 zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, groups[group]) else 0
                 flags.append(int(SegmentFlag.ACTIVE | decoupled | zeroed))
                 row = layout.state_of(parameters[parameter]).row(update, groups[group], factor)
                 scalars.append((*row, *(0.0,) * (width - len(row))))
-            chosen[parameter] = numbers[group, update, own]
+            row_of[parameter] = row_numbers[group, update, own]
             subgroups.update(places[parameter])
         keys = np.zeros_like(self.numbers)
         if state.format.rounds:
             keys = rounding_keys(self.seed, self.numbers, updates)
         return StepRows(
             tuple(subgroups),
-            np.array(scalars, np.float32)[chosen],
-            np.array(flags, np.uint32)[chosen],
+            np.array(scalars, np.float32)[row_of],
+            np.array(flags, np.uint32)[row_of],
             keys,
             self.weights.copy() if weights is None else weights,
             *(gradients or (self.gradients.copy(), self.gradient_dtypes.copy())),
@@ -187,12 +185,12 @@ class Tables:
         Args:
             run: The run.
             address: Address of its state in memory.
-            rows: What the step tells; without active parameters state is only made whole.
+            rows: Of the step; without active parameters the kernel only fills undefined state and takes masters.
             weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
                 None for the weights themselves.
-            gradients_address: Address of an image of its gradients, padding included; None for where `rows` says.
-            apart: Where new weights go, if not to the weights; no master is taken from its weight then. Where
-                `weights_address` is that image, fp32 weights have been copied there from a GPU.
+            gradients_address: Address of an image of its gradients, padding included; None for those in `rows`.
+            apart: Where a speculative update writes new weights; no master is taken from its weight then. If
+                `weights_address` is that image, too, fp32 weights have been copied there from a GPU.
             taking: The parameters whose masters are taken from their weights, if that is due; None for those that
                 the step updates. A fresh run takes all.
         """
@@ -210,7 +208,7 @@ class Tables:
         else:
             addresses["gradient"] = np.uint64(gradients_address) + offset * ITEM_BYTES[dtypes]
         if apart is not None and not is_fp32:
-            weights_address = apart[0]  # no update reads the old ones, which may lie on a GPU
+            weights_address = apart[0]  # no update reads the old weights, which may lie on a GPU
         if weights_address is None:
             addresses["weight"] = rows.weights[parameter] + start * item
         else:
@@ -241,26 +239,25 @@ class Tables:
     def agree(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
         """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.
 
-        Where they lie does not matter: DDP copies them from its buckets to where the step reads them.
+        Addresses of gradients may differ: DDP copies them from its buckets to where the step reads them.
         """
         parameter = self._columns[subgroup][0]
-        read = parameter[begun.flags[parameter] != 0]  # no others' gradients
+        active = parameter[begun.flags[parameter] != 0]  # gradients of others are not read
 
-        def told(rows: StepRows) -> list[bytes]:
-            of_all = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
-            return [*(each[parameter].tobytes() for each in of_all), rows.gradient_dtypes[read].tobytes()]
+        def inputs(rows: StepRows) -> list[bytes]:
+            columns = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
+            return [*(column[parameter].tobytes() for column in columns), rows.gradient_dtypes[active].tobytes()]
 
-        return not self.is_due(subgroup, begun.flags != 0) and told(expected) == told(begun)
+        return not self.is_due(subgroup, begun.flags != 0) and inputs(expected) == inputs(begun)
 
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any], begun: StepRows
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Return where gradients and fp32 weights lie that a step reads, and that others may have written to.
+        """Return the gradients and fp32 weights that a step reads, which may have changed since a speculative update.
 
         Args:
-            subgroup: The subgroup.
-            table: Of its update, whose rows the step agrees with.
-            begun: The step.
+            table: Of the speculative update, whose rows agree with the step's.
+            begun: The step's rows.
 
         Returns:
             For each segment its parameter; addresses of its gradient and of its fp32 weight; and their sizes, which
@@ -284,7 +281,6 @@ class Tables:
         """Return copies between a subgroup's bound weights and an image of them.
 
         Args:
-            subgroup: The subgroup.
             weights_address: Address of the image.
             chosen: For each segment, whether to include it; None for all.
             weights: Address of each parameter's weight; None for where they are bound now.
@@ -297,21 +293,20 @@ class Tables:
         weights = self.weights if weights is None else weights
         columns = (weights[parameter] + start * item, np.uint64(weights_address) + offset * item, numel * item)
         rows: npt.NDArray[np.uint64] = np.stack(columns, axis=1)
-        bound = weights[parameter] != 0
-        return rows[np.flatnonzero(bound if chosen is None else bound & chosen)]
+        is_bound = weights[parameter] != 0
+        return rows[np.flatnonzero(is_bound if chosen is None else is_bound & chosen)]
 
     def taken(self, subgroup: int, parameters: Parameters | None = None) -> None:
         """Note that a subgroup's masters have been taken from their weights, or replaced; its state is kept.
 
         Args:
-            subgroup: The subgroup.
-            parameters: Whose; None for all.
+            parameters: Those whose masters; None for all.
         """
         chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
         self._due[subgroup][chosen] = 0
 
     def is_due(self, subgroup: int, parameters: Parameters | None = None) -> bool:
-        """Return whether a master of this subgroup, or of some parameters in it, is to be taken from its weight."""
+        """Return whether a master of a subgroup (of one of these parameters) has to be taken from its weight."""
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return False
         chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
@@ -322,7 +317,7 @@ class Tables:
         return bool(self._due[subgroup].any())
 
     def due(self, subgroup: int, segment: Segment) -> SegmentFlag:
-        """Return how the master of a segment is to be taken from its weight; no flag if it stays."""
+        """Return how the master of a segment has to be taken from its weight; no flag if it has not."""
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return SegmentFlag(0)
         position = dict(self._layout.places[segment.parameter])[subgroup]

@@ -1,4 +1,4 @@
-"""Gives a run its state and weights: as tensors in host memory, or as a table for a kernel."""
+"""A run's state and weights, as tensors in host memory or as a table for a kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from offload.schedule.operations import Run
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a flat tensor over memory that somebody else owns and keeps alive."""
+    """Return a flat tensor over memory that the caller keeps alive."""
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
@@ -47,24 +47,9 @@ class View:
 
 
 class StateViews:
-    """Views of one session's state; for visitors, on the engine thread.
+    """Views of one session's state; for visitors, on the engine thread."""
 
-    Args:
-        plan: Homes and placements.
-        tables: Addresses of the weights.
-        kernel: Fills undefined state.
-        memory: The session's host memory.
-        lanes: Lanes of the device that the weights are on.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        tables: Tables,
-        kernel: CpuUpdateKernel,
-        memory: HostMemory,
-        lanes: Lanes,
-    ) -> None:
+    def __init__(self, plan: Plan, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory, lanes: Lanes) -> None:
         self.plan = plan
         self._tables = tables
         self._kernel = kernel
@@ -77,7 +62,7 @@ class StateViews:
     # Tables of an update
 
     def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
-        """Return the kernel's table for a run of a sealed step; by a rule of whole parameters, the update itself."""
+        """Return the kernel's table for a run of a sealed step; for a rule of whole parameters, the update itself."""
         lanes, fill = self._lanes, self._tables.fill
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
@@ -119,8 +104,6 @@ class StateViews:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
 
         Args:
-            run: The run of a visit.
-            view: Addresses of its state and weights.
             taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
@@ -146,14 +129,11 @@ class StateViews:
     def piece(
         self, run: Run, view: View, segment: Segment, *, sets_master: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Lend a segment's state in fp32: in place, or as copies, which are written back if the visit changes state.
+        """Yield a segment's state in fp32: in place, or as copies, which are written back if the visit changes state.
 
         If its master is set, a 16-bit weight becomes the rounded master; the stored master has the same rounding.
 
         Args:
-            run: The run of a visit.
-            view: Addresses of its state and weights.
-            segment: The segment.
             sets_master: Whether the caller sets its master.
         """
         layout = self.plan.layout
@@ -175,42 +155,39 @@ class StateViews:
     def shown(
         self, run: Run, view: View, segment: Segment, views: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[Segment, Mapping[str, torch.Tensor]]]:
-        """Yield a segment's state for readers, with the master that its next update would begin with.
+        """Yield a segment's state for readers, with the master that its next update would start from.
 
-        Where that is to be taken from the weight, and differs perhaps, it comes in copies of pieces.
+        If that update has to take the master from the weight, the segment is yielded in pieces with computed masters.
 
         Args:
-            run: The run of a visit.
-            view: Addresses of its state and weights.
-            segment: The segment.
-            views: What `piece` lends of it.
+            views: The segment's state, from `piece`.
         """
         due = SegmentFlag(0) if run.fresh else self._tables.due(run.visit.subgroup, segment)
         if not due:
             yield segment, views
             return
         weight = self.weight(run.visit.subgroup, segment, view)
-        in_pieces = all(tensor.numel() == segment.numel for tensor in views.values())  # what is packed is whole
+        in_pieces = all(tensor.numel() == segment.numel for tensor in views.values())  # packed state cannot be cut
         for start in range(0, segment.numel, PIECE_NUMEL if in_pieces else segment.numel):
             cut = slice(start, start + PIECE_NUMEL if in_pieces else None)
-            part = {name: tensor[cut] for name, tensor in views.items()}
+            piece = {name: tensor[cut] for name, tensor in views.items()}
             loads = SegmentFlag.LOAD_MASTER in due
-            part[MASTER] = weight[cut].to(torch.float32) if loads else matched(part[MASTER], weight[cut])
-            numel = part[MASTER].numel()
-            yield replace(segment, start=segment.start + start, offset=segment.offset + start, numel=numel), part
+            piece[MASTER] = weight[cut].to(torch.float32) if loads else matched(piece[MASTER], weight[cut])
+            numel = piece[MASTER].numel()
+            yield replace(segment, start=segment.start + start, offset=segment.offset + start, numel=numel), piece
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         if tile.tensor < len(subgroup.tensors):
-            offset, nbytes = next((offset, nbytes) for each, offset, nbytes in subgroup.tiles if each == tile)
+            offset, nbytes = next((offset, nbytes) for other, offset, nbytes in subgroup.tiles if other == tile)
             if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
                 ctypes.memmove(address, lent + offset, nbytes)
             else:
                 self._lanes.fetch(as_pieces([(self._lanes.homes[tile.subgroup].address + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
-        nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)
+        nbytes = next(nbytes for other, _, nbytes in subgroup.weight_tiles if other == tile)
         last = first + nbytes // FP32.item_bytes
         pieces = []
         for segment in subgroup.segments:
@@ -220,7 +197,7 @@ class StateViews:
                 source = weight + (segment.start + begin - segment.offset) * FP32.item_bytes
                 pieces.append((source, address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes))
         self._lanes.fetch(as_pieces(pieces))
-        at = address
+        gap = address  # zeros between the pieces, and up to the tile's end
         for _, target, size in (*pieces, (0, address + nbytes, 0)):
-            ctypes.memset(at, 0, target - at)
-            at = target + size
+            ctypes.memset(gap, 0, target - gap)
+            gap = target + size

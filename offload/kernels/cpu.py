@@ -29,13 +29,13 @@ invariant(SEGMENT_DTYPE.itemsize == _native.SEGMENT_BYTES, "SEGMENT_DTYPE is not
 
 
 PREFETCH_SETTING = "OFFLOAD_PREFETCH_BYTES"
-"""Environment variable: how many bytes ahead updates ask for memory, in the place of what csrc/kernels/prefetch.cpp
-has for this processor. One number, or two: the second is for formats with scales. `bench/kernel.py --tune` measures
-them."""
+"""Environment variable: how many bytes ahead updates prefetch memory, instead of this processor's number in
+csrc/kernels/prefetch.cpp. One number, or two: the second is for formats with scales. `bench/kernel.py --tune`
+measures them."""
 
 
 def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return the distances that `PREFETCH_SETTING` asks for; None if it does not.
+    """Return the two distances that `PREFETCH_SETTING` sets; None if it is not set.
 
     Raises:
         ConfigError: They cannot be used.
@@ -154,20 +154,20 @@ class CpuUpdateKernel:
         self._call("submit", op, rows.ctypes.data, rows.size)
 
     def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
-        """Start updating a subgroup whose checksums are verified before, and made after it, while it is in the cache.
+        """As `submit`, and verify the state's checksums before the update and make new ones after it.
 
-        As `submit`; besides, a block of the state that is not as `expected` is not updated, and the completion says
-        `ERROR_CHECKSUM`, with the tensor's number << 32 | the tile's as its detail.
+        A block of the state that does not match `expected` is not updated, and the completion says `ERROR_CHECKSUM`,
+        with (the tensor's number << 32 | the tile's) as its detail.
 
         Args:
             op: Comes back in the completion.
             table: As for `submit`; a row for each offset in `state`.
             state: Where the state lies.
-            expected: What an earlier update of this subgroup has made, if memory has to hold that; None where what it
-                holds is known to be right.
+            expected: The checksums that the last update of this subgroup has returned; None if memory need not be
+                verified.
 
         Returns:
-            The checksums of what is there afterwards; to be asked once the update has ended well.
+            The checksums of the new state; to be used once the update has ended well.
 
         Raises:
             InternalError: As `submit`.
@@ -215,7 +215,7 @@ class CpuUpdateKernel:
             destination_dtype: The source's dtype, or FLOAT32 to widen.
 
         Returns:
-            The fingerprint (see `fingerprints`) of the copy, or of the source where none is made.
+            The fingerprint (see `fingerprints`) of the copy, or of the source if none is made.
 
         Raises:
             InternalError: The arguments cannot be right. Nothing was written.
@@ -235,11 +235,11 @@ class CpuUpdateKernel:
     def fingerprints(
         self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
-        """Return 64 bits for each gradient that change when any of its bits does.
+        """Return a fingerprint of 64 bits for each gradient, which changes when any of its bits does.
 
-        They depend on every bit and on its place, and on nothing else: not on instruction set, threads or alignment.
-        Two different gradients have the same ones by chance only, once in about 2^64; `offload.kernels.reference`
-        defines them. Synchronous; the GIL is released, and the memory is read once.
+        It depends on every bit and on its place, and on nothing else: not on instruction set, threads or alignment.
+        Two different gradients have the same one by chance only, once in about 2^64; `offload.kernels.reference`
+        defines it. Synchronous; the GIL is released, and the memory is read once.
 
         Args:
             addresses: Where each gradient lies, at any alignment.
@@ -251,12 +251,12 @@ class CpuUpdateKernel:
         """
         addresses, sizes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(sizes, np.uint64)
         invariant(addresses.shape == sizes.shape, "gradients with other numbers of addresses and sizes")
-        found = np.empty(addresses.shape, np.uint64)
-        self._call("fingerprints", addresses.ctypes.data, sizes.ctypes.data, addresses.size, found.ctypes.data)
-        return found
+        result = np.empty(addresses.shape, np.uint64)
+        self._call("fingerprints", addresses.ctypes.data, sizes.ctypes.data, addresses.size, result.ctypes.data)
+        return result
 
     def add(self, rows: npt.NDArray[np.uint64], dtype: DtypeCode) -> None:
-        """Add gradients to others of the same dtype, each element as torch's `add_` does (a NaN is the quiet one).
+        """Add gradients to others of the same dtype, element by element as torch's `add_` (a NaN is the quiet one).
 
         Synchronous; the GIL is released.
 
@@ -314,6 +314,7 @@ class CpuUpdateKernel:
         self.close()
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a native method, and raise its errors as ours: wrong arguments are a bug, a closed kernel is not."""
         if self._closed:
             raise SessionBrokenError("the update kernel is closed; make a new one")
         try:

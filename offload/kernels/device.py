@@ -1,4 +1,4 @@
-"""What `CpuUpdateKernel` does, on an accelerator, enqueued on the caller's stream: what kernels of all kinds share.
+"""`DeviceKernel`: the interface of an accelerator's kernels, which enqueue work on the caller's stream; and checks.
 
 Invariants: bit for bit what `offload.kernels.reference` defines.
 Not done here: owning the memory that addresses point at, events, waiting.
@@ -25,41 +25,41 @@ if TYPE_CHECKING:
 _native: Any = import_module("offload._native")
 
 SLOT_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)
-"""By `DtypeCode`; of NONE those of fp32: a segment without a weight of its own has its master."""
+"""Bytes of an element by `DtypeCode`; for NONE fp32's, as a segment without a weight of its own has its master."""
 
 
 class DeviceKernel(ABC):
     """Enqueues updates and the gathering of gradients on one device.
 
-    Every call returns when its work is enqueued on the calling thread's current stream of the device. What is in
-    flight at once, on several streams, must not share memory. Any thread may call. It must live until its work has
+    Every call returns when its work is enqueued on the calling thread's current stream of the device. Work in flight
+    at once, on several streams, must not share memory. Any thread may call. The kernel must live until its work has
     been done.
     """
 
     device: torch.device
-    """Where the memory lies that tables and addresses point at."""
+    """The device whose memory tables and addresses point at."""
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:  # noqa: B027
-        """Compile and load what updates and gradients need, so that nothing waits for that later.
+        """Compile and load what updates and gradients need, so that no step waits for that.
 
         Args:
             rule: The update rule.
-            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
+            kinds: Kinds of parameters: dtypes of gradient and weight, and the code of the state's format.
         """
 
     def send(self, table: npt.NDArray[Any]) -> Any:
-        """Send the table of an update, for the stream that is current, to the device.
+        """Send the table of an update on the current stream to the device.
 
-        The table is copied before this returns; what it points at must live until the stream has come to the update's
-        end. Fastest where addresses are multiples of four elements; where elements share scales, where those would be
-        that the elements before a segment's in its first block had.
+        The table is copied before this returns; the memory it points at must live until the stream has done the
+        update. Fastest if addresses are multiples of four elements; for formats with scales, if this holds for the
+        first element of a segment's first block, which may lie before the segment.
 
         Args:
             table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this
                 device's, each a multiple of its element's size. Segments must not overlap.
 
         Returns:
-            What `update` takes, once.
+            The argument for one call of `update`.
 
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
@@ -151,7 +151,7 @@ class DeviceKernel(ABC):
             self._gather_rows(int(dtype), used)
 
     def fingerprint_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
-        """Enqueue the parts that blocks have in many gradients' fingerprints; see `CpuUpdateKernel.fingerprints`.
+        """Enqueue the fingerprints of many gradients, a part for each block; see `CpuUpdateKernel.fingerprints`.
 
         Args:
             dtype: Element type of all.
@@ -164,21 +164,21 @@ class DeviceKernel(ABC):
         if len(used := _checked_rows(dtype, rows)):
             self._fingerprint_rows(int(dtype), used)
 
-    # What the kinds do, each in its way; all has been checked
+    # What subclasses implement; arguments have been checked
 
     @abstractmethod
     def _send(self, table: npt.NDArray[Any]) -> Any:
-        """Return what `_update` takes; None for nothing to update."""
+        """Send a table; return the argument for `_update`, or None if there is nothing to update."""
 
     @abstractmethod
     def _update(self, sent: Any) -> None:
-        """Enqueue the update of what was sent."""
+        """Enqueue the update of a table that was sent."""
 
     @abstractmethod
     def _gather(
         self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
     ) -> None:
-        """Enqueue what `gather` does; source and slot are an address and a `DtypeCode`, 0 and NONE for no slot."""
+        """Enqueue the work of `gather`; source and slot: address and `DtypeCode`, or 0 and NONE for no slot."""
 
     @abstractmethod
     def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
@@ -194,7 +194,7 @@ class DeviceKernel(ABC):
 
 
 def _checked_rows(dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the rows of gradients that have elements."""
+    """Check rows of gradients; return those of gradients that have elements."""
     used = rows[rows[:, 1] > 0]
     invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
     invariant(bool(used.all()), "a gradient, or its sums, at address 0")

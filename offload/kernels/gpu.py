@@ -1,4 +1,4 @@
-"""The GPU's kernels: a `DeviceKernel` in Triton; and `device_kernel`, which returns a device's kernel of any kind.
+"""The GPU's kernels, a `DeviceKernel` in Triton; and `device_kernel`, which returns any device's kernel.
 
 Invariants: bit for bit what `offload.kernels.reference` defines; see `offload.kernels.triton_kernels` for what fixes
 each rounding. State, gradient and weight are read and written once, in their own dtypes, where they lie.
@@ -51,16 +51,16 @@ GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, **_EXACT}
 COPY_OPTIONS: dict[str, Any] = {"num_warps": 4, "sanitize_overflow": False}
 """How the kernels are compiled.
 
-Without fused multiply-add, which rounds once where the definition rounds twice. Under `TRITON_DEBUG=1` without the
-assertions that no integer overflows: products of hashes do.
+Without fused multiply-add, which rounds once where the definition rounds twice. `sanitize_overflow=False` removes the
+assertions of `TRITON_DEBUG=1` that no integer overflows: products of hashes do.
 """
 
 FIRST_LAUNCH = threading.Lock()
-"""Held where a kernel may be loaded: other threads find it before it can be launched (Triton, `_init_handles`)."""
+"""Held while a kernel may be loaded: Triton lets other threads see it before it can be launched (`_init_handles`)."""
 
-_LEAST_WORDS = 512  # of a table's memory that is used again
+_LEAST_WORDS = 512  # smallest memory for a table, so that few different sizes are kept for reuse
 _ROW_WORDS = SEGMENT_DTYPE.itemsize // 8
-_SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
+_SOME_ADDRESS = 1 << 40  # any address of 64 bits: Triton compiles for the size of integers
 _STATES = {rule.code: len(rule.state) for rule in RULES.values()}
 
 
@@ -100,7 +100,7 @@ class GpuUpdateKernel(DeviceKernel):
         self._tables = Tables() if backend is None else Uploads(self.device, backend, to_device)
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
-        """See `DeviceKernel.compile`: each kernel is launched once, with no program, which also loads it."""
+        """Compile and load kernels, by launching each variant once with no program; see `DeviceKernel.compile`."""
         with self._current():
             table = torch.empty(2, dtype=torch.int64, device=self.device)
             pieces = table.view(torch.int32)
@@ -140,6 +140,7 @@ class GpuUpdateKernel(DeviceKernel):
                     )
 
     def _send(self, table: npt.NDArray[Any]) -> SentUpdate | None:
+        """Send a table and, after it, the list of programs: which block of which segment each works on."""
         words = table.size * _ROW_WORDS
         first = _programs_at(words)
         sent = self._tables.take(first + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
@@ -155,13 +156,13 @@ class GpuUpdateKernel(DeviceKernel):
 
     def _update(self, sent: SentUpdate) -> None:
         table, first, launches = sent
-        with self._current(), self._tables.lend(table) as there:
-            begin, programs = 0, there[first:].view(torch.int32)
+        with self._current(), self._tables.lend(table) as on_device:
+            begin, programs = 0, on_device[first:].view(torch.int32)
             for rule, state_format, gradient, weight, aligned, count in launches:
                 self._launch(
                     self._kernels.update,
                     count,
-                    there,
+                    on_device,
                     programs,
                     begin,
                     RULE=rule,
@@ -210,7 +211,7 @@ class GpuUpdateKernel(DeviceKernel):
     def _launch_rows(
         self, kernel: Any, rows: npt.NDArray[np.uint64], size: int, block: int, options: dict[str, Any]
     ) -> None:
-        """Launch a kernel over rows of three words, of which one is a size: a program for each block of that."""
+        """Launch a kernel over rows of three words: a program for each `block` of a row's size, its word `size`."""
         rows = np.ascontiguousarray(rows)
         first, sizes = _programs_at(4 * len(rows)), rows[:, size]
         table = self._tables.take(first + int(sizes.sum()) // block + len(rows))
@@ -218,18 +219,18 @@ class GpuUpdateKernel(DeviceKernel):
         address, room = table.words.ctypes.data + 8 * first, table.words.size - first
         count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
         self._tables.send(table, first + count)
-        with self._current(), self._tables.lend(table) as there:
-            self._launch(kernel, count, there, there[first:].view(torch.int32), **options)
+        with self._current(), self._tables.lend(table) as on_device:
+            self._launch(kernel, count, on_device, on_device[first:].view(torch.int32), **options)
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """Launch a kernel; what may have to be compiled or loaded for that, by one thread at a time."""
+        """Launch a kernel; a variant that may have to be compiled or loaded first, by one thread at a time."""
         variant = (id(kernel), *map(_compiled_for, arguments), *options.values())
         with contextlib.nullcontext() if variant in self._launched else FIRST_LAUNCH:
             kernel[(programs,)](*arguments, **options)
             self._launched.add(variant)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""
+        """Make this device current within a block; under the interpreter, silence numpy's warnings of infinities."""
         if self.device.type == "cpu":
             return np.errstate(all="ignore")
         return torch.accelerator.device_index(self.device.index)
@@ -237,20 +238,20 @@ class GpuUpdateKernel(DeviceKernel):
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """A kernel's table: in host memory, where it is filled, and on the device.
+    """Memory for a kernel's table: in host memory, where it is filled, and on the device.
 
     Attributes:
-        words: It, and whatever is behind it in its memory, in host memory.
-        here: The same.
-        there: On the device.
-        sent: After it has been copied there, and after it has been used there.
+        words: The host memory, with room after the table.
+        on_host: The same as a tensor.
+        on_device: The memory on the device.
+        sent: An event after the copy to the device, and later after the work that has used the table.
         using: The stream of the work that uses it.
-        unused: Where it waits for its next use.
+        unused: The queue in which it waits for its next use.
     """
 
     words: npt.NDArray[np.int64]
-    here: torch.Tensor
-    there: torch.Tensor
+    on_host: torch.Tensor
+    on_device: torch.Tensor
     sent: Any = None
     using: Any = None
     unused: deque[Table] = field(default_factory=deque)
@@ -261,34 +262,34 @@ SentUpdate = tuple[Table, int, list[tuple[int, int, int, int, bool, int]]]
 
 
 class Tables:
-    """Tables that are used in host memory: by the interpreter, at once."""
+    """Tables in host memory alone: for the interpreter, which uses them at once."""
 
     def take(self, words: int) -> Table:
         """Return a table of that many words, or more, for work of the current stream."""
-        here = torch.empty(words, dtype=torch.int64, device="cpu")
-        return Table(here.numpy(), here, here)
+        on_host = torch.empty(words, dtype=torch.int64, device="cpu")
+        return Table(on_host.numpy(), on_host, on_host)
 
     def send(self, table: Table, words: int) -> None:
         """Copy the first words of a table to the device."""
 
     @contextlib.contextmanager
     def lend(self, table: Table) -> Iterator[torch.Tensor]:
-        """Lend a table that was sent to work that is now put on the current stream, which waits for it."""
-        yield table.there
+        """Lend a sent table to work that is enqueued within the block, on the current stream, which waits for it."""
+        yield table.on_device
 
 
 class Uploads(Tables):
-    """Tables on their way to a device, in memory that is used again when the work that they were for has been done.
+    """Tables that are copied to a device; their memory is reused when the work that has used them is done.
 
-    They are sent on the stream of all copies to the device. On another one a table might wait for all of these: some
-    copy engines go on with a stream as long as it has copies that can begin.
+    They are copied on the stream of all copies to the device. On another stream a table might wait for all of these,
+    as some copy engines go on with a stream as long as it has copies that can begin.
 
-    Any thread may call. Work on one stream ends in its order, so of the tables that it has had, the oldest tells.
+    Any thread may call. Work on one stream ends in order, so if its oldest table is still in use, all are.
 
     Args:
-        device: Where they go.
-        backend: Its row.
-        stream: On which they are sent; None for a new one.
+        device: The device.
+        backend: The device's row of `offload.backends`.
+        stream: The stream of copies; None for a new one.
     """
 
     def __init__(self, device: torch.device, backend: Backend, stream: Any = None) -> None:
@@ -297,29 +298,30 @@ class Uploads(Tables):
         self._used: dict[Any, deque[Table]] = {}
 
     def take(self, words: int) -> Table:
-        """See `Tables.take`. A table that is not sent, or not used then, is memory that goes."""
+        """Return a table for work of the current stream; one that is then not sent and lent is not reused."""
         using = self._backend.current_stream(self._device)
         size = max(_LEAST_WORDS, 1 << (words - 1).bit_length())
         used = self._used.setdefault((using, size), deque())
         return self._unused(used) or self._make(size, using, used)
 
     def send(self, table: Table, words: int) -> None:
-        """See `Tables.send`."""
+        """Enqueue the copy of a table's first words to the device."""
         with working_on(self._stream):
-            table.there[:words].copy_(table.here[:words], non_blocking=True)
+            table.on_device[:words].copy_(table.on_host[:words], non_blocking=True)
         table.sent.record(self._stream)
 
     @contextlib.contextmanager
     def lend(self, table: Table) -> Iterator[torch.Tensor]:
-        """See `Tables.lend`: to the stream that was current when it was taken."""
+        """Lend a sent table to work on the stream that was current in `take`; queue it for reuse afterwards."""
         table.using.wait_event(table.sent)
         try:
-            yield table.there
+            yield table.on_device
         finally:
             table.sent.record(table.using)
             table.unused.append(table)
 
     def _unused(self, used: deque[Table]) -> Table | None:
+        """Return a stream's oldest table if the work with it is done; else None."""
         try:
             oldest = used.popleft()
         except IndexError:
@@ -330,42 +332,42 @@ class Uploads(Tables):
         return None
 
     def _make(self, size: int, using: Any, unused: deque[Table]) -> Table:
-        here = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
-        with working_on(self._stream):  # whose memory it is
+        on_host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+        with working_on(self._stream):  # the allocator orders reuse of the memory by this stream
             there = torch.empty(size, dtype=torch.int64, device=self._device)
-        there.record_stream(using)  # an interrupt may let go of it while it is read
-        return Table(here.numpy(), here, there, self._backend.event(self._device, False), using, unused)
+        there.record_stream(using)  # an interrupt may drop the table while work reads it
+        return Table(on_host.numpy(), on_host, there, self._backend.event(self._device, False), using, unused)
 
 
 def _programs_at(words: int) -> int:
-    """Return where programs begin behind a table: at a multiple of 16 bytes, which Triton compiles for."""
+    """Return the word at which programs begin after a table: a multiple of 16 bytes, as Triton compiles for that."""
     return words + words % 2
 
 
 def _compiled_for(argument: Any) -> int:
-    """Return what Triton tells arguments apart by: how a pointer is aligned, or the value and size of an integer."""
+    """Return a code of what Triton compiles variants for: alignment of a pointer, or value and size of an integer."""
     if isinstance(argument, int):
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (argument >= 1 << 31)
     return int(argument.data_ptr() % 16 == 0)
 
 
 def device_kernel(device: torch.device | None = None, to_device: Any = None) -> DeviceKernel:
-    """Return the kernel of a device: in Triton where it has that.
+    """Return a device's update kernel: in Triton, or in plain torch operations where there is no Triton.
 
     Args:
         device: Which one; None for the current accelerator.
-        to_device: The stream on which tables are sent there; None for one of the kernel's own.
+        to_device: The stream on which tables are copied to it; None for a new one.
 
     Raises:
         ConfigError: There is no such device, or no Triton where it is needed.
     """
-    found, backend = accelerator(device)
+    chosen, backend = accelerator(device)
     if backend.compiler == "triton":
-        return GpuUpdateKernel(found, to_device)
-    _say_slow(found.type)
-    return PlainUpdateKernel(found)
+        return GpuUpdateKernel(chosen, to_device)
+    _warn_slow(chosen.type)
+    return PlainUpdateKernel(chosen)
 
 
 @cache
-def _say_slow(kind: str) -> None:
+def _warn_slow(kind: str) -> None:
     log.warning("updates on %s devices are plain torch operations, many times slower than a kernel (said once)", kind)

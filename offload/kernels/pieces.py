@@ -1,4 +1,4 @@
-"""What a rule of whole parameters is given of one parameter, and how a class of torch's kind is run on it."""
+"""`Piece`: one parameter's tensors for a rule of whole parameters; and a step of a torch optimizer without hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.layout import Parameter
 
 
 def step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without hooks: those are the offloaded optimizer's, and run once a step."""
+    """Call an optimizer's step without its hooks: hooks are the offloaded optimizer's to call, once a step."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -22,9 +22,9 @@ class Piece:
     """One parameter in an update.
 
     Attributes:
-        parameter: What the layout says of it.
+        parameter: Its description in the layout.
         segment: Its state as it is stored, its gradient and its weight, all flat.
-        packed: Its packed state, flat words of 4 bytes; None where its rule has none.
+        packed: Its packed state, flat words of 4 bytes; None if its rule packs none.
     """
 
     parameter: Parameter

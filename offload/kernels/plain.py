@@ -1,7 +1,7 @@
-"""An accelerator's updates in plain torch operations, where there is no compiler for kernels: right, and slow.
+"""An accelerator's updates in plain torch operations, if no compiler for kernels supports it: right, and slow.
 
-What `offload.kernels.reference` defines is done by itself, on tensors of the device, piece by piece: so the bits are
-those of the reference wherever the device's `*`, `+`, `-`, `/`, float64 roots and casts are correctly rounded.
+`offload.kernels.reference` itself runs on tensors of the device, piece by piece. So the bits are those of the
+reference if the device's `*`, `+`, `-`, `/`, float64 roots and casts are correctly rounded.
 
 Invariants: nothing waits for the device, and nothing reads its memory on the host.
 """
@@ -29,18 +29,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 PIECE_NUMEL = 1 << 20
-"""Elements that are worked on at once, a multiple of every block's: each takes some dozens of bytes meanwhile."""
+"""Elements of a piece, a multiple of every block's: each takes some dozens of bytes of temporary memory."""
 
 _TOUCHING = int(SegmentFlag.ACTIVE | TAKES_MASTER | SegmentFlag.ZERO_STATE)
 _RULES = {rule.code: rule for rule in RULES.values()}
 
 
 class PlainUpdateKernel(DeviceKernel):
-    """A `DeviceKernel` on any device of torch, the CPU included.
-
-    Args:
-        device: Which one.
-    """
+    """A `DeviceKernel` on any device of torch, the CPU included."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,12 +62,12 @@ class PlainUpdateKernel(DeviceKernel):
                 reference.update(self.segment(row, state, gradient, start, numel))
 
     def segment(self, row: Any, state: StateSpec, gradient: int, start: int, numel: int) -> SegmentTensors:
-        """Return elements of a segment as the reference takes them; what it updates lies where it is to be then.
+        """Return elements of a segment as tensors for `reference.update`, over the memory that is to be written.
 
         Args:
-            row: Of a segment table, with its rule's names.
-            state: What the segment's state is, and how it is stored.
-            gradient: Code of its element type; 0 where the segment is not active.
+            row: A row of a segment table, with its rule's names.
+            state: The rule, and how its state is stored.
+            gradient: Code of the gradient's element type; 0 if the segment is not active.
             start: First element, at a block's begin.
             numel: How many.
         """
@@ -84,7 +80,7 @@ class PlainUpdateKernel(DeviceKernel):
             return self.at(int(row[name]) + first * dtype.itemsize, count, dtype)
 
         def written(name: str, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
-            """Return where new values go, with the old ones there where these are read."""
+            """Return the tensor for new values; if old ones are read, with these copied to it."""
             if not row[f"new_{name}"]:
                 return at(name, dtype)
             new = at(f"new_{name}", dtype)
@@ -102,7 +98,7 @@ class PlainUpdateKernel(DeviceKernel):
             master_low = written("master_low", torch.uint8, not loads) if in_planes else None
         scales = None
         if SCALES in formats:
-            # Pieces but the first begin where blocks do.
+            # All pieces but the first begin where a block does.
             blocks, states = blocks_numel(first_index, numel, state.format.block_numel), len(rule.state)
             before = first_index // state.format.block_numel - int(row["first_index"]) // state.format.block_numel
             scales = at(SCALES, torch.uint8, before * states, blocks * states).view(blocks, states)
@@ -148,8 +144,8 @@ class PlainUpdateKernel(DeviceKernel):
         for address, numel, parts in rows.tolist():
             for start, count in _pieces(numel):
                 first_block = start // NORM_BLOCK_NUMEL
-                found = reference.fingerprint_parts(self._elements(address, dtype, start, count), first_block)
-                self.at(parts + 8 * first_block, found.numel(), torch.int64).copy_(found)
+                sums = reference.fingerprint_parts(self._elements(address, dtype, start, count), first_block)
+                self.at(parts + 8 * first_block, sums.numel(), torch.int64).copy_(sums)
 
     def _elements(self, address: int, code: int, start: int, count: int) -> torch.Tensor:
         dtype = TORCH_DTYPES[DtypeCode(code)]
@@ -161,7 +157,7 @@ class PlainUpdateKernel(DeviceKernel):
 
 
 def _pieces(numel: int, before: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield start and length of pieces of so many elements; `before` are those in the first block before them."""
+    """Yield start and length of pieces of `numel` elements; `before`: elements of the first block before them."""
     start = 0
     while start < numel:
         count = min(numel - start, PIECE_NUMEL - (before + start) % PIECE_NUMEL)

@@ -1,4 +1,4 @@
-"""State as it is stored, and as fp32 tensors: for everybody who looks at it, between updates.
+"""Converts state between its stored formats and fp32 tensors, for reads and writes between updates.
 
 Native, on the calling thread, with the GIL released; bit for bit what `offload.kernels.reference` defines.
 """
@@ -19,19 +19,19 @@ from offload.rules import PACKED
 
 
 def stored_dtype(stored: Format) -> torch.dtype:
-    """Return the element type of a tensor with what is stored in a format."""
-    found: torch.dtype = getattr(torch, stored.dtype)
-    return found
+    """Return the torch dtype of a tensor in a format."""
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    return dtype
 
 
 class Stored(NamedTuple):
-    """What a run of a state tensor is stored in, in host memory.
+    """The tensors in host memory in which a run of a state tensor is stored.
 
     Attributes:
-        format: How.
+        format: The run's format.
         first: Flat, of its `stored_dtype`: elements, codes, or the upper plane of a master.
-        beside: The lower plane of a master; of codes the scales of their blocks, which may be a column of a matrix.
-        first_index: Index of the first element in the unsharded parameter; where there are no blocks, anything.
+        beside: The lower plane of a master; for codes the scales of their blocks, which may be a column of a matrix.
+        first_index: Index of the first element in the unsharded parameter; ignored by formats without blocks.
     """
 
     format: Format
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
     first_index: int = 0
 
     def place(self) -> tuple[int, int, int, int, int, int]:
-        """Return what native functions are told."""
+        """Return the arguments by which native functions find the run: format, addresses, index and size."""
         numel, beside = self.first.numel(), self.beside
         _check("first", self.first, stored_dtype(self.format), numel)
         if beside is None:
@@ -62,8 +62,8 @@ class Stored(NamedTuple):
         """Store flat fp32 values, rounded to nearest; in planes to odd.
 
         Args:
-            values: As many as there are.
-            roots: Codes of the roots that these values are divided by: where those are 0, 0 is stored.
+            values: A value for each element.
+            roots: Codes of the roots by which an update divides these values: where a code is 0, 0 is stored.
             instruction_set: One of `instruction_sets()`; "" for the fastest.
         """
         _check("values", values, torch.float32, self.first.numel())
@@ -82,12 +82,12 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, *, c
 
 
 def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], first_index: int) -> Stored:
-    """Return what one state tensor of a segment is stored in.
+    """Return the tensors in which one state tensor of a segment is stored.
 
     Args:
-        state: What the segment's state is, and how it is stored.
+        state: The segment's rule, and how its state is stored.
         name: One of its rule's `names`.
-        tensors: What state is stored in, by name; flat. A master without a lower plane is fp32.
+        tensors: The stored tensors by name, flat. A master without a lower plane is fp32.
         first_index: Index of the segment's first element in the unsharded parameter.
     """
     formats = dict(state.stored)
@@ -141,7 +141,7 @@ def as_fp32(
 
 
 def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Put flat fp32 values into a flat tensor of as many elements, rounded to its type, to nearest even."""
+    """Write flat fp32 values to a flat tensor of as many elements, rounded to its type, to nearest even."""
     _check("values", values, torch.float32, out.numel())
     _check("out", out, out.dtype, out.numel())
     encode(DTYPE_CODES[out.dtype], out.data_ptr(), 0, 0, 0, out.numel(), values.data_ptr(), 0)

@@ -1,4 +1,4 @@
-"""The one builder of segment tables: what a kernel is told, in rows of `SEGMENT_DTYPE`."""
+"""Builds segment tables, which tell a kernel what to update: rows of `SEGMENT_DTYPE`, one for each segment."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def segment_table(
     rounding_key: Any = 0,
     first_index: Any = 0,
 ) -> npt.NDArray[Any]:
-    """Return a segment table; every argument is a number, or an array with one a row, unless its type says otherwise.
+    """Return a segment table. Arguments of type `Any` are a number, or an array with a number for each row.
 
     Args:
-        state: What the state is, and how it is stored.
+        state: The rule, and how its state is stored.
         numel: Elements.
-        addresses: Of what the state is stored in, "weight" and "gradient"; an fp32 weight is the master.
+        addresses: By name: of the stored state tensors, "weight" and "gradient"; an fp32 weight is the master.
         weight_dtype: Element type of the weights.
         gradient_dtype: `DtypeCode` of the gradients.
-        flags: `SegmentFlag`.
+        flags: `SegmentFlag`s.
         scalars: What `rule.row` returns, or columns of it.
-        rounding_key: Of the update, from `offload.kernels.rounding_keys`; not every format needs it, or the index.
+        rounding_key: The update's, from `offload.kernels.rounding_keys`; for formats that round, as is `first_index`.
         first_index: Index of a segment's first element in the unsharded parameter.
     """
     table = np.zeros(np.size(numel), segment_dtype(state.rule))
@@ -60,8 +60,8 @@ def segment_table(
 
 def active_rows(table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return for each segment of a table whether it is updated."""
-    found: npt.NDArray[np.bool_] = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
-    return found
+    active: npt.NDArray[np.bool_] = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
+    return active
 
 
 def weights_at(table: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
@@ -76,8 +76,8 @@ def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int
     """Return the table of an update to be timed; gradient and weight are bf16.
 
     Args:
-        state: What the state is, and how it is stored.
-        addresses: Of the tensors that `trial_items` names, or of the first of them, where they follow each other.
+        state: The rule, and how its state is stored.
+        addresses: Of the tensors that `trial_items` names, or of the first one if they follow each other.
         numel: Elements, whole blocks.
     """
     items, rule = trial_items(state), state.rule
@@ -103,7 +103,7 @@ def trial_items(state: StateSpec) -> dict[str, Format]:
 
 
 def trial_bytes(state: StateSpec) -> int:
-    """Return the bytes that an element has in all of them, rounded up."""
+    """Return the bytes of an element in all tensors of a `trial_table`, rounded up."""
     return math.ceil(sum(stored.bytes_each for stored in trial_items(state).values()))
 
 
@@ -111,11 +111,11 @@ def checked(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a segment table of any rule as rows of `SEGMENT_DTYPE`.
 
     Raises:
-        InternalError: If it is none.
+        InternalError: It is no contiguous segment table.
     """
     names = table.dtype.names or ()
     is_table = table.dtype.itemsize == SEGMENT_DTYPE.itemsize and {"master", "rule", "numel"} <= set(names)
-    # Words only where they are needed: those for a dtype cost more than all else that an update is told.
+    # The message is made only if it is needed: a dtype's text costs more than the rest of a submission.
     invariant(is_table, "" if is_table else f"a segment table has dtype {table.dtype}, not that of a rule's segments")
     invariant(
         table.ndim == 1 and table.flags.c_contiguous,

@@ -1,7 +1,8 @@
-"""Updates of whole parameters, in torch operations on the CPU.
+"""Updates of whole parameters (Muon, wrapped classes), in torch operations on the CPU.
 
-The state is made whole first; then the rule changes master and state of each parameter in place, one parameter at a
-time, so that what an update takes meanwhile is that of the largest one; then the new weight is made of the master.
+For one parameter after another: masters and state that are still due from the weights are made; the rule changes
+master and state in place; the new weight is made from the master. So temporary memory is that of the largest
+parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from offload.rules import MUON, PACKED, ClassRule, UpdateRule
 def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
     """Update a matrix by torch's own Muon, run on views of the state, which may be stored in any format.
 
-    So bits are those of `torch.optim.Muon` over an fp32 twin, on this device and with this number of threads; its
+    So the bits are those of `torch.optim.Muon` on fp32 weights, on this device and with this number of threads; its
     Newton-Schulz iteration works in bfloat16, whatever the weights' type. See `offload.rules.UpdateRule.update`.
     """
     segment = piece.segment
@@ -49,11 +50,11 @@ def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
 _CPU = PlainUpdateKernel(torch.device("cpu"))
 
 _UPDATES: dict[str, Callable[..., None]] = {MUON.name: _muon}
-"""Of rules that do not bring their own."""
+"""Update functions of rules that have none of their own."""
 
 
 def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
-    """Return an update to be timed: of a parameter of a shape and type, with the hyperparameters of a group."""
+    """Return a call that updates a parameter of a shape and dtype, of a group, to be timed."""
     if isinstance(rule, ClassRule):
         return rule.trial(shape, dtype, group)
     numel = math.prod(shape)
@@ -69,28 +70,25 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
 
 
 def _chained(error: BaseException) -> list[BaseException]:
-    """Return an error, and all that it was raised from or while: in a circle, perhaps."""
-    found, waiting = list[BaseException](), [error]
+    """Return an error with all its causes, contexts and group members, each once, as these may form a circle."""
+    errors, waiting = list[BaseException](), [error]
     while waiting:
         failed = waiting.pop()
-        if all(failed is not each for each in found):
-            found.append(failed)
+        if all(failed is not each for each in errors):
+            errors.append(failed)
             more = failed.exceptions if isinstance(failed, BaseExceptionGroup) else ()
             waiting += [each for each in (failed.__cause__, failed.__context__, *more) if each is not None]
-    return found
+    return errors
 
 
 class WholeUpdate:
     """The update of a subgroup by a rule of whole parameters; called once, on any thread.
 
     Args:
-        table: As for a kernel.
-        subgroup: Whose it is, which knows the rule, and how state is stored.
-        parameters: Of each row; none where state is only made whole.
+        table: The segment table, as for a kernel.
+        subgroup: The subgroup, which knows the rule and how state is stored.
+        parameters: The parameter of each row; none if state is only made from weights.
         groups: Hyperparameters by group.
-
-    Attributes:
-        table: As given.
     """
 
     def __init__(
@@ -106,17 +104,18 @@ class WholeUpdate:
         self._groups = groups
 
     def __call__(self) -> None:
-        """Update."""
+        """Update the subgroup."""
         try:
             self._update()
         except BaseException as error:
-            # Whoever prints what variables a frame had, as loggers of errors do, may come when this memory is gone.
+            # A logger that prints the variables of a traceback's frames may do so when their memory has been freed.
             for failed in _chained(error):
                 traceback.clear_frames(failed.__traceback__)
             raise
 
     @torch.no_grad()
     def _update(self) -> None:
+        """Update each row's parameter by the rule; rows that are not active only get master and state made."""
         rule, active = self._state.rule, active_rows(self.table).tolist()
         update: Callable[..., None] = _UPDATES.get(rule.name, rule.update)
         for number, row in enumerate(self.table):

@@ -1,8 +1,9 @@
 """How many requests a path should have in flight: tried out when a session opens it.
 
-More than a device can use cost memory bandwidth, threads and the turns of others, and gain nothing; how many it can
-use differs between a disk, a file server and an object store. So a few depths are tried, reads and writes at the same
-time as in a step, and the smallest that is nearly the best is taken. Bits never depend on it.
+More requests than a device can use gain nothing, cost memory bandwidth and threads, and delay other requests. How
+many it can use differs between a disk, a file server and an object store. So a few depths are tried, with reads and
+writes at the same time as in a step, and the smallest is taken that is nearly as fast as the best. Bits never depend
+on it.
 
 This happens before the session's first operation, on its own tiers and in its staging memory, whose content is
 undefined at that moment.
@@ -19,22 +20,22 @@ from offload.protocols import SECTOR_BYTES, Queue, Tier
 from offload.tiers import SLOT_HEADER_BYTES
 
 DEPTHS = (2, 4, 8, 16)
-"""Not 1: a device that has nothing waiting idles between requests. Where that costs little, little is lost by 2, and
-a trial that other work disturbs cannot choose what costs most."""
+"""Depths that are tried. Not 1: a device without a waiting request idles in between. If that costs little, a depth of
+2 costs little, too; and a trial that other work disturbs can then not choose the slowest."""
 
 NEAR = 0.97
-"""A depth that reaches this part of the best is as good."""
+"""Part of the best rate from which on a depth counts as equally good."""
 
 TILES = DEPTHS[-1]
-"""Read and as many written in a round, so that every depth can be reached."""
+"""Tiles that are read, and as many written, in a round: enough to reach every depth."""
 
 TILE_BYTES = (256 << 10, 2 << 20)
-"""Size of these tiles: with smaller ones nothing is learnt, with larger ones too much is moved."""
+"""Least and most bytes of a tile: smaller ones tell nothing, larger ones take too long."""
 
 ROUNDS = 3
 
 HOPELESS = 0.8
-"""A depth that reached no more of the best than this is not tried again."""
+"""Part of the best rate; a depth that reached no more is not tried in further rounds."""
 
 MOST_SECONDS = 1.0
 
@@ -46,7 +47,7 @@ def choose_depth(rates: Mapping[int, float]) -> int:
 
 
 def goes_on_rising(rates: Mapping[int, float]) -> bool:
-    """Return whether a greater depth is worth trying: not after two that are no better than a smaller one."""
+    """Return whether to try a greater depth: not after two that were no better than a smaller one."""
     depths = sorted(rates)
     return len(depths) < 3 or choose_depth(rates) in depths[-2:]
 
@@ -60,20 +61,19 @@ def tune_depth(
     *,
     verify: bool = True,
 ) -> dict[int, float]:
-    """Try depths on a path and let it work with the best; takes about `MOST_SECONDS` at most.
+    """Try depths on a path and set the best; takes about `MOST_SECONDS` at most.
 
     Args:
         tier: The path, with nothing in any slot yet; its first slots are written.
-        queue: What it reports to; nothing else does meanwhile.
+        queue: The tier's; nothing else may report to it meanwhile.
         address: Memory whose content is lost.
         nbytes: Its size.
         clock: Seconds, never going back.
         verify: Whether tiles are verified; see `TileRequest`.
 
     Returns:
-        Bytes per second by depth, reads and writes together. Nothing if there is too little memory or room to tell,
-        if the system's page cache would answer instead of the device, or if the path is too slow: it works as before
-        then.
+        Bytes per second by depth, reads and writes together. Empty, with the depth unchanged, if there is too little
+        memory or room, if the system's page cache would answer instead of the device, or if the path is too slow.
 
     Raises:
         TierError: If the path fails.
@@ -83,10 +83,10 @@ def tune_depth(
     tile_bytes = min(most, nbytes // (2 * TILES), room) // SECTOR_BYTES * SECTOR_BYTES
     if tile_bytes < least or tier.cached:
         return {}
-    begun_s, before, path = clock(), tier.depth, Slots(tier, tile_bytes, verify=verify)
+    began_s, before, path = clock(), tier.depth, Slots(tier, tile_bytes, verify=verify)
 
-    def late(part: float) -> bool:
-        return clock() - begun_s > part * MOST_SECONDS
+    def is_late(part: float) -> bool:
+        return clock() - began_s > part * MOST_SECONDS
 
     def move(*loads: tuple[str, range]) -> float:
         """Return the seconds that these reads and writes of slots take together."""
@@ -95,8 +95,8 @@ def tune_depth(
         return clock() - started_s
 
     filled = 0
-    while filled < 2 * TILES:  # all slots, as new ones cost more; in steps, so that a slow path is found out soon
-        if late(0.25):
+    while filled < 2 * TILES:  # first writes to slots take longer: not timed. In steps, to notice a slow path soon
+        if is_late(0.25):
             return {}
         more = range(filled, max(1, 2 * filled))
         move(("write", more))
@@ -112,12 +112,12 @@ def tune_depth(
     for depth in DEPTHS:
         if not goes_on_rising(rates):
             break
-        if late(1.0):
+        if is_late(1.0):
             tier.set_depth(before)
             return {}
         attempt(depth)
     for depth in (ROUNDS - 1) * sorted(rates):
-        if rates[depth] > HOPELESS * max(rates.values()) and not late(1.0):
+        if rates[depth] > HOPELESS * max(rates.values()) and not is_late(1.0):
             attempt(depth)
     tier.set_depth(choose_depth(rates))
     return rates

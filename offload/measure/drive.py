@@ -1,7 +1,7 @@
-"""Keeping lanes busy for a while, to see what they reach alone and beside each other.
+"""Keeps lanes busy for a while, to measure their rates alone and beside each other.
 
-Invariants: a load never has more operations in flight than its depth, and starts none after one has failed; nothing
-is in flight when `drive` returns or raises. It decides nothing about what an operation is.
+Invariants: a load never has more operations in flight than its depth, and starts none after one has failed; no
+operation is in flight when `drive` returns or raises. What an operation is, callers decide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.protocols import Completion, Queue
 from offload.schedule.timeline import Interval
 
 ENOUGH_TOGETHER = 0.3
-"""Lanes that are at work together for so much of the longest one's time show what they reach then."""
+"""Part of the longest lane's time for which all must work at once, to show their rates beside each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Load:
         lane: Its name in the timeline.
         nbytes: Bytes of one operation.
         depth: Operations in flight at once.
-        start: Starts an operation under an id and at a place from 0 to `depth` - 1, where none is in flight.
-        error: Returns the error that a failed completion stands for.
-        count: Operations in all; None for as long as a load that has a count goes on.
-        what: What is measured, for the log.
+        start: Called with an operation's id, and a place from 0 to `depth` - 1 in which no other is in flight.
+        error: Returns the error of a failed completion.
+        count: Operations in all; None to go on until all loads with a count have ended.
+        what: Name of what is measured, for the log.
     """
 
     lane: str
@@ -57,23 +57,25 @@ class _Flight(NamedTuple):
 
 
 def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
-    """Run loads beside each other and return what was done, in the order in which it ended.
+    """Run loads beside each other and return their operations, in the order in which they ended.
 
     Args:
-        queue: Where everything that the loads start reports; nobody else uses it meanwhile.
+        queue: Gets the completions of all operations, and no others meanwhile.
         loads: At least one has a count.
 
     Raises:
-        OffloadError: What the first failed operation stands for, once all others have ended.
+        OffloadError: The error of the first operation that failed, once all others have ended.
     """
     timeline: list[Interval] = []
-    idle = deque((load, at) for at in range(max(x.depth for x in loads)) for load in loads if at < load.depth)
+    free = deque(
+        (load, place) for place in range(max(x.depth for x in loads)) for load in loads if place < load.depth
+    )
     started: Counter[str] = Counter()
     left = sum(load.count or 0 for load in loads)
 
     def take() -> _Flight | None:
-        while idle:
-            load, place = idle.popleft()
+        while free:
+            load, place = free.popleft()
             if left and started[load.lane] < (math.inf if load.count is None else load.count):
                 started[load.lane] += 1
                 return _Flight(load, place)
@@ -86,7 +88,7 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
                 raise load.error(completion)
             timeline.append(Interval(load.lane, "", completion.started_s, completion.finished_s, load.nbytes))
             left -= load.count is not None
-            idle.append((load, place))
+            free.append((load, place))
     return timeline
 
 
@@ -96,25 +98,25 @@ def lane_rates(timeline: Sequence[Interval]) -> dict[str, float]:
 
 
 def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
-    """Return the bytes per second of each lane while all were at work, if they were for long enough to tell.
+    """Return the bytes per second of each lane while all lanes were at work.
 
-    Else, as where one is through before another has begun, or rests while another works, those of `lane_rates`.
+    If they were together for too short a time (one ends before another begins), those of `lane_rates`.
     """
     spans = [
         (min(i.started_s for i in timeline if i.lane == lane), max(i.finished_s for i in timeline if i.lane == lane))
         for lane in {interval.lane for interval in timeline}
     ]
     together_s = min(end_s for _, end_s in spans) - max(begin_s for begin_s, _ in spans)
-    found = lane_rates(timeline)
+    rates = lane_rates(timeline)
     if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
-        return found
-    return {lane: bytes_per_s(timeline, lane) or alone for lane, alone in found.items()}
+        return rates
+    return {lane: bytes_per_s(timeline, lane) or alone for lane, alone in rates.items()}
 
 
 def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:
-    """Return what a lane reached while all lanes were at work, taking an operation's bytes as spread evenly.
+    """Return a lane's rate from when the last lane began until the first one ended, without filling and draining.
 
-    The time from when the last lane had begun until the first one ended, so that filling and draining do not count.
+    An operation's bytes are taken as spread evenly over its time.
     """
     lanes = {interval.lane for interval in timeline}
     began_s = max(min(i.started_s for i in timeline if i.lane == name) for name in lanes)

@@ -1,8 +1,8 @@
 """The full probe: every rate that predictions are computed from, alone and beside each other.
 
-It goes through the same tiers and the same update kernel as a session; a rate is the median over rounds.
+It uses the same tiers and the same update kernel as a session; a rate is the median over rounds.
 
-Not done here: choosing anything from the rates; rates of several paths at work at once.
+Non-goals: choosing anything from the rates; rates of several paths at work at once.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from offload.tiers import StoreOptions, check_places, open_tier, parse_place, sl
 from offload.units import format_bytes
 
 LONGEST_RUN_S = 0.15
-"""What a run of one measurement takes where there is time for it."""
+"""Most seconds of one run of a measurement."""
 
 DISAGREEMENT = 0.2
-"""Spread, as a part of the median, from which on a warning says that runs disagree."""
+"""Spread, as a part of the median, beyond which a warning says that runs disagree."""
 
 UPDATE_NUMEL = 1 << 25
-"""Elements that the update works on in turn: more than caches hold."""
+"""Elements that updates go over in turn: more than caches hold."""
 
 PATH_DEPTH = 8
 PATH_SLOTS = 16
-LADDER_BYTES = (SECTOR_BYTES, 16 * SECTOR_BYTES, 1 << 20)
-GAUGE_BYTES = 1 << 20
+LADDER_BYTES = (SECTOR_BYTES, 16 * SECTOR_BYTES, 1 << 20)  # tiles whose times show the latency
+GAUGE_BYTES = 1 << 20  # tiles that show whether a path is slow
 
 _VARIANTS = {
     "plain": StreamVariant.PLAIN,
@@ -71,14 +71,14 @@ def full_probe(
     Args:
         paths: Directories or "s3://bucket/prefix", as in `OffloadConfig.paths`. Each is written to, some hundred
             megabytes at most, and left as it was.
-        seconds: About how long it may take; runs are short if it is little, but three rounds there are.
+        seconds: About how long it may take; with little, runs are short, but there are at least three rounds.
         threads: Most threads of the update; None for as many as this process may use.
-        numel: Elements that the update works on, in each format of state; None for more than caches hold, if there is
-            memory for that.
-        report: Hears of progress: runs done, runs in all, and what is measured next.
+        numel: Elements that the update goes over, in each format of state; None for more than caches hold, if there
+            is memory for that.
+        report: Called with the number of runs done, of all runs, and what is measured next.
 
     Returns:
-        What `save_rates` writes.
+        The content of a file, for `save_rates`.
 
     Raises:
         ConfigError: If a path cannot be used or has too little room.
@@ -118,7 +118,7 @@ def full_probe(
 
 
 def thread_counts(most: int) -> list[int]:
-    """Return the numbers of threads to measure the update with: all up to 8, then two an octave."""
+    """Return the numbers of threads to measure the update with: all up to 8, then two in a doubling, and `most`."""
     counts = set(range(1, min(most, 8) + 1)) | {most}
     octave = 8
     while octave < most:
@@ -133,15 +133,16 @@ def _result(
     probes: Sequence[PathProbe],
     gpus: Sequence[GpuProbe],
 ) -> RatesFile:
+    """Return the file of rates with these measurements, and warnings about those that disagree."""
     by_format = {form: {count: measurements[update_name(form, count)].median for count in counts} for form in FORMATS}
     rates = rates_of(measurements, counts[-1], probes, gpus[0].memory_bytes if gpus else None)
     tiers = [probe.tier for probe in probes]
     facts = [parse_place(tier.path).facts() | {"io": str(getattr(tier, "io_backend", tier.name))} for tier in tiers]
     warnings = []
-    apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
-    if apart:
+    unsteady = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
+    if unsteady:
         warnings.append(
-            f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
+            f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(unsteady)}; "
             "measure again when the machine is quieter"
         )
     for number, tier in enumerate(tiers):
@@ -163,7 +164,7 @@ def _result(
 def _path_probe(
     number: int, path: str, queue: CompletionQueue, ends: contextlib.ExitStack, cpu: CpuProbe, run_s: float
 ) -> PathProbe:
-    """Open a path as a session opens it, and write what is read first."""
+    """Open a path as a session opens it, and write all slots, so that reads find them."""
     arena = Arena(2 * PATH_DEPTH * MAX_TILE_BYTES, prefault=True)
     ends.callback(arena.close)
     sizes = [*LADDER_BYTES, MAX_TILE_BYTES]
@@ -188,10 +189,10 @@ def _path_probe(
 
 
 def _affordable_bytes(tier: Tier, queue: CompletionQueue, address: int, run_s: float) -> int:
-    """Return the largest tile of which a slow path moves a run's worth in the time for a run."""
+    """Return the bytes of a tile with which a run on this path takes about `run_s`."""
     gauge = Slots(tier, GAUGE_BYTES, len(LADDER_BYTES) + 1)
     if tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
-        return MAX_TILE_BYTES  # hardly any room: that decides
+        return MAX_TILE_BYTES  # the little room decides on the size
     rate = lane_rates(drive(queue, [gauge.load("write", range(PATH_DEPTH), address)]))["write"]
     tile_bytes = int(rate * run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
     return max(LADDER_BYTES[1], tile_bytes)

@@ -18,15 +18,16 @@ from offload.protocols import DeviceLane, Mark
 COPY_BYTES = 64 << 20
 COPIES = 8
 LONGEST_RUN_S = 1.5
-"""Of a run of so many; a quarter of it, beside the CPU's update, is longer than a run of that."""
+"""Most seconds of a run of `COPIES` copies. A quarter of it, for copies beside the CPU's update, is longer than one
+run of that update."""
 
 GATE_COPIES = 1
 MOST_GATE_COPIES = 32
-"""Copies that hold work back until all of it has been enqueued: so many at first, and at most."""
+"""Number of copies that hold work back until all of it is enqueued: at first, and at most."""
 
 COPIES_BESIDE = 128
 MOST_BESIDE = 64
-"""Runs of the CPU's update beside them, however long they take."""
+"""Most runs of the CPU's update beside these copies."""
 UPDATE_NUMEL = 1 << 26
 
 H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
@@ -36,17 +37,13 @@ GATE = DeviceLane.LEAVING
 
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
-    """Yield the probe of the current accelerator; none where torch has none that offload runs on.
-
-    Args:
-        update: Runs the CPU's update for a while and returns its rate.
-    """
+    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses."""
     import torch
 
     with contextlib.ExitStack() as ends:
         probes = []
-        there = torch.accelerator.current_accelerator(check_available=True)
-        if there is not None and there.type in BACKENDS:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None and accelerator.type in BACKENDS:
             from offload.device.accelerator import AcceleratorDevice
 
             device = AcceleratorDevice()
@@ -62,23 +59,23 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
 
 
 class GpuProbe:
-    """Copies between pinned host memory and a GPU, and updates there.
+    """Measures copies between pinned host memory and a GPU, and updates there.
 
-    What is measured waits on the device behind a gate, copies on a lane of their own, until the host has enqueued all
-    of it: else the time would be that of the host's calls, where these take longer than the work. A run whose gate
-    opened too early is repeated behind one twice as long.
+    The measured work waits on the device for a *gate* (copies on another lane), until the host has enqueued all of
+    it. Else the host's calls would be timed, if they take longer than the work. A run whose gate ended too early is
+    repeated with twice as many copies in the gate.
 
     Gradients and weights of the update have 16 bits.
 
     Args:
         lanes: The device's, with nothing on them.
-        state: What state is updated.
+        state: Format of the state that is updated.
         numel: Elements of an update.
-        run_s: What a run takes at most, if more than one copy or update; a quarter of that beside the CPU's update.
-            How many these are each run tells the next one of its kind.
-        update: Runs the CPU's update for a while and returns its rate; None where copies beside it are no sample.
-        node: The memory node that copies come from and go to; None for wherever that is.
-        copy_bytes: Most bytes of one copy; host memory of twice as many is taken.
+        run_s: Most seconds of a run of several copies or updates; a quarter of that beside the CPU's update. Each run
+            determines how many the next run of its kind has.
+        update: Runs the CPU's update for a while and returns its rate; None to leave out copies beside it.
+        node: The memory node of the host's side of copies; None for any.
+        copy_bytes: Most bytes of one copy; twice as many are allocated in host memory.
 
     Attributes:
         lanes: As given.
@@ -102,7 +99,7 @@ class GpuProbe:
         self.memory_bytes = 0
         self.lanes = lanes
         self._run_s, self._update = run_s, update
-        self._repeats: dict[tuple[object, ...], int] = {}
+        self._repeats: dict[tuple[object, ...], int] = {}  # by kind of run
         self._gate_copies = GATE_COPIES
         nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
@@ -128,7 +125,7 @@ class GpuProbe:
         self._table = trial_table(state, memory, numel)
 
     def samples(self) -> Iterator[Sample]:
-        """Return what to measure."""
+        """Yield the samples to take."""
         yield "copies to the GPU", partial(self.rates, H2D, beside=" alone")
         yield "copies from the GPU", partial(self.rates, D2H, beside=" alone")
         yield "copies both ways", partial(self.rates, H2D, D2H)
@@ -137,12 +134,12 @@ class GpuProbe:
         yield "update on the GPU", partial(self.rates, UPDATE)
 
     def warm_up(self) -> None:
-        """Take all samples twice: the first time may compile, or touch memory, and says how much the second moves."""
+        """Take all samples twice: the first may compile or touch memory, and determines the length of the second."""
         for _, sample in 2 * [*self.samples()]:
             sample()
 
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
-        """Return what lanes that work at once reach: bytes copied, or bytes of state updated, per second."""
+        """Return the rates of lanes that work at once: bytes copied, or bytes of state updated, per second."""
         while True:
             gate = self.gate(lanes)
             marks = self._begun(lanes, beside)
@@ -160,7 +157,7 @@ class GpuProbe:
         self._ends.close()
 
     def gate(self, lanes: Sequence[DeviceLane]) -> Mark:
-        """Let what is put on lanes from now on wait for the mark that is returned, which the host need not."""
+        """Make lanes wait on the device for the gate's copies; return the mark of their end."""
         for _ in range(self._gate_copies):
             self._work[GATE]()
         gate = self.lanes.device.mark(GATE, timed=False)
@@ -169,7 +166,7 @@ class GpuProbe:
         return gate
 
     def _begun(self, lanes: Sequence[DeviceLane], beside: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
-        """Put work on lanes; return the marks around it."""
+        """Enqueue a run on lanes; return the marks before and after it."""
         mark = self.lanes.device.mark
         began = {lane: mark(lane) for lane in lanes}
         for _ in range(self._repeats.get((*lanes, beside), 1)):
@@ -180,7 +177,7 @@ class GpuProbe:
     def _ended(
         self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], beside: str, run_s: float, most: int
     ) -> dict[str, float]:
-        """Return rates by what was done between marks, and have the next such run take `run_s`."""
+        """Wait for a run and return its rates; choose how many copies or updates make the next one take `run_s`."""
         kind = (*marks, beside)
         repeats, rates, longest_s = self._repeats.get(kind, 1), {}, 1e-9
         for lane, (began, ended) in marks.items():
@@ -192,12 +189,12 @@ class GpuProbe:
         return rates
 
     def beside(self, update: Callable[[], float]) -> dict[str, float]:
-        """Return what copies both ways reach beside the CPU's update, and what they leave of it."""
+        """Return the rates of copies both ways beside the CPU's update, and the part of its rate that this keeps."""
         name, alone = " beside cpu", update()
         marks = self._begun([H2D, D2H], name)
         beside = [update()]
         while len(beside) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
             beside.append(update())
         rates = self._ended(marks, name, self._run_s / 4, COPIES_BESIDE)
-        # The copies ended somewhere in the last run.
+        # The last run of the update is left out: the copies ended during it.
         return rates | {"gpu/speed of cpu": statistics.mean(beside[:-1] or beside) / alone}

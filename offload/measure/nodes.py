@@ -1,6 +1,6 @@
 """Rates of memory nodes: the update, reads, writes and the GPU's link, with memory that is bound to each.
 
-All nodes are passed over by as many bytes, as caches would make one of less memory seem faster.
+The passes go over equally many bytes on each node, as caches would make a smaller part seem faster.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def probe_nodes(
 
     Args:
         kernel: The session's kernel, on the cores that will update.
-        queue: What it reports to; nothing else does meanwhile.
+        queue: The kernel's; nothing else may report to it meanwhile.
         numbers: The nodes' numbers.
-        most_bytes: Memory to take of each, at most, beside what a small trial needs.
+        most_bytes: Most memory to take of each node, unless the smallest trial needs more.
         lanes: The session's, with nothing on them.
 
     Raises:
@@ -48,6 +48,7 @@ def probe_nodes(
 
 
 def _probe(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lanes: Lanes) -> NodeRates:
+    """Measure one node with memory that is bound to it: the update, reads, writes, and the GPU's link."""
     numel = (nbytes - ALIGNMENT_BYTES) // trial_bytes(EXACT_ADAMW) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.closing(Arena(nbytes, prefault=True, node=number)) as arena:
         state = TrialState(EXACT_ADAMW, numel, UPDATE_DEPTH, borrowed=(arena.address, arena.nbytes))
@@ -56,7 +57,7 @@ def _probe(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lane
         rate = max(repeated(cpu.rate))
         libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
         write = partial(_passes, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
-        read = partial(_passes, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # there is none
+        read = partial(_passes, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # all is 0
         writes, reads = max(repeated(write)), max(repeated(read))
     link = lanes.rated(partial(_link, number=number))
     return NodeRates(
@@ -65,7 +66,7 @@ def _probe(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lane
 
 
 def _passes(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:
-    """Return the bytes a second of threads that each pass over a part of an arena."""
+    """Return the bytes a second of several threads, each of which works on its part of an arena."""
     size = arena.nbytes // threads
 
     def part(number: int) -> None:
@@ -78,6 +79,7 @@ def _passes(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.
 
 
 def _link(lanes: GpuLanes, number: int) -> GpuRates:
+    """Return the rates of copies both ways between the GPU and a node; the best of three runs after a first."""
     with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, CHUNK_NUMEL, node=number)) as probe:
         runs = [probe.rates(H2D, D2H) for _ in range(4)][1:]
     h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("h2d", "d2h"))

@@ -1,4 +1,4 @@
-"""Rates from timelines: what the lanes really reached."""
+"""Rates from timelines: learns from a session's steps what its lanes really reach."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from offload.plan.rates import UPDATE_MEMORY_COST, Direction, cpu_speed
 from offload.schedule.timeline import ENGINE, Interval
 
 LEAST_BYTES = 1 << 20
-"""A lane that moved less than this in a step says nothing about its bandwidth."""
+"""A lane that moved less than this in a step does not show its bandwidth."""
 
 HISTORY = 3
-"""A rate is the median of so many steps: one outlier changes nothing, a lasting change shows in the second step."""
+"""Steps of which a rate is the median: one outlier changes nothing, a lasting change shows in its second step."""
 
 LEARNT = ("_bytes_per_s", "memory_cost", "latency_s", "at_once", "reaction_s", "operation_s", "begin_s")
-"""Suffixes of the rates that a step can teach us."""
+"""Suffixes of the rates that are learnt from steps."""
 
 IMPOSSIBLE = 0.05
-"""Known rates are called wrong when an update has done more than they allow by this part of it."""
+"""Known rates count as wrong if an update has done more than they allow, by more than this part."""
 
 LEAST_SHOWN = 0.05
-"""A step says nothing of a path's direction alone, or beside the other, that was so for less than this part of its
-busy time."""
+"""A direction of a path must be alone (or beside the other) for at least this part of its busy time to show its rate
+so."""
 
 LEAST_KEPT, LEAST_TOGETHER = 0.05, 1.0
-"""The part of its rate alone that a direction keeps beside the other is at least this, and 1 at most. Both together
-keep as much as if they took turns, or what was known, if that is less. Which operations met is a matter of chance:
-what a step shows beyond that is not believed."""
+"""Bounds for what steps show, since which operations met is a matter of chance: a direction keeps at least
+`LEAST_KEPT` of its rate alone while the other works, and the parts of both sum to at least `LEAST_TOGETHER` (as if
+they took turns), or to what was known, if that is less."""
 
 REFINEMENTS = 30
 BISECTIONS = 40
@@ -51,19 +51,19 @@ def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
 def _totals(
     timeline: Sequence[Interval], spans: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, tuple[int, float]]:
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for interval in timeline:
-        found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
-    return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in found.items()}
+        totals[interval.lane] = totals.get(interval.lane, 0) + interval.nbytes
+    return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in totals.items()}
 
 
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     """Return the rates that lanes reached in one step; the known rates for lanes that did too little.
 
-    A lane's rate is its bytes over its busy time, less latency; of a path's directions, each beside the other and
-    alone, and of a link's, if that is known to differ. The CPU's rate is its rate alone: memory bandwidth that other
-    lanes took, by their traffic in this step and their known `memory_cost`, is not counted against it. Where too
-    little bandwidth would be left for what the CPU did, the costs are lowered.
+    A lane's rate is its bytes over its busy time, less latency. A path's directions have two rates, alone and beside
+    the other; so have a link's, if these are known to differ. The CPU's rate is its rate alone: it is corrected for
+    the memory bandwidth that other lanes took, by their traffic in this step and their known `memory_cost`. If that
+    would leave too little bandwidth for what the CPU did, the costs are lowered.
 
     A path that moved too little to show its rate shows its latency: the time that operations take beside their bytes.
     The engine's own intervals show the time of its thread; without any, that stays as it was known.
@@ -117,9 +117,9 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     for lane, other, way in (("h2d", "d2h", known.gpu.h2d), ("d2h", "h2d", known.gpu.d2h)):
         if way.is_hindered and totals.get(lane, (0, 0.0))[0] >= LEAST_BYTES:
             # Which copies met is a matter of chance: the proportion stays.
-            found = _shown(way, 0.0, intervals[lane], spans[lane], spans.get(other, ())).rates(way.keeps)
-            gpu = gpu.reaching({lane: found.beside, f"{lane}_alone": found.alone})
-    observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine(known, timeline))
+            rates = _shown(way, 0.0, intervals[lane], spans[lane], spans.get(other, ())).rates(way.keeps)
+            gpu = gpu.reaching({lane: rates.beside, f"{lane}_alone": rates.alone})
+    observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine_rates(known, timeline))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:
         return observed
@@ -131,7 +131,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
 
 
 def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Sequence[Interval]:
-    """Return a timeline in which work on homes on slower memory nodes has the bytes that the fastest would have."""
+    """Return a timeline in which work on slower memory nodes has the bytes of the fastest node in the same time."""
     times = {(lane, f"subgroup {n}"): (n, factor) for (lane, n), factor in slower(plan, rates).items()}
     if not times:
         return timeline
@@ -155,15 +155,16 @@ def typical(history: Sequence[Rates]) -> Rates:
     last = recent[-1]
     paths = [middle(path, [rates.paths[number] for rates in recent]) for number, path in enumerate(last.paths)]
     gpu = middle(last.gpu, [rates.gpu for rates in recent])
-    found: Rates = dataclasses.replace(middle(last, recent), paths=tuple(paths), gpu=gpu)
-    return found
+    medians: Rates = dataclasses.replace(middle(last, recent), paths=tuple(paths), gpu=gpu)
+    return medians
 
 
 def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, float]]]:
     """Return, for each lane, when at least one operation was on it or due: disjoint spans in order.
 
-    The time between one operation's end and the start of another that was due already counts as busy: threads of the
-    lane, or the engine's, may not have got a core. While the engine's thread was at work, it had not handed it over.
+    The time between one operation's end and the start of another that was due before counts as busy: the lane's
+    thread, or the engine's, may not have got a core. It does not while the engine's thread worked before it started
+    the other.
     """
     turns = _turns(timeline)
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -181,12 +182,12 @@ class _Shown:
     """What a step shows of one direction of a path.
 
     Attributes:
-        keeps: The part of its rate alone that it keeps beside the other.
-        nbytes: What it moved.
-        beside_s: Seconds that it was busy beside the other.
-        alone_s: Seconds that it was busy alone.
-        idle_s: What of all these was latency: half of it at most.
-        count: Its operations.
+        keeps: The part of its rate alone that it keeps while the other works.
+        nbytes: Bytes that it moved.
+        beside_s: Seconds for which it was busy while the other was.
+        alone_s: Seconds for which it was busy alone.
+        idle_s: Seconds of both that were latency: at most half.
+        count: Number of its operations.
     """
 
     keeps: float
@@ -197,7 +198,10 @@ class _Shown:
     count: int
 
     def rates(self, keeps: float) -> Direction:
-        """Return the rates with which it moved these bytes, if it keeps that part."""
+        """Return the rates with which it moved these bytes, if it keeps that part.
+
+        Solves nbytes = (keeps * beside_s + alone_s) * alone for `alone`, with times scaled down by latency's part.
+        """
         busy_s = self.beside_s + self.alone_s
         alone = self.nbytes / (keeps * self.beside_s + self.alone_s) * busy_s / (busy_s - self.idle_s)
         return Direction(keeps * alone, alone)
@@ -212,20 +216,18 @@ def _shown(
 ) -> _Shown:
     """Return what a step shows of one direction of a path.
 
-    An operation of which a part was beside the other direction does not say how many of its bytes that part moved.
-    They are taken as spread by the rates that all operations together show, which is found by doing so again and
-    again, from the known proportion on. That stays where a step hardly shows one of the two.
+    An operation that was partly beside the other direction does not say how many of its bytes that part moved. They
+    are divided by the rates that all operations together show. These are found by a fixed-point iteration: from the
+    known proportion, divide the bytes, compute the rates, and so again. If a step hardly shows one of the two, the
+    known proportion stays.
 
     Args:
-        known: What is known of it.
-        latency_s: Of one operation, as known.
-        intervals: Its operations.
         spans: When it was busy.
-        others: When the other direction was.
+        others: When the other direction was busy.
     """
     nbytes, begins_s, ends_s = np.array([(i.nbytes, i.started_s, i.finished_s) for i in intervals]).T
     edges_s = np.array(others).ravel() if others else np.zeros(1)
-    # The other's busy seconds up to each moment.
+    # The other's busy seconds up to each edge: every second gap between edges is one of its spans.
     busy_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * (np.arange(len(edges_s) - 1) % 2 == 0))))
 
     def beside_s(from_s: Any, to_s: Any) -> Any:
@@ -233,7 +235,7 @@ def _shown(
 
     whole_s = sum(end_s - begin_s for begin_s, end_s in spans)
     both_s = float(beside_s(*np.array(spans).T).sum())
-    # Of each operation, and for all of them: beside the other direction, and alone.
+    # Seconds beside the other direction, and alone: of each operation, and of all.
     parts_s = np.array([beside_s(begins_s, ends_s), ends_s - begins_s - beside_s(begins_s, ends_s)]).clip(0.0)
     totals_s = np.array([both_s, whole_s - both_s])
     keeps = known.keeps
@@ -250,40 +252,42 @@ def at_once(intervals: Sequence[Interval]) -> int:
     """Return the most operations of a lane that were under way together."""
     ends = sorted(interval.finished_s for interval in intervals)
     most = ended = 0
-    for begun, started_s in enumerate(sorted(interval.started_s for interval in intervals), 1):
-        while ends[ended] <= started_s and ended < begun - 1:
+    for started, started_s in enumerate(sorted(interval.started_s for interval in intervals), 1):
+        while ends[ended] <= started_s and ended < started - 1:
             ended += 1
-        most = max(most, begun - ended)
+        most = max(most, started - ended)
     return most
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """When the engine's thread was at work: from when it was woken until it waited again, each time."""
+    """The turns of the engine's thread: each from when it is woken until it waits again."""
 
     begins_s: tuple[float, ...]
     ends_s: tuple[float, ...]
 
     def of(self, due_s: float) -> int | None:
-        """Return the turn that started an operation; None where none is known."""
+        """Return the turn that started an operation; None if it is not known."""
         turn = bisect.bisect_left(self.begins_s, due_s)
         return turn if turn < len(self.begins_s) else None
 
 
 def _turns(timeline: Sequence[Interval]) -> _Turns:
-    found = sorted((i.started_s, i.finished_s) for i in timeline if i.lane == ENGINE)
-    return _Turns(tuple(begin_s for begin_s, _ in found), tuple(end_s for _, end_s in found))
+    turns = sorted((i.started_s, i.finished_s) for i in timeline if i.lane == ENGINE)
+    return _Turns(tuple(begin_s for begin_s, _ in turns), tuple(end_s for _, end_s in turns))
 
 
-def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
-    """Return what the engine and its thread take, by the names of the rates.
+def _engine_rates(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
+    """Return the engine's `reaction_s`, `operation_s` and `begin_s`, as far as a step shows them.
 
-    Its reaction is the mean time from when an operation was due until an idle lane took it up, less what the thread
-    worked meanwhile. A path's two directions count as one lane, as where they share a device, one waits for the
-    other's turn; so does what a checkpoint writes there, which waits for its turn anyway, and shows no reaction. What
-    the first turn takes beside its operations is what the step takes to begin; in the next one the thread learns from
-    the last step's operations. Behind the last operation's end, one turn still belongs to the step. With a GPU whose
-    calls are known apart, the thread's costs are not learnt.
+    * `reaction_s`: mean time from when an operation was due until an idle lane began it, less the thread's work in
+      it. A path's two directions and a checkpoint's writes there count as one lane, as they share a device. A
+      checkpoint's operations show no reaction: they wait for their turn anyway.
+    * `operation_s`: the thread's time in later turns for each operation that they started. Of the turns after the
+      last operation's end, one still belongs to the step.
+    * `begin_s`: the first turn's time beside its operations.
+
+    The thread's costs are not learnt with a GPU whose calls have a known cost of their own.
     """
     turns = _turns(timeline)
     edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)
@@ -297,27 +301,27 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
         if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
             reactions.append((due_s, max(interval.started_s, due_s)))
         idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
-    found = {}
+    learnt = {}
     if reactions:
         due_s, started_s = np.array(reactions).T
         engine_s = np.interp(started_s, edges_s, worked_s) - np.interp(due_s, edges_s, worked_s)
-        found["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
+        learnt["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
     last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
     if last < 1 or known.gpu.call_s:
-        return found
+        return learnt
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
     first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)
     begin_s, later_s = float(takes_s[0]), float(takes_s[1 : last + 1].sum())
     if len(operations) > first:
-        found["operation_s"] = later_s / (len(operations) - first)
-    else:  # all that it does later is the step's
+        learnt["operation_s"] = later_s / (len(operations) - first)
+    else:  # no operations in later turns: all their time counts as the step's
         begin_s += later_s
-    found["begin_s"] = max(0.0, begin_s - first * found.get("operation_s", known.operation_s))
-    return found
+    learnt["begin_s"] = max(0.0, begin_s - first * learnt.get("operation_s", known.operation_s))
+    return learnt
 
 
 def _handed_s(interval: Interval, turns: _Turns) -> float:
-    """Return when an operation was handed to its lane, at the latest."""
+    """Return the latest time at which an operation was handed to its lane."""
     if interval.due_s is None:
         return interval.started_s
     turn = turns.of(interval.due_s)
@@ -338,7 +342,7 @@ def _seconds_by_demand(
     last_s, cpu_lanes, demanded = 0.0, 0, 0.0
     for at_s, cpu_change, demand in sorted(edges):
         if cpu_lanes:
-            key = round(demanded)  # so that rounding in sums of the same lanes makes no other key
+            key = round(demanded)  # sums of the same lanes may differ in their last bits
             seconds[key] = seconds.get(key, 0.0) + at_s - last_s
         last_s, cpu_lanes, demanded = at_s, cpu_lanes + cpu_change, demanded + demand
     return seconds
@@ -378,7 +382,7 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
 
 
 def _first(low: float, high: float, reached: Callable[[float], bool]) -> float:
-    """Return the lowest value at which something is reached; `high` if it is reached only there, or not at all."""
+    """Return the lowest value at which `reached` is true, by bisection; `high` if it is true there only, or never."""
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if reached(middle) else (middle, high)

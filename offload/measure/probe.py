@@ -1,7 +1,7 @@
-"""A probe of a fraction of a second, so that the first prediction rests on measurements too.
+"""The quick probe: a fraction of a second, so that a session's first prediction rests on measurements, too.
 
-It uses the tiers and the kernel of the session that asks, before the session's first operation, and the session's
-own staging memory, whose content is undefined at that moment. CPU and memory are measured once a process.
+It uses the session's tiers, kernel and staging memory, before the session's first operation, while the content of
+that memory is undefined. CPU and memory are measured once a process.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from offload.rules import UpdateRule
 from offload.units import format_bytes
 
 PROBE_TILES = 4
-"""Of a path: read, and as many written."""
+"""Tiles of a path that are read, and as many that are written."""
 
 ENOUGH_BYTES = 512 << 20
-"""State, gradients and weights that an update passes over to tell what memory gives rather than caches; or"""
+"""Bytes of state, gradients and weights that updates go over, to measure memory rather than caches; at least"""
 CACHES = 3
-"""so many times what the last-level caches hold, if that is more."""
+"""this many times the size of the last-level caches."""
 
 SPARE_BYTES = 32 << 20
-"""What a probe may take beyond the plan, where sessions are small."""
+"""Memory that a probe may take beyond the plan of a small session."""
 
 ALIGNMENT_BYTES = 16 << 20
-"""What a trial state takes at most beyond its elements."""
+"""Most bytes of a trial state beyond its elements."""
 
 SHARE_OF_AVAILABLE = 8
-"""The part of the memory still available that a probe may take is one in so many."""
+"""A probe may take 1 / `SHARE_OF_AVAILABLE` of the memory that is still available."""
 
 GPU_NUMEL = 1 << 24
-"""Elements of an update on a GPU, where the session and the GPU's memory have so many: more than its caches hold."""
+"""Most elements of an update on a GPU: more than its caches hold."""
 
 MOST_SIDE, MOST_NUMEL = 512, 1 << 18
-"""Of the twin of a whole parameter: of its dimensions, where it is a matrix; of all its elements."""
+"""Limits for the twin of a whole parameter: rows and columns of a matrix; elements of any other."""
 
 PART_BESIDE = 0.1
-"""The part of a pass that the update makes at a time beside copies of a GPU."""
+"""Part of a pass that one run of the update makes beside a GPU's copies."""
 
 SYSTEM_CPUS = Path("/sys/devices/system/cpu")
-"""Where the kernel tells of caches."""
+"""Where Linux describes caches."""
 
 _VARIANTS = {
     "plain, then past caches": (StreamVariant.PLAIN, StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH)
@@ -74,7 +74,7 @@ _VARIANTS = {
 log = logging.getLogger("offload")
 
 _known: dict[tuple[object, ...], dict[str, Measurement]] = {}
-"""What has been measured of CPU and memory, and of them beside a GPU, by what it depends on."""
+"""Measurements of CPU and memory, alone and beside a GPU, by all that they depend on."""
 
 
 def quick_probe(
@@ -87,18 +87,18 @@ def quick_probe(
     *,
     verify: bool = True,
 ) -> Rates:
-    """Measure the update of exact state and of what else the session has, memory, the GPU, every path, the engine.
+    """Measure updates of exact state and of the session's formats, memory, the GPU, every path, and the engine.
 
-    The update passes over more memory than caches hold, where the session has so much of it, and the machine so much
-    to spare; the log says how much it was.
+    Updates go over more memory than caches hold, if the session has that much and the machine has it to spare; the
+    log says how much it was.
 
     Args:
         kernel: The session's kernel.
         tiers: The session's tiers, with nothing in any slot yet.
-        queue: What all report to; nothing else does meanwhile.
+        queue: The session's; nothing else may report to it meanwhile.
         address: Staging memory, `plan.staging_bytes` long; its content is lost. 0 without any.
-        plan: What the session is about to do.
-        lanes: The session's, with nothing on them; nor is the caller's work under way.
+        plan: The session's.
+        lanes: The session's, with nothing on them; nor may the caller's work be under way on the device.
         verify: Whether tiles are verified; see `TileRequest`.
 
     Raises:
@@ -142,7 +142,7 @@ def _cpu_probe(
     staging: tuple[int, int],
     ends: contextlib.ExitStack,
 ) -> CpuProbe:
-    """Return a probe of passes over state, in staging memory if that is large enough."""
+    """Return a probe whose state is in staging memory, if that is large enough, after a first update."""
     depth = max(1, min(UPDATE_DEPTH, numel // CHUNK_NUMEL))
     state = TrialState(spec, numel, depth, prefault=True, borrowed=staging)
     ends.callback(state.close)
@@ -154,14 +154,12 @@ def _cpu_probe(
 def probe_gpu(
     lanes: GpuLanes, cpu: Callable[[], CpuProbe], key: tuple[object, ...], threads: int, plan: Plan
 ) -> GpuRates:
-    """Measure copies, each way alone and both ways, the update on the GPU, and what copies leave of the CPU's.
+    """Measure copies, each way alone and both ways, updates on the GPU, and the CPU's update beside copies.
 
     Args:
-        lanes: The session's.
         cpu: Returns the probe of the CPU's update.
-        key: What its rates depend on, which are known.
-        threads: Of these.
-        plan: What the session is about to do.
+        key: Key in `_known` of the CPU's measurements.
+        threads: Number of threads in these.
     """
     state = plan.layout.device_state
     room = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
@@ -179,15 +177,15 @@ def probe_gpu(
             numel = max(numel // 2, SECTOR_NUMEL)
     with contextlib.closing(opened) as probe:
         probe.warm_up()
-        found = best_of(probe.samples())
-    _known.setdefault(beside, {name: each for name, each in found.items() if name.endswith("cpu")})
-    return rates_of({**_known[key], **found, **_known[beside]}, threads, gpu_bytes=0).gpu
+        measured = best_of(probe.samples())
+    _known.setdefault(beside, {name: value for name, value in measured.items() if name.endswith("cpu")})
+    return rates_of({**_known[key], **measured, **_known[beside]}, threads, gpu_bytes=0).gpu
 
 
 def _host_numel(plan: Plan, spec: StateSpec) -> int:
-    """Return the elements to pass over: more than caches hold, if the session and the machine have room for that.
+    """Return the elements that updates go over: more than caches hold, if the session and the machine have the room.
 
-    They lie in what the session is about to take itself: in staging memory, which has been touched, or beside it.
+    They take no more memory than the session is about to take itself: its staging memory, or the rest.
     """
     beside = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
     nbytes = min(
@@ -200,13 +198,13 @@ def _host_numel(plan: Plan, spec: StateSpec) -> int:
 
 
 def enough_bytes() -> int:
-    """Return the bytes that a pass has to go over to tell what memory gives."""
+    """Return the bytes that a pass has to go over to measure memory rather than caches."""
     return max(ENOUGH_BYTES, CACHES * cache_bytes())
 
 
 def cache_bytes() -> int:
-    """Return what the last-level caches of the CPUs that this process may use hold; 0 where that is not known."""
-    found: dict[str, int] = {}
+    """Return the bytes of the last-level caches of the CPUs that this process may use; 0 if unknown."""
+    sizes: dict[str, int] = {}  # by the CPUs that share a cache
     for cpu in os.sched_getaffinity(0):
         with contextlib.suppress(OSError, ValueError):
             last = max(
@@ -215,15 +213,16 @@ def cache_bytes() -> int:
             size = (last / "size").read_text().strip()
             units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
             nbytes = int(size[:-1]) * units[size[-1]] if size[-1:] in units else int(size)
-            found[(last / "shared_cpu_list").read_text()] = nbytes
-    return sum(found.values())
+            sizes[(last / "shared_cpu_list").read_text()] = nbytes
+    return sum(sizes.values())
 
 
 def _path_probe(
     number: int, slots: Slots, queue: Queue, plan: Plan, staging: tuple[int, int], ends: contextlib.ExitStack
 ) -> PathProbe:
+    """Return a probe of a path with as large tiles as the session's and the room allow."""
     address, staging_bytes = staging
-    # Without staging memory, state that is resident moves when it is parked.
+    # Without staging memory, the path is used when resident state is parked.
     usual_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
     tile_bytes = usual_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
     slots = replace(slots, tile_bytes=min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))
@@ -237,11 +236,11 @@ def _path_probe(
 
 
 def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
-    """Return rates whose CPU needs for the state of a layout what kernels and updates of whole parameters do.
+    """Return rates in which the CPU's also accounts for updates of whole parameters, which no kernel makes.
 
-    No kernel makes the latter, so what kernels reach says nothing of them: a small twin of each parameter is updated,
-    and its time taken times the operations of the parameter over the twin's. The first steps then show more
-    (`offload.measure.observe`).
+    A small twin of each such parameter is updated. Its time, times the operations of the parameter's update over
+    those of the twin's, is the estimate; the first steps correct it (`offload.measure.observe`). The rate is all
+    state bytes over the seconds of kernels and of these updates.
     """
     subgroups = layout.subgroups
     whole = [subgroup for subgroup in subgroups if subgroup.state.rule.is_whole]
@@ -260,7 +259,7 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
 
 
 def _seconds(rule: UpdateRule, parameter: Parameter) -> float:
-    """Return the seconds of a parameter's update."""
+    """Return the estimated seconds of a whole parameter's update, from its twin's."""
     shape = parameter.shape or (parameter.numel,)
     twin = _smaller(shape)
     update = trial(rule, twin, TORCH_DTYPES[parameter.dtype], parameter.group)
@@ -268,6 +267,7 @@ def _seconds(rule: UpdateRule, parameter: Parameter) -> float:
 
 
 def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter's twin: at most `MOST_SIDE` rows and columns, or `MOST_NUMEL` elements."""
     if len(shape) == 2:
         return tuple(min(size, MOST_SIDE) for size in shape)
     rest = math.prod(shape[1:])
@@ -275,10 +275,10 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _best_s(update: Callable[[], None]) -> float:
-    """Return the seconds of the best of all `QUICK_ROUNDS`: the first one touches memory, and may import much."""
-    taken = []
+    """Return the least seconds of `QUICK_ROUNDS` updates: the first one touches memory, and may import much."""
+    durations_s = []
     for _ in range(QUICK_ROUNDS):
         began_s = time.perf_counter()
         update()
-        taken.append(time.perf_counter() - began_s)
-    return min(taken)
+        durations_s.append(time.perf_counter() - began_s)
+    return min(durations_s)

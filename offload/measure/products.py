@@ -1,11 +1,11 @@
 """How fast this processor multiplies matrices in 16 bits, and how to compute in fp32 where it is slow at that.
 
 torch has 16-bit products for every CPU. Without instructions for them (AVX-512 BF16, AMX) some are 100 times slower
-than in fp32, and an iteration in bf16 takes minutes instead of seconds. There `computing_in(torch.float32)` makes
-each product in fp32 from 16-bit operands and rounds what comes out. Weights, activations and gradients stay in 16
-bits; fp32 copies live as long as one product.
+than in fp32, and an iteration in bf16 takes minutes instead of seconds. On such CPUs, `computing_in(torch.float32)`
+computes each product in fp32 from 16-bit operands and rounds the result. Weights, activations and gradients stay in
+16 bits; fp32 copies live as long as one product.
 
-Not done here: convolutions; products on a GPU, where 16 bits are fast.
+Non-goals: convolutions; products on a GPU, where 16 bits are fast.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SETTING = "OFFLOAD_COMPUTE"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 SLOW = 1 / 8
-"""16-bit products below this part of the fp32 ones' rate are slow. Processors are at 0.005 to 0.05, or near 1 and
-above."""
+"""16-bit products are slow if their rate is below this part of the fp32 rate. Processors have 0.005 to 0.05, or
+nearly 1 and more."""
 
 UNCLEAR = (1 / 16, 1 / 2)
-"""Between these is no processor, but one whose cores others have taken: all of seven products in a row were seen to
+"""No idle processor has a ratio between these; one whose cores are busy has: seven products in a row were seen to
 take twelve times as long as a moment later. Such rates are measured again."""
 
 TRIES = (3, 20)
-"""How often rates are measured, the best counting: at least, and at most while they are unclear."""
+"""How often rates are measured, of which the best counts: at least, and at most while they are unclear."""
 
 SIZE = 160
 """Rows and columns of the matrices that are multiplied, in fp32 and in 16 bits; 16 ms at 0.5 GFLOP/s."""
@@ -63,8 +63,8 @@ class ProductRates:
 
     Attributes:
         dtype: The 16-bit type.
-        low: In that type.
-        fp32: In fp32.
+        low: Rate in that type.
+        fp32: Rate in fp32.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class ProductRates:
 
     @property
     def slow(self) -> bool:
-        """Whether fp32 is so much faster that casts to it and back do not matter."""
+        """Whether products in fp32 are faster even with casts to it and back."""
         return self.low < SLOW * self.fp32
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def measured(dtype: torch.dtype) -> float:
     a = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     seconds: list[float] = []
     with torch.no_grad():
-        # The first compiles, in more than `ENOUGH_S` on a cold machine: it counts for nothing.
+        # The first one may compile, which alone can take more than `ENOUGH_S`: it does not count.
         while len(seconds) < 2 or (len(seconds) < MOST_ROUNDS and sum(seconds[1:]) < ENOUGH_S):
             began_s = time.perf_counter()
             torch.mm(a, a)
@@ -113,7 +113,7 @@ class Compute:
 
     Attributes:
         name: "bf16" or "fp32".
-        why: In words.
+        why: The reason, in words.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Compute:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As torch calls it."""
+        """The dtype in torch."""
         return DTYPES[self.name]
 
     def __str__(self) -> str:
@@ -129,15 +129,15 @@ class Compute:
 
 
 def choose_compute(weights: str = "bf16", device: str = "cpu", environ: Mapping[str, str] = os.environ) -> Compute:
-    """Return what the products of a model should be computed in.
+    """Return the dtype in which the products of a model should be computed.
 
     Args:
-        weights: Of its weights, "bf16" or "fp32".
-        device: Where they lie.
-        environ: Where `SETTING` is looked for.
+        weights: Type of its weights, "bf16" or "fp32".
+        device: Device of its weights.
+        environ: Environment variables, for `SETTING`.
 
     Raises:
-        ConfigError: `SETTING` has another value than it may have.
+        ConfigError: `SETTING` has an unknown value.
     """
     asked = environ.get(SETTING) or "auto"
     if asked not in ("auto", *DTYPES):
@@ -151,37 +151,38 @@ def choose_compute(weights: str = "bf16", device: str = "cpu", environ: Mapping[
 
 
 def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return a context for forward and backward whose products on the CPU are computed in `dtype`.
+    """Return a context for forward and backward in which products on the CPU are computed in `dtype`.
 
-    In it torch's products of 16-bit matrices, those of attention too, are computed in fp32 if that is `dtype`, and
-    rounded to what they would have returned; any other dtype changes nothing. Of the thread that enters it, which is
-    the one that runs backward on a CPU.
+    If that is fp32, torch's products of 16-bit matrices, also in attention, are computed in fp32 and rounded to 16
+    bits; any other dtype changes nothing. It holds for the thread that enters it, which on a CPU also runs backward.
     """
     return _Widening() if dtype is torch.float32 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives products fp32 copies of 16-bit operands. Below autograd: what is kept for backward stays in 16 bits."""
+    """Gives products fp32 copies of 16-bit operands, below autograd: tensors saved for backward stay in 16 bits."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call an operator of torch's; a product of 16-bit tensors is computed in fp32."""
         kwargs = kwargs or {}
         if func not in _PRODUCTS and func is not _ATTENTION and func is not _ATTENTION_BACKWARD:
             return func(*args, **kwargs)
-        low = next((each.dtype for each in args if _is_low(each)), None)
+        low = next((value.dtype for value in args if _is_low(value)), None)
         if low is None:
             return func(*args, **kwargs)
-        wide = {name: each.float() if _is_low(each) else each for name, each in kwargs.items()}
-        found = func(*(each.float() if _is_low(each) else each for each in args), **wide)
-        if func is _ATTENTION:  # the sums of exponentials are in fp32 anyway
-            return found[0].to(low), *found[1:]
+        wide = {name: value.float() if _is_low(value) else value for name, value in kwargs.items()}
+        result = func(*(value.float() if _is_low(value) else value for value in args), **wide)
+        if func is _ATTENTION:  # its other results, sums of exponentials, are in fp32 anyway
+            return result[0].to(low), *result[1:]
         if func is _ATTENTION_BACKWARD:
-            return tuple(each.to(low) for each in found)
-        return found.to(low)
+            return tuple(gradient.to(low) for gradient in result)
+        return result.to(low)
 
 
 def _is_low(value: object) -> bool:
+    """Return whether a value is a 16-bit tensor on the CPU."""
     return (
         isinstance(value, torch.Tensor)
         and value.dtype in (torch.bfloat16, torch.float16)
@@ -201,12 +202,8 @@ def tell(rates: ProductRates) -> None:
 
 
 def tell_once(dtypes: Iterable[torch.dtype]) -> None:
-    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here.
-
-    Args:
-        dtypes: Of those weights.
-    """
-    if tell.cache_info().currsize:  # of another type, too
+    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here."""
+    if tell.cache_info().currsize:  # warned already, perhaps about another type
         return
     for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):
         rates = product_rates(dtype)

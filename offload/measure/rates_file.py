@@ -11,10 +11,10 @@ JSON, one object:
      "measurements": {name: {"median", "spread", "runs", "unit"}},
      "warnings": [...]}
 
-Only "format" and "rates" are needed to predict with; to be used by a session, a file has to say what machine,
-versions and paths it is about, and to fit. "source" says where figures are from, by their names in "rates"; it and
-other entries are for people. A path of a described machine has "bytes", its size. Format 1 had rates of the update of
-exact state alone.
+Only "format" and "rates" are needed to predict with. To be used by a session, a file has to name the machine,
+versions and paths that it was measured with, and these have to fit. "source" says where figures are from, by their
+names in "rates"; it and other entries are for people. A path of a described machine has "bytes", its size. Format 1
+had rates of the update of exact state only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MACHINES = Path(__file__).parent / "machines"
 """Rates of well-known machines, from published figures; each file names its sources."""
 
 SAME_MEMORY = 0.05
-"""How far the memory of a machine may seem to differ: kernels keep more or less of it for themselves."""
+"""Part by which the memory of the same machine may differ: kernels reserve more or less of it."""
 
 _log = logging.getLogger("offload")
 
@@ -78,20 +78,20 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class RatesFile:
-    """What a file of rates says.
+    """The content of a file of rates.
 
     Attributes:
-        rates: All lanes, with as many threads as were measured, and exact state.
-        cpu_bytes_per_s: Rate of the update by the format of the state, and by number of threads: 0 where it is not
-            known how many.
-        machine: What `machine_facts` said where it was measured.
-        versions: Likewise of `versions`.
-        paths: What `Place.facts` said of each path, in the order of `rates.paths`.
+        rates: All lanes; the CPU's with the most threads that were measured, and exact state.
+        cpu_bytes_per_s: Rate of the update by the format of the state, and by number of threads; 0 threads if it is
+            not known how many.
+        machine: `machine_facts` of the machine that was measured.
+        versions: `versions` at that time.
+        paths: `Place.facts` of each path, in the order of `rates.paths`.
         measurements: Everything that was measured, by name.
-        warnings: What the reader should know.
-        created: When, in UTC.
+        warnings: Warnings for the reader.
+        created: Time of the measurement, in UTC.
         source: Where figures are from, by name, if they were not measured.
-        file: Where it was read from, for messages.
+        file: Name of the file that was read, for messages.
     """
 
     rates: Rates
@@ -106,18 +106,18 @@ class RatesFile:
     file: str = ""
 
     def cpu_rate(self, numels: Mapping[StateFormat, int], threads: int | None = None) -> float:
-        """Return the rate of the update of parameters whose state has these formats; see `mean_rate`.
+        """Return the rate of the update of state in these formats; see `mean_rate`.
 
         Args:
-            numels: How many parameters have each.
-            threads: How many update; None for the most that were measured. In between it is interpolated, below the
-                least number measured taken as proportional, above the most as that of the most.
+            numels: Number of elements in each format.
+            threads: Threads of the update; None for the most that were measured. Rates are interpolated between
+                measured numbers, proportional below the least, and constant above the most.
         """
         rates = {form: _with_threads(known, threads) for form, known in self.cpu_bytes_per_s.items()}
         return mean_rate(rates, numels)
 
     def guesses(self, numels: Mapping[StateFormat, int]) -> str:
-        """Return what `cpu_rate` takes without a measurement, as a sentence; "" for nothing."""
+        """Return a sentence about the formats whose rate `cpu_rate` only guesses; "" if there is none."""
         names = [form.name for form, numel in numels.items() if numel and form not in self.cpu_bytes_per_s]
         if not names:
             return ""
@@ -125,28 +125,28 @@ class RatesFile:
         return f"{what}: taken as fast, in parameters, as that of exact state; {_ADVICE}"
 
     def misfit(self) -> str:
-        """Return in what this file differs from the machine and the versions here; "" if it fits."""
+        """Return the differences between this file and the present machine and versions, in words; "" if it fits."""
         differences = []
         for what, known, here in (
             ("machine", self.machine, machine_facts()),
             ("versions", self.versions, versions()),
         ):
             for name, value in here.items():
-                found = known.get(name)
-                same = found == value
-                if isinstance(value, int) and name == "memory_bytes" and isinstance(found, int):
-                    same = math.isclose(found, value, rel_tol=SAME_MEMORY)
-                if not same:
-                    differences.append(f"{what}.{name} is {found!r} there and {value!r} here")
+                measured = known.get(name)
+                is_same = measured == value
+                if isinstance(value, int) and name == "memory_bytes" and isinstance(measured, int):
+                    is_same = math.isclose(measured, value, rel_tol=SAME_MEMORY)
+                if not is_same:
+                    differences.append(f"{what}.{name} is {measured!r} there and {value!r} here")
         return "; ".join(differences)
 
     def for_session(self, paths: Sequence[str], threads: int, numels: Mapping[StateFormat, int]) -> Rates:
         """Return the rates of a session on this machine.
 
         Args:
-            paths: Its paths, each of which was measured, or lies on a device of which another directory was.
+            paths: Its paths; each was measured, or is on the device of one that was.
             threads: Threads of its update.
-            numels: How many parameters have state in each format.
+            numels: Number of elements with state in each format.
 
         Raises:
             ConfigError: If the file is about another machine or other versions (names what differs), or does not
@@ -187,7 +187,7 @@ class RatesFile:
 
     @classmethod
     def from_dict(cls, values: object, file: str = "rates") -> RatesFile:
-        """Return what a file says from its parsed JSON.
+        """Return the content of a file from its parsed JSON.
 
         Args:
             values: The JSON's value.
@@ -227,6 +227,7 @@ class RatesFile:
 
 
 def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
+    """Return the rate with so many threads, as `RatesFile.cpu_rate` says; None for the most measured."""
     below, rate = 0, 0.0
     for count, next_rate in sorted(known.items()):
         if threads is not None and count >= threads:
@@ -236,73 +237,74 @@ def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
 
 
 def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
-    """Return rates of the update by format and number of threads from what a file has."""
+    """Return rates of the update by format and number of threads, from the value in a file."""
     if values is None:
         raise ConfigError("rates.cpu_bytes_per_s", MISSING, "measure it")
-    formats = isinstance(values, Mapping) and any(name in values for name in STATE_FORMATS)
-    found = {}
-    for name, known in values.items() if formats else [("exact", values)]:
+    has_formats = isinstance(values, Mapping) and any(name in values for name in STATE_FORMATS)
+    by_format = {}
+    for name, known in values.items() if has_formats else [("exact", values)]:
         if name not in STATE_FORMATS:
             raise ConfigError("rates.cpu_bytes_per_s", name, f"give rates by format: {', '.join(STATE_FORMATS)}")
-        found[STATE_FORMATS[name]] = _by_threads(known) if isinstance(known, Mapping) else {0: _rate(known)}
-    if EXACT not in found:
+        by_format[STATE_FORMATS[name]] = _by_threads(known) if isinstance(known, Mapping) else {0: _rate(known)}
+    if EXACT not in by_format:
         raise ConfigError("rates.cpu_bytes_per_s.exact", MISSING, "measure it")
-    return found
+    return by_format
 
 
 def _by_threads(values: Mapping[str, Any]) -> dict[int, float]:
-    cpu = {}
+    """Return rates by number of threads, from the value in a file."""
+    rates = {}
     for count, rate in values.items():
         if not (isinstance(count, str) and count.isdecimal() and len(count) < 10 and int(count) > 0):
             allowed = f"give rates by number of threads, at least 1, or by format: {', '.join(STATE_FORMATS)}"
             raise ConfigError("rates.cpu_bytes_per_s", count, allowed)
-        cpu[int(count)] = _rate(rate)
-    if not cpu:
+        rates[int(count)] = _rate(rate)
+    if not rates:
         raise ConfigError("rates.cpu_bytes_per_s", {}, "give the rate for one number of threads at least")
-    return cpu
+    return rates
 
 
 def _rate(value: Any) -> float:
-    """Return a rate, as strict as `Rates` is, in its words."""
+    """Return a rate; raise the `ConfigError` of `Rates` if it is not usable."""
     return dataclasses.replace(Rates(1.0), cpu_bytes_per_s=value).cpu_bytes_per_s
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name, {})
-    if not isinstance(found, Mapping):
-        raise ConfigError(name, found, "give an object")
-    return found
+    entry = values.get(name, {})
+    if not isinstance(entry, Mapping):
+        raise ConfigError(name, entry, "give an object")
+    return entry
 
 
 def _listed(values: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
-    found = values.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
-        raise ConfigError(name, found, "give a list of strings" if kind is str else "give a list of objects")
-    return found
+    entry = values.get(name, [])
+    if not isinstance(entry, list) or not all(isinstance(item, kind) for item in entry):
+        raise ConfigError(name, entry, "give a list of strings" if kind is str else "give a list of objects")
+    return entry
 
 
-def _source(found: object) -> Mapping[str, str]:
-    """Return where figures are from; what is no object is for people alone."""
-    return {str(name): str(text) for name, text in found.items()} if isinstance(found, Mapping) else {}
+def _source(entry: object) -> Mapping[str, str]:
+    """Return where figures are from; {} if the entry is no object: then it is free text for people."""
+    return {str(name): str(text) for name, text in entry.items()} if isinstance(entry, Mapping) else {}
 
 
 def _measurements(values: Mapping[str, Any]) -> dict[str, Measurement]:
-    found = {}
-    for name, each in values.items():
+    measurements = {}
+    for name, fields in values.items():
         try:
-            found[name] = Measurement(**each)
+            measurements[name] = Measurement(**fields)
         except TypeError:
-            raise ConfigError(f"measurements.{name}", each, "give median, spread, runs and unit") from None
-    return found
+            raise ConfigError(f"measurements.{name}", fields, "give median, spread, runs and unit") from None
+    return measurements
 
 
-# Where files are, and what is in them
+# Finding, reading and writing files
 
 
 def default_rates_file() -> Path:
-    """Return where this machine's rates are kept: machines that share a home directory have a file each.
+    """Return the file of this machine's rates; machines that share a home directory have different ones.
 
-    A user without a home directory gets a name below "/", where no file is, not one below the working directory.
+    For a user without a home directory it is a name below "/", where no file is, not below the working directory.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("/", os.path.expanduser("~"), ".cache")
     facts = machine_facts()
@@ -311,12 +313,12 @@ def default_rates_file() -> Path:
 
 
 def has_default_rates() -> bool:
-    """Return whether there is such a file that this process may read: a home that it may not enter has none."""
+    """Return whether `default_rates_file` exists and may be read; not in a home that this process may not enter."""
     return os.access(default_rates_file(), os.R_OK)
 
 
 def save_rates(file: str | os.PathLike[str], found: RatesFile) -> None:
-    """Write a file of rates, whole or not at all; its directory is made if need be.
+    """Write a file of rates, whole or not at all, and make its directory if there is none.
 
     Raises:
         OffloadError: If it cannot be written.
@@ -332,10 +334,10 @@ def save_rates(file: str | os.PathLike[str], found: RatesFile) -> None:
 
 
 def load_rates(file: str | os.PathLike[str]) -> RatesFile:
-    """Read a file of rates; whether it fits this machine is not asked yet.
+    """Read a file of rates, without asking whether it fits this machine.
 
     Raises:
-        ConfigError: If there is none, or it is not one; names what is wrong.
+        ConfigError: If there is none, or it is not usable; names what is wrong.
     """
     name = os.fspath(file)
     try:
@@ -363,13 +365,13 @@ def find_rates(name: str | os.PathLike[str]) -> RatesFile:
 
 
 def session_rates(wanted: str, paths: Sequence[str], threads: int, numels: Mapping[StateFormat, int]) -> Rates | None:
-    """Return the rates that a session starts from, or None if they are to be probed; says which in the log.
+    """Return the rates that a session starts from, or None if it has to probe; log which.
 
     Args:
         wanted: "auto" for this machine's file if it fits, or a file.
         paths: The session's paths.
         threads: Threads of its update.
-        numels: How many parameters have state in each format.
+        numels: Number of elements with state in each format.
 
     Raises:
         ConfigError: If a file was named and cannot be used.
@@ -379,24 +381,24 @@ def session_rates(wanted: str, paths: Sequence[str], threads: int, numels: Mappi
         _log.info("rates from a short probe; `offload probe` measures them better")
         return None
     try:
-        found = load_rates(file)
-        rates = found.for_session(paths, threads, numels)
+        content = load_rates(file)
+        rates = content.for_session(paths, threads, numels)
     except ConfigError as error:
         if wanted != "auto":
             raise
         _log.info("rates from a short probe: %s", error)
         return None
-    _log.info("rates from %s, measured %s", file, found.created or "at an unknown time")
-    if guesses := found.guesses(numels):
+    _log.info("rates from %s, measured %s", file, content.created or "at an unknown time")
+    if guesses := content.guesses(numels):
         _log.info("%s: %s", file, guesses)
     return rates
 
 
-# What rates depend on
+# Facts that rates depend on
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what tells this machine's rates from another's; `cores` are those that this process may use."""
+    """Return the facts of this machine on which rates depend; `cores` are those that this process may use."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -412,7 +414,7 @@ def versions() -> dict[str, str]:
 
 
 def _place(facts: Mapping[str, Any]) -> str:
-    """Return what two paths have in common that are equally fast."""
+    """Return a key that is the same for paths with equal rates: file system and device."""
     return f"{facts.get('file_system')} on {facts.get('device')}"
 
 
@@ -425,10 +427,10 @@ def _cpu_model() -> str:
 
 
 def _gpu_model() -> str | None:
-    """Return the GPUs that the driver knows, or None; asks no CUDA, which a later fork would not survive."""
-    found = []
+    """Return the names of the driver's GPUs, or None; without CUDA, after whose start a fork would not work."""
+    models = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with contextlib.suppress(OSError):
             lines = file.read_text(encoding="utf-8").splitlines()
-            found += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
-    return ", ".join(f"{found.count(name)} x {name}" for name in dict.fromkeys(found)) or None
+            models += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
+    return ", ".join(f"{models.count(name)} x {name}" for name in dict.fromkeys(models)) or None

@@ -1,11 +1,11 @@
-"""What probes measure, as one list of samples, and the two efforts in which they take it.
+"""The samples that probes take, and the two ways of taking them: quickly or fully.
 
 A sample is one run of some measurements on a lane, alone or beside others. `CpuProbe` and `PathProbe` have those of
-the update and of a path, `offload.measure.gpu.GpuProbe` those of a GPU. The quick effort (`best_of`) takes each a few
-times in turn; the full one (`medians_of`) takes all once a round, in an order that begins with another one each time,
-so that whatever else the machine does falls on all alike. `rates_of` makes rates of what either has found.
+the update and of a path, `offload.measure.gpu.GpuProbe` those of a GPU. The quick way (`best_of`) takes each sample a
+few times in turn. The full way (`medians_of`) takes all samples once a round, each round beginning with another one,
+so that other work on the machine disturbs all alike. `rates_of` makes rates of the measurements of either.
 
-Not done here: opening lanes and choosing over how many bytes they are measured, which callers do.
+Non-goals: opening lanes, and choosing the bytes that are measured, which callers do.
 """
 
 from __future__ import annotations
@@ -34,48 +34,49 @@ from offload.units import format_count
 
 QUICK_ROUNDS = 3
 LONGEST_S = 0.25
-"""No further round of a sample that is taken quickly begins after this: a slow machine does not wait for all."""
+"""Seconds after which the quick way begins no further run of a sample, for slow machines."""
 
 FULL_ROUNDS = (3, 15)
 """Fewest and most rounds; in between, as many as there is time for."""
 
 MOST_GPU_MEMORY_COST = 2.0
-"""Copies of a GPU read or write each byte once: what runs find beyond this is noise."""
+"""Copies of a GPU read or write each byte once: measured costs beyond this are noise."""
 
 RATE, SPEED, SECONDS = "bytes/s", "of its rate alone", "s"
 """Units of measurements."""
 
 Sample = tuple[str, Callable[[], Mapping[str, float]]]
-"""What is measured, for whoever watches, and what takes one run of it and returns values by name."""
+"""The name of what is measured, for progress; and a function that takes one run and returns values by name."""
 
 T = TypeVar("T")
 
 
 def repeated(sample: Callable[[], T]) -> list[T]:
-    """Take a sample a few times. The best counts: other work on the machine only ever slows one down."""
-    taken, until_s = [sample()], time.perf_counter() + LONGEST_S
-    while len(taken) < QUICK_ROUNDS and time.perf_counter() < until_s:
-        taken.append(sample())
-    return taken
+    """Take a sample a few times. Callers use the best: other work on the machine only ever slows a run down."""
+    runs, until_s = [sample()], time.perf_counter() + LONGEST_S
+    while len(runs) < QUICK_ROUNDS and time.perf_counter() < until_s:
+        runs.append(sample())
+    return runs
 
 
 def best_of(samples: Iterable[Sample]) -> dict[str, Measurement]:
-    """Return, for each sample, the rates of its best run, all rates together; what is no rate has its median."""
-    found = {}
+    """Return all rates of each sample's best run (that with the largest sum), and the medians of other values."""
+    measurements = {}
     for _, sample in samples:
         runs = repeated(sample)
         best = max(runs, key=lambda run: sum(value for name, value in run.items() if _unit(name) == RATE))
         for name, value in best.items():
-            each = summarise([run[name] for run in runs], _unit(name))
-            found[name] = Measurement(value, each.spread, each.runs, RATE) if each.unit == RATE else each
-    return found
+            summary = summarise([run[name] for run in runs], _unit(name))
+            is_rate = summary.unit == RATE
+            measurements[name] = Measurement(value, summary.spread, summary.runs, RATE) if is_rate else summary
+    return measurements
 
 
 def medians_of(
     samples: Sequence[Sample], seconds: float, report: Callable[[int, int, str], None]
 ) -> dict[str, Measurement]:
-    """Return medians over all rounds but the first, which warms up and shows how many there is time for."""
-    found: dict[str, list[float]] = {}
+    """Return medians over all rounds but the first, which warms up and shows how many rounds there is time for."""
+    taken: dict[str, list[float]] = {}
     started_s = time.monotonic()
     least, most = FULL_ROUNDS
     rounds, done, number = least, 0, 0
@@ -86,16 +87,16 @@ def medians_of(
             values = sample()
             done += 1
             for name, value in values.items():
-                found.setdefault(name, [])
+                taken.setdefault(name, [])
                 if number:
-                    found[name].append(value)
+                    taken[name].append(value)
         number += 1
         # The warm-up is shorter or longer than the others, so the estimate is taken again after each round.
         left_s = seconds - (time.monotonic() - started_s)
         each_s = (time.monotonic() - started_s) / number
         rounds = max(least, min(most, number - 1 + int(max(left_s, 0.0) / each_s)))
     report(done, done, "memory nodes, and the engine's own work")
-    return {name: summarise(values, _unit(name)) for name, values in found.items()}
+    return {name: summarise(values, _unit(name)) for name, values in taken.items()}
 
 
 def summarise(values: Sequence[float], unit: str) -> Measurement:
@@ -114,12 +115,13 @@ def _unit(name: str) -> str:
 
 @dataclass
 class Runs:
-    """Runs of loads of about the wanted length: how many operations that is, each run of a name tells the next.
+    """Runs of loads that take about the wanted time: each run determines the operations of the next of its name.
 
     Attributes:
-        queue: What lanes report to.
-        seconds: The length; 0 for runs that are as short as can be.
-        most: Operations of a run at most.
+        queue: The lanes'.
+        seconds: The wanted time; 0 for runs that are as short as can be.
+        most: Most operations of a run.
+        counts: Operations of the next run, by name.
     """
 
     queue: Queue
@@ -128,7 +130,7 @@ class Runs:
     counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, name: str, least: int, loads: Callable[[int], Sequence[Load]]) -> list[Interval]:
-        """Drive loads that have `least` operations or more."""
+        """Drive loads with at least `least` operations."""
         count = max(least, self.counts.get(name, least))
         timeline = drive(self.queue, loads(count))
         took_s = max(each.finished_s for each in timeline) - min(each.started_s for each in timeline)
@@ -143,9 +145,9 @@ class CpuProbe:
     Attributes:
         runs: Drives the lane.
         kernels: By number of threads.
-        states: What is updated, by format.
-        variants: Passes over exact state that measure memory, by name: an even number, as one negates the state.
-        least: Updates of one run, at least.
+        states: The state that is updated, by format.
+        variants: Passes over exact state that measure memory, by name: an even number, as each negates the state.
+        least: Least number of updates in a run.
     """
 
     runs: Runs
@@ -155,7 +157,7 @@ class CpuProbe:
     least: int
 
     def samples(self) -> Iterator[Sample]:
-        """Return what to measure."""
+        """Yield the samples to take."""
         for each in itertools.product(self.states, self.kernels):
             yield update_name(*each).replace("/", ", "), partial(self._update, *each)
         if EXACT in self.states:
@@ -163,11 +165,11 @@ class CpuProbe:
                 yield "memory bandwidth", partial(self._stream, name, variants)
 
     def load(self, count: int | None, state_format: StateFormat = EXACT, threads: int | None = None) -> Load:
-        """Return the update as a load, with the most threads if nothing is said."""
+        """Return the update as a load; with the most threads if `threads` is None."""
         return self.states[state_format].updates(self.kernels[threads or max(self.kernels)], count)
 
     def rate(self, state_format: StateFormat = EXACT, threads: int | None = None, part: float = 1.0) -> float:
-        """Return the state bytes a second of the update with nothing beside it, in a part of `least` or more."""
+        """Return the state bytes a second of the update alone, over `part` of `least` updates or more."""
         least = max(1, round(part * self.least))
         name = f"{state_format} {threads}"
         return lane_rates(self.runs.run(name, least, lambda count: [self.load(count, state_format, threads)]))["cpu"]
@@ -180,7 +182,7 @@ class CpuProbe:
 
 
 def update_name(state_format: StateFormat, count: int) -> str:
-    """Return what the update with so many threads is called among measurements."""
+    """Return the name of the measurement of the update with so many threads."""
     which = f" of {state_format.name}" if state_format.rounds else ""
     return f"update{which}/{format_count(count, 'thread')}"
 
@@ -189,18 +191,20 @@ def update_name(state_format: StateFormat, count: int) -> str:
 class PathProbe:
     """One path: each direction alone, both at once and, where there is a `CpuProbe`, beside the update.
 
-    Writes alone come first: they make what is read. Beside reads, writes are of slots and memory of their own.
+    Writes alone come first: reads need slots that were written. Beside reads, writes use slots and memory of their
+    own.
 
     Attributes:
-        number: Among paths.
+        number: The path's.
         runs: Drives the path's lanes.
-        regions: Slots of one size each, the largest last: its rates count, the others show the latency.
-        slots: How many of each region a direction uses.
+        regions: Slots of one size each, the largest last: that one's rates count, the others show the latency.
+        slots: Number of slots of each region that a direction uses.
         depth: Transfers of one direction in flight.
         address: Memory for twice as many of the largest tiles.
         cpu: The update; None to leave that out.
-        is_split: Whether regions have as many slots again for writes beside reads; else both are as they are alone.
-        shares: Whether transfers of one direction have been under way together.
+        is_split: Whether regions have as many slots again for writes beside reads; else both directions are measured
+            alone only.
+        shares: Whether transfers of one direction have been seen under way together.
     """
 
     number: int
@@ -219,7 +223,7 @@ class PathProbe:
         return self.regions[-1].tier
 
     def samples(self) -> Iterator[Sample]:
-        """Return what to measure."""
+        """Yield the samples to take."""
         name, path = f"path {self.number}", self.tier.path
         for verb in ("write", "read"):
             yield f"{path}: {verb}s alone", partial(self._alone, name, verb)
@@ -228,13 +232,13 @@ class PathProbe:
             yield f"{path}: beside the update", partial(self._beside, name, self.cpu)
 
     def _loads(self, region: Slots, count: int, *verbs: str) -> list[Load]:
-        """Return loads of some directions: the first of them moves tiles of a region's first slots."""
+        """Return a load for each direction, each with its own part of a region's slots and of the memory."""
         halves = ((n, range(n * self.slots, (n + 1) * self.slots)) for n in range(len(verbs)))
         places = ((slots, self.address + n * self.depth * region.tile_bytes) for n, slots in halves)
         return [region.load(verb, *at, self.depth, count) for verb, at in zip(verbs, places, strict=True)]
 
     def _rates(self, region: Slots, *verbs: str) -> dict[str, float]:
-        """Return what each direction reaches beside the others, with as many bytes each."""
+        """Return the rate of each direction beside the others, while they move equally many bytes."""
         if len(verbs) > 1 and not self.is_split:
             return {verb: self._rates(region, verb)[verb] for verb in verbs}
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
@@ -248,18 +252,20 @@ class PathProbe:
     def _mixed(self, name: str) -> dict[str, float]:
         """Return both rates with large tiles, and the latency that smaller ones show.
 
-        A lane takes `latency + bytes / rate` for a tile; latency is what fits the times of all sizes best, operations
-        overlapping as they do in a step.
+        A lane takes `latency + bytes / rate` for a tile; the latency is that of the line that fits the times of all
+        sizes best (`fit_latency`), with operations overlapping as they do in a step.
         """
-        found = [(region.tile_bytes, self._rates(region, "read", "write")) for region in self.regions]
-        latencies = [fit_latency([(size, size / rates[verb]) for size, rates in found]) for verb in ("read", "write")]
-        size, rates = found[-1]
+        measured = [(region.tile_bytes, self._rates(region, "read", "write")) for region in self.regions]
+        latencies = [
+            fit_latency([(size, size / rates[verb]) for size, rates in measured]) for verb in ("read", "write")
+        ]
+        size, rates = measured[-1]
         latency_s = min(statistics.mean(latencies), 0.5 * size / max(rates.values()))
         values = {f"{name}/{verb}": size / (size / rate - latency_s) for verb, rate in rates.items()}
         return values | {f"{name}/latency": latency_s}
 
     def _beside(self, name: str, cpu: CpuProbe) -> dict[str, float]:
-        """Return what the update and the path reach beside each other."""
+        """Return the rates of the update and the path beside each other."""
 
         def loads(count: int) -> list[Load]:
             return [*self._loads(self.regions[-1], count, "read", "write"), cpu.load(None)]
@@ -270,7 +276,10 @@ class PathProbe:
 
 
 def fit_latency(times: Sequence[tuple[int, float]]) -> float:
-    """Return the latency of the line through (bytes, seconds) that is nearest in relative terms; at least 0."""
+    """Return the latency of the line seconds = latency + bytes / rate with the least relative errors; at least 0.
+
+    Each equation is divided by its seconds, so that least squares minimise relative errors.
+    """
     if len(times) < 2:
         return 0.0
     rows = np.array([(1 / seconds, nbytes / seconds) for nbytes, seconds in times])
@@ -284,21 +293,21 @@ def rates_of(
     """Return the rates of all lanes, with exact state.
 
     Args:
-        found: What samples have found, by name.
-        threads: With which the update is made.
-        paths: Those that were measured.
-        gpu_bytes: The size of the GPU's memory, 0 where unknown; None without one.
+        found: The measurements of all samples, by name.
+        threads: Threads of the update whose rate counts.
+        paths: The paths that were measured.
+        gpu_bytes: The size of the GPU's memory, 0 where unknown; None without a GPU.
     """
 
     def value(name: str) -> float:
         return found[name].median
 
     def cost(lane: str, io_bytes_per_s: float) -> float:
-        """Return what I/O takes of the memory for each byte; as plain DMA does where that was not measured."""
+        """Return the memory traffic of each byte of I/O; that of plain DMA, 1, if it was not measured."""
         speed = found.get(f"{lane}/speed of cpu")
         return memory_cost(memory, cpu, speed.median, io_bytes_per_s, speed.spread) if speed else 1.0
 
-    # Memory gives no less than what any update of exact state takes.
+    # The memory's bandwidth is at least the traffic of any pass or update that was measured.
     costs = {"memory": 1.0, "update": UPDATE_MEMORY_COST}
     memory = max(costs.get(name.partition("/")[0], 0.0) * each.median for name, each in found.items())
     cpu, rated, gpu = value(update_name(EXACT, threads)), list[PathRates](), NO_GPU

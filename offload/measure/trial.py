@@ -1,8 +1,8 @@
-"""A few steps of a small plan through the lanes of a session: what a step costs beside its bytes.
+"""A few steps of a small plan through a session's lanes, to measure what a step costs beside its bytes.
 
-Subgroups are so small that bytes hardly count: what is left is the engine's thread (machine, tables, queue, what it
-learns), the wake-ups of threads, and a path's latency. It is the machine and the executor of a session that run, and
-what they take is learnt as from a session's own steps.
+Subgroups are so small that bytes hardly count. The rest of the time is the engine's thread (machine, tables, queue,
+learning), the wake-ups of threads, and a path's latency. A session's machine and executor run, and rates are learnt
+as from a session's own steps.
 
 This happens before the session's first operation, in staging memory whose content is undefined at that moment.
 """
@@ -38,13 +38,13 @@ from offload.schedule.runs import update_visits
 from offload.schedule.timeline import Interval
 
 SUBGROUPS, SLOTS = 12, 4
-"""Most subgroups and staging slots; as many as the session has, if that is less."""
+"""Most subgroups, and most staging slots; fewer if the session has fewer."""
 
 STEPS = 6
-"""The first reads nothing, and both it and the second do much for the first time."""
+"""Steps at most. The first one reads nothing, and the first two do many things for the first time."""
 
 LONGEST_S = 0.25
-"""No further step begins after this, so that a slow path is not waited for for long."""
+"""Seconds after which no further step begins, for slow paths."""
 
 
 def trial_rates(
@@ -55,17 +55,17 @@ def trial_rates(
     plan: Plan | None = None,
     memory: tuple[int, int] = (0, 0),
 ) -> Rates:
-    """Return rates with what steps of a small plan show of the engine's thread, its reactions, and paths' latencies.
+    """Return rates with the costs of the engine's thread, its reaction, and paths' latencies that the steps show.
 
     Args:
         kernel: The session's kernel.
-        tiers: The session's tiers, with nothing in any slot yet; they have little room at least, or nothing is tried.
-            With an object store among them, the steps are in memory.
-        queue: What all report to; nothing else does meanwhile.
-        known: The rates of a session's lanes, measured otherwise; returned with a GPU's, whose calls cost most.
-        plan: What the session is about to do: as large a part of the small plan's state is at home in memory. Without
-            one, none is where there are paths.
-        memory: Address and size of memory whose content is lost; other memory is taken where that is too small.
+        tiers: The session's tiers, with nothing in any slot yet. If one lacks the little room, no step is taken; with
+            an object store among them, the steps are in memory.
+        queue: The session's; nothing else may report to it meanwhile.
+        known: The other rates. Returned as they are with a GPU: there, calls of its runtime cost most.
+        plan: The session's: the small plan has as large a part of state at home in memory. With None it has none, if
+            there are paths.
+        memory: Address and size of memory whose content is lost; other memory is allocated if it is too small.
 
     Raises:
         OffloadError: If a path or the update fails.
@@ -75,7 +75,7 @@ def trial_rates(
     small = _small_plan(tiers, plan)
     if known.gpu != NO_GPU or any(tier.free_bytes() < small.storage_bytes for tier in tiers):
         return known
-    # Of one update at a time: what is at home, gradients and weights.
+    # For one update at a time: state at home, gradients and weights.
     beside = SECTOR_NUMEL * trial_bytes(EXACT_ADAMW)
     with contextlib.ExitStack() as ends:
         address, nbytes = memory
@@ -100,7 +100,7 @@ def trial_rates(
 
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
-    """Return a plan of subgroups as small as can be, like `plan` in what is at home in memory."""
+    """Return a plan of the smallest subgroups, with the same part of state at home in memory as `plan`."""
     count, slots, streamed = SUBGROUPS, SLOTS, 1.0
     if plan is not None and plan.homes:
         count, slots = min(SUBGROUPS, len(plan.homes)), max(1, min(SLOTS, plan.staging_slots))
@@ -117,10 +117,6 @@ class _Session:
     """The machine and the executor of a small plan.
 
     Args:
-        kernel: Makes updates.
-        tiers: A tier for each path.
-        queue: What all report to.
-        plan: The small plan.
         address: Its staging memory.
         beside: Memory for the rest of an update: state at home, gradients, weights.
     """
@@ -145,7 +141,7 @@ class _Session:
         self._executor.visit_with(self._table, updates=True)
 
     def step(self, number: int, known: Rates) -> list[Interval]:
-        """Take a step as the engine's thread does, which is woken for it; return what the last one did, and since."""
+        """Take a step as the engine's thread does, which a request wakes; return the timeline of this step."""
         machine, executor = self._machine, self._executor
         self._queue.post(REQUEST)
         while not executor.requests:
@@ -159,20 +155,20 @@ class _Session:
         executor.submit(machine.take_operations())
         executor.end_turn()
         if timeline:
-            observe(known, timeline)
+            observe(known, timeline)  # its cost is part of a step: sessions learn then from the step before
         pump(machine, executor, lambda machine: machine.finished_sweep is not None)
         machine.take_finished_sweep()
         self._check()
         return list(executor.timeline)
 
     def settle(self) -> None:
-        """Wait for what is still in flight."""
+        """Wait for all operations in flight."""
         machine = self._machine
         pump(machine, self._executor, lambda machine: machine.in_flight == 0 or machine.broken is not None)
         self._check()
 
     def drain(self) -> None:
-        """Wait until no lane touches the memory any more, whatever comes of it."""
+        """Wait until no lane touches the memory any more; errors are ignored."""
         self._executor.drain()
 
     def _check(self) -> None:
@@ -180,5 +176,6 @@ class _Session:
             raise self._machine.broken
 
     def _table(self, run: Run) -> npt.NDArray[Any]:
+        """Return the table of a run, whose state is filled anew: its content does not matter."""
         address = self._home if run.slot is None else self._memory.slot_address(run.slot)
         return self._tables.fill(replace(run, fresh=True), address, self._rows)

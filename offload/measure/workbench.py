@@ -1,4 +1,4 @@
-"""What all probes work with: state to update in memory, and tiles to move on a path, as loads of lanes."""
+"""For all probes: state to update in memory, and tiles to move on a path, as loads of lanes."""
 
 from __future__ import annotations
 
@@ -22,69 +22,65 @@ from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKerne
 from offload.tiers import slot_bytes, tier_error
 
 CHUNK_NUMEL = 1 << 21
-"""Elements of one update at most."""
+"""Most elements of one update."""
 
 UPDATE_DEPTH = 2
 """Updates in flight at once, as in a step."""
 
 UNSEEN_SLOWDOWN = 0.03
-"""Slow-downs of the update below this are noise, and say nothing about what I/O costs."""
+"""Slow-downs of the update by less than this part are noise and show no cost of I/O."""
 
 
 def memory_cost(
     memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float, spread: float = 0.0
 ) -> float:
-    """Return `memory_cost` of a path (or a link) from what its traffic left of the update.
+    """Return `memory_cost` of a path (or a link) from the part of its rate that the update kept beside it.
 
-    With it `Rates.cpu_speed` gives that part back for a path at its rates. Beside an update the path itself may have
-    been slower; as predictions let it go on at its rates, the loss is spread over those.
+    Solves `speed = Rates.cpu_speed(cost * io_bytes_per_s)` for the cost: the bandwidth that the update did not use,
+    for each byte of I/O. `io_bytes_per_s` is the path's rate without the update, as in predictions, even if the path
+    was slower beside it.
 
     Args:
         memory_bytes_per_s: Host memory bandwidth.
         cpu_bytes_per_s: The update's rate alone.
-        speed: The part of it that was left; 1 for all.
+        speed: The part of that rate that was left beside the path; 1 for all.
         io_bytes_per_s: The path's rates, both directions together.
-        spread: How far apart the runs for `speed` are; a loss of less than half of it is noise.
+        spread: Spread of the runs for `speed`; a loss of less than half of it is noise.
     """
     left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
     cost = max(0.0, left / io_bytes_per_s)
-    # An update that was not slowed leaves only an upper limit: take plain DMA's cost where that is below it.
+    # If the update was not slowed, `cost` is an upper limit only: take plain DMA's cost, 1, if that is below it.
     return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
 
 
 class Borrowed:
-    """Memory of somebody else, as an arena.
-
-    Args:
-        address: Where it begins.
-        nbytes: Its size.
-    """
+    """Memory that its owner lends, with the methods of an arena."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
 
     def numpy(self, offset: int, numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """See `Arena.numpy`."""
+        """Return an array over it, as `Arena.numpy` does."""
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         return np.frombuffer(memoryview(memory), dtype, numel, offset)
 
     def close(self) -> None:
-        """Leave it to its owner."""
+        """Do nothing: the owner keeps it."""
 
 
 class TrialState:
     """State, gradient and weight of `numel` elements in huge pages, to be updated chunk by chunk.
 
     Args:
-        spec: What the state is.
+        spec: The state's tensors and format.
         numel: Elements.
         depth: Updates in flight at once.
         prefault: Touch all memory now.
-        borrowed: Where to put it, if there is room: the address of memory that nobody uses, and its size.
+        borrowed: Address and size of unused memory, to be taken if it is large enough.
 
     Attributes:
-        chunks: How many there are.
+        chunks: Number of chunks.
     """
 
     def __init__(
@@ -108,7 +104,9 @@ class TrialState:
         self._arena: Arena | Borrowed
         if end <= borrowed[1]:
             self._arena = Borrowed(*borrowed)
-            ctypes.memset(self._arena.address, 0, end)  # some bits, as moments, take the kernel several times as long
+            ctypes.memset(
+                self._arena.address, 0, end
+            )  # old bits, read as moments, may slow the kernel down several times
         else:
             self._arena = Arena(end, prefault=prefault)
         self.close = self._arena.close
@@ -139,7 +137,7 @@ class TrialState:
         return moved_bytes / (time.perf_counter() - started_s)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
-        """Return updates of the chunks in turn."""
+        """Return a load of updates of the chunks in turn."""
         turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
 
         def start(op: int, place: int) -> None:
@@ -152,7 +150,7 @@ class TrialState:
 
 
 def _repeat(values: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> None:
-    """Fill an array with values over and over; nothing of its size is made on the way."""
+    """Fill an array with repetitions of values, without a copy of its size."""
     for start in range(0, into.size, values.size):
         part = into[start : start + values.size]
         part[:] = values[: part.size]
@@ -165,7 +163,7 @@ class Slots:
     Attributes:
         tier: The path.
         tile_bytes: Size of a tile, a multiple of a sector.
-        number: Tells their tiles from those of other slots.
+        number: Subgroup number of their tiles: other slots have another.
         offset: Byte offset of slot 0.
         verify: See `TileRequest`.
     """
@@ -181,15 +179,15 @@ class Slots:
 
         Args:
             verb: "read" or "write".
-            slots: Which to use in turn; those that are read have been written.
+            slots: Slots to use in turn; to be read, they must have been written.
             address: Memory for `depth` tiles.
             depth: Transfers in flight at once; None for all slots.
-            count: Transfers in all; None for as many as there are slots. Each slot has one only with the depth None:
-                else a place that is faster takes its slots anew before a slower one has taken all of its.
+            count: Transfers in all; None for as many as there are slots. Only with `depth` None each slot then has
+                exactly one: else a fast place goes over its slots again before a slow one has used all of its own.
         """
         depth, nbytes = depth or len(slots), self.tile_bytes
         call = self.tier.read if verb == "read" else self.tier.write
-        # Each place has slots of its own: no slot is written again before it has been.
+        # Each place has slots of its own, so that no slot has two transfers at once.
         turns = [itertools.cycle(slots[place::depth]) for place in range(depth)]
 
         def start(op: int, place: int) -> None:

@@ -1,12 +1,13 @@
-"""Tensors that autograd saves for backward leave memory for the paths, and come back ahead of it.
+"""Tensors that autograd saves for backward are written to the paths, and read back in backward.
 
 `ActivationsOnPaths` sees each tensor that is saved, by torch's own hooks for saved tensors (`torch.autograd.graph`).
-It says which of them leave, knows those that share memory, and holds torch's rule that a saved tensor is not changed.
+It decides which of them are written, knows which share memory, and keeps torch's rule that a saved tensor must not be
+changed before backward.
 
-A tensor that leaves is known by its storage, which is written once however many views of it are saved. Weights and
-buffers of the model stay, and so do small tensors, those of other devices and of unusual kinds, and what backward
-itself saves. What stays is saved where it is; a custom Function gets it without what Python has hung on it, as with
-any hooks for saved tensors.
+A tensor that is written is identified by its storage, which is written once however many views of it are saved.
+Weights and buffers of the model stay in memory, and so do small tensors, those of other devices and of unusual kinds,
+and tensors that backward itself saves. A custom Function gets a tensor that stays without attributes that Python code
+has set on it, as with any hooks for saved tensors.
 
 Not here: where the bytes are (`offload.session.activations`).
 """
@@ -30,22 +31,22 @@ from offload.optim.holder import EngineHolder
 from offload.session.activations import Activations, Written
 
 LEAST_BYTES = 1 << 20
-"""Of a tensor that leaves, unless the caller says so: smaller ones are many, and their sum is little."""
+"""Default for the smallest tensors that are written: smaller ones are many, and their sum is little."""
 
 MOST_AROUND = 16
-"""A storage that is larger than this many times a tensor is somebody else's, of which the tensor is a small view."""
+"""A storage larger than this many times a tensor is taken to be a buffer of which the tensor is a small view."""
 
 _counting = threading.Lock()
-"""Held while a version counter is moved, to see whose it is."""
+"""Held while a version counter is incremented and restored, to see which tensors share it (`_Storage.is_of`)."""
 
 
 class _Saved:
-    """A tensor that is saved where it is: what it was, to see whether it has been changed.
+    """A tensor that is saved where it is, with its version, to see in backward whether it has been changed.
 
     Attributes:
-        tensor: It, if it is a leaf, as parameters are, else an alias without history: that would keep its own graph.
-            Of one that has left an alias without memory.
-        version: What torch has counted of changes to it when it was saved.
+        tensor: The tensor, if it is a leaf, as parameters are; else an alias without history, as the tensor itself
+            would keep its own graph alive. Of a tensor on the paths an alias without memory.
+        version: The tensor's version counter when it was saved.
     """
 
     __slots__ = "_origin", "_shape", "tensor", "version"
@@ -72,36 +73,39 @@ class _Saved:
             )
 
     def get(self) -> torch.Tensor:
-        """Return it, as it was saved."""
+        """Return the tensor, unchanged since it was saved."""
         self.check()
         return self.tensor
 
 
 class _Storage:
-    """The content of a storage that has left, as it was when tensors with this version counter were saved."""
+    """The content of a storage that was written to the paths, for tensors that share one version counter."""
 
     __slots__ = "__weakref__", "counter", "key", "nbytes", "version", "written"
 
     def __init__(self, tensor: torch.Tensor, counter: torch.Tensor, written: Written) -> None:
         storage = tensor.untyped_storage()
-        # While it is there, no other storage has its number.
+        # While this weak reference lives, no other storage can have the same `_cdata`.
         self.key: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         with _counting:
             self.version = tensor._version
         self.nbytes, self.counter, self.written = storage.nbytes(), counter, written
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of this storage has the content that has left."""
+        """Return whether a tensor of this storage has the content that was written.
+
+        Equal versions are not enough: an alias made by `.data` has a counter of its own. So this increments our
+        counter, and looks whether the tensor's version follows.
+        """
         if tensor._version != self.version:
             return False
-        # Numbers may be equal by chance: an alias made by `.data` counts its changes alone.
         with _counting, _unsafe_preserve_version_counter(self.counter):
             increment_version(self.counter)
             return tensor._version != self.version
 
 
-class _Left(_Saved):
-    """A tensor that has left: its storage, and how it lies there."""
+class _SavedOnPaths(_Saved):
+    """A saved tensor whose storage was written to the paths, and how the tensor lies in it."""
 
     __slots__ = "activations", "form", "kind", "storage"
 
@@ -114,7 +118,7 @@ class _Left(_Saved):
         self.storage: _Storage
 
     def get(self) -> torch.Tensor:
-        """Return a tensor like it, in new memory, once it is there."""
+        """Read the storage back into new memory; return a tensor that lies in it as the saved one did."""
         self.check()
         device, dtype = self.kind
         memory = torch.empty(self.storage.nbytes, dtype=torch.uint8, device=device)
@@ -125,14 +129,14 @@ class _Left(_Saved):
 
 
 class ActivationsOnPaths:
-    """A context in which tensors that autograd saves leave for the paths; see `activations_on_paths`.
+    """A context in which tensors that autograd saves are written to paths: `OffloadedOptimizer.activations_on_paths`.
 
     Args:
         holder: Holds the engine.
-        device: That of the weights.
-        model: Whose weights stay.
+        device: The weights' device; tensors on others stay.
+        model: The model, whose weights and buffers stay.
         host_memory: Bytes of the buffers.
-        least_bytes: Of a tensor that leaves.
+        least_bytes: Bytes of the smallest tensors that are written.
 
     Raises:
         ConfigError: An argument cannot be used.
@@ -151,8 +155,8 @@ class ActivationsOnPaths:
         self._model = model
         self._host_bytes = parse_bytes("host_memory", host_memory)
         self._least_bytes = max(1, parse_bytes("least_bytes", least_bytes))
-        self._weights: set[int] = set()
-        self._left: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self._weights: set[int] = set()  # `_cdata` of storages that stay, as of `_left_storages`
+        self._left_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._hooks: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> ActivationsOnPaths:
@@ -161,7 +165,7 @@ class ActivationsOnPaths:
         self._weights = {
             shards.local(tensor).untyped_storage()._cdata
             for tensor in chain(self._model.parameters(), self._model.buffers())
-            if tensor.layout is torch.strided  # others stay anyway
+            if tensor.layout is torch.strided  # other layouts are never written
         }
         hooks = saved_tensors_hooks(self._pack, lambda saved: saved.get())
         hooks.__enter__()
@@ -174,15 +178,16 @@ class ActivationsOnPaths:
             self._holder.engine_if_open.activations.rest()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = self._leave(tensor) if self._may_leave(tensor) else None
+        saved = self._write_storage(tensor) if self._may_leave(tensor) else None
         return saved or _Saved(tensor)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that autograd saves may be written to the paths."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor():
             return False
-        # Within a transform of torch.func tensors have no memory of their own; in backward they are used at once.
+        # In a transform of torch.func tensors have no memory of their own; those saved in backward are used at once.
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1:
             return False
         storage = tensor.untyped_storage()
@@ -191,30 +196,26 @@ class ActivationsOnPaths:
             return False
         if storage._cdata in self._weights or isinstance(tensor._base, torch.nn.Parameter):
             return False
-        return storage._cdata in self._left or nbytes <= MOST_AROUND * tensor.nbytes
+        return storage._cdata in self._left_storages or nbytes <= MOST_AROUND * tensor.nbytes
 
-    def _leave(self, tensor: torch.Tensor) -> _Left | None:
-        """Have the storage of a tensor leave, unless it has; return None if there is no room."""
+    def _write_storage(self, tensor: torch.Tensor) -> _SavedOnPaths | None:
+        """Write a tensor's storage to the paths unless it has been written; return None if there is no room."""
         activations, storage = self._holder.engine.activations, tensor.untyped_storage()
-        left = _Left(tensor, activations)
-        shared = self._left.get(storage._cdata)
+        saved = _SavedOnPaths(tensor, activations)
+        shared = self._left_storages.get(storage._cdata)
         if shared is not None and shared.is_of(tensor):
-            left.storage = shared
+            saved.storage = shared
         else:
             written = activations.write(storage.data_ptr(), storage.nbytes(), tensor)
             if written is None:
                 return None
-            left.storage = self._left[storage._cdata] = _Storage(tensor, left.tensor, written)
-        shards.free_memory(left.tensor)
-        return left
+            saved.storage = self._left_storages[storage._cdata] = _Storage(tensor, saved.tensor, written)
+        shards.free_memory(saved.tensor)
+        return saved
 
 
 def check_model(model: Any, parameters: set[torch.Tensor]) -> None:
-    """Refuse what is no model of these parameters.
-
-    Raises:
-        ConfigError: It is no module, or has none of them.
-    """
+    """Raise `ConfigError` unless `model` is a module that has some of these parameters."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
     if parameters.isdisjoint(model.parameters()):

@@ -1,4 +1,4 @@
-"""`AdamW` and `Adam`: what this package's optimizers know of Adam, and nothing else."""
+"""`AdamW` and `Adam`: their arguments and defaults; the arithmetic is in `offload/rules` and `offload/kernels`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.rules import ADAM, ADAMW
 
 
 class OffloadedAdam(OffloadedOptimizer):
-    """What `AdamW` and `Adam` share; use one of these."""
+    """The base class of `AdamW` and `Adam`; use one of these."""
 
     def __init__(
         self,

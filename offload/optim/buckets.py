@@ -1,10 +1,11 @@
-"""Gradients as DDP reduces them, bucket by bucket: the communication hook that says which have been reduced.
+"""DDP's buckets of gradients: a communication hook that notes which buckets have been reduced.
 
-With a hook DDP leaves the mean to it. So that bits are those without, the hook does what DDP's reducer would
-(`mark_variable_ready_dense` in torch/csrc/distributed/c10d/reducer.cpp): it multiplies gradients by 1/world, but
-divides by the world those that lay in the bucket before, as with `gradient_as_bucket_view` where they accumulate.
+DDP leaves the mean over ranks to a communication hook. To get the same bits as without one, this hook does what DDP's
+reducer would (`mark_variable_ready_dense` in torch/csrc/distributed/c10d/reducer.cpp): it multiplies gradients by
+1/world; but gradients that lay in the bucket before, as with `gradient_as_bucket_view` when they accumulate, it
+divides by world.
 
-DDP keeps a hook for good. It keeps no optimizer, and goes on without one.
+DDP keeps a hook for good. The hook keeps no optimizer alive, and goes on reducing without one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Reduction(NamedTuple):
     """A bucket that is being reduced.
 
     Attributes:
-        future: Of its values.
-        parameters: Whose gradients it has.
+        future: Its reduced values, once they are there.
+        parameters: The parameters whose gradients it has.
         places: First element and shape of each.
-        marks: On an accelerator, events of its stream behind the reduction, once the host has the future's value.
+        marks: On an accelerator, an event after the reduction, recorded when the future is done.
     """
 
     future: torch.futures.Future[torch.Tensor]
@@ -46,23 +47,22 @@ class Reduction(NamedTuple):
 
 
 class Listener(Protocol):
-    """Asks for what has been reduced."""
+    """Calls `Buckets.take_reduced`, if it listens."""
 
     @property
     def listens(self) -> bool:
-        """Whether it does now."""
+        """Whether buckets that are reduced now are to be noted."""
 
 
 class Buckets:
     """The buckets of one DDP model: the state of its hook.
 
     Args:
-        model: The model.
-        hook: The user's own hook, which reduces in the place of DDP; None for the mean.
-        state: That of the user's hook.
+        hook: The user's own hook, which reduces instead of DDP; None for the mean.
+        state: The first argument of the user's hook.
 
     Attributes:
-        reductions: Those that nobody has asked for, in their order.
+        reductions: Buckets that `take_reduced` has not yielded yet, in their order.
     """
 
     def __init__(self, model: DistributedDataParallel, hook: CommHook | None, state: object) -> None:
@@ -71,7 +71,8 @@ class Buckets:
         self._model = weakref.ref(model)
         self._group = model.process_group
         self.reductions: deque[Reduction] = deque()
-        # Of gradients before DDP takes them, by id of the parameter, where it matters.
+        # Where gradients lay before DDP put them into buckets, by id of the parameter; empty if it cannot matter:
+        # they never lie in buckets, or the world is a power of two.
         self._storages: dict[int, int] = {}
         if model.gradient_as_bucket_view and self._group.size() & (self._group.size() - 1):
             for parameter in model.parameters():
@@ -87,11 +88,11 @@ class Buckets:
         return self._model() is model
 
     def tell(self, listener: Listener) -> None:
-        """Have somebody, who is not kept, ask for what has been reduced from now on."""
+        """Set the listener for which reduced buckets are noted from now on; it is not kept alive."""
         self._listener = weakref.ref(listener)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket, as the hook of DDP that this is."""
+        """Reduce a bucket, and note it if the listener listens; DDP calls this as its hook."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         first = buffer.storage_offset()
         places = [(gradient.storage_offset() - first, gradient.shape) for gradient in bucket.gradients()]
@@ -119,7 +120,7 @@ class Buckets:
             for gradient, lay_here in zip(gradients, accumulated, strict=True):
                 gradient.div_(ranks) if lay_here else gradient.mul_(1 / ranks)
         for parameter in parameters if self._storages else ():
-            self._storages[id(parameter)] = storage  # DDP has put it there
+            self._storages[id(parameter)] = storage  # DDP has put the gradient into the bucket
 
     def take_reduced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parameters of buckets that have been reduced since the last call, each with its gradient."""
@@ -130,12 +131,12 @@ class Buckets:
                 yield parameter, flat[first : first + shape.numel()].view(shape)
 
     def forget(self) -> None:
-        """Forget buckets that are being reduced: another backward pass begins, or this one has ended."""
+        """Forget all noted buckets, as another backward pass begins, or this one has ended."""
         self.reductions.clear()
 
 
 def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
-    """Register the hook with a DDP model, unless it has it already; return its buckets.
+    """Register the hook with a DDP model unless it is registered already; return the model's buckets.
 
     Raises:
         ConfigError: It is no DDP model, or has another hook.
@@ -145,11 +146,11 @@ def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buck
         raise ConfigError("model", type(model).__name__, allowed)
     if getattr(model, "_use_python_reducer", False):
         combinations.COMPILED_REDUCTIONS.refuse("model", "compiled with its reductions")
-    for _, found in getattr(model, "_comm_hooks", ()):
-        if isinstance(found, Buckets) and found.is_of(model):
+    for _, registered in getattr(model, "_comm_hooks", ()):
+        if isinstance(registered, Buckets) and registered.is_of(model):
             if hook is not None:
-                found.hook, found.state = hook, state
-            return found
+                registered.hook, registered.state = hook, state
+            return registered
     buckets = Buckets(model, hook, state)
     try:
         if getattr(model, "_comm_hooks", ()):
@@ -169,7 +170,7 @@ def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def _mark(marks: list[torch.Event], reduced: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """Note an event behind the reduction, on the stream that torch has given this; return what was reduced."""
+    """Add an event after the reduction, on the current stream of torch's callback; return the reduced values."""
     value = reduced.value()
     marks.append(torch.accelerator.current_stream(value.device).record_event())
     return value
@@ -181,7 +182,7 @@ def _note_storage(storages: dict[int, int], parameter: torch.Tensor) -> None:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's memory from that of others, as long as it lives."""
+    """Return the address of a tensor's storage, which identifies it as long as it lives."""
     return tensor.untyped_storage().data_ptr()
 
 

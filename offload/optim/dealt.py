@@ -1,8 +1,9 @@
-"""Whole matrices of sharded weights: each lies on the one rank that updates it, beside the shards of all.
+"""Dealt weights: sharded matrices that one rank each updates whole, from a copy beside the shards of all ranks.
 
-What is updated whole cannot be updated shard by shard. A `DTensor` of that kind is dealt to one rank of its mesh, its
-owner, which keeps a whole copy of the weight. Before a step the shards of gradients go to owners, and behind it
-weights come back from there, by one exchange each for buckets of weights. Other ranks have a copy without rows.
+Muon updates whole matrices, which cannot be done shard by shard. A `DTensor` of that kind is dealt to one rank of its
+mesh, its owner, which keeps a whole copy of the weight. Before a step ranks send their shards of gradients to owners,
+and after it owners send shards of the new weights back, by one exchange for each bucket of weights. Ranks that are
+not the owner have a copy without rows.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
 
 BUCKET_BYTES = 64 << 20
-"""Of the whole weights or gradients that are exchanged at once."""
+"""Bytes of whole weights or gradients that are exchanged at once."""
 
 NOTHING, UNUSABLE = 0, 255
-"""Codes of gradients that are not there, and that cannot be read; others are 1 more than those of their dtypes."""
+"""Codes for no gradient, and for one that cannot be read; else the code is the dtype's plus 1."""
 
 Box = tuple[tuple[int, int], ...]
 
@@ -31,8 +32,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _plainly(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a method make tensors with version counters and without graphs, whatever its caller's mode."""
+def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a method to run outside inference mode and autograd: its tensors have version counters, no graph."""
 
     @functools.wraps(method)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -50,7 +51,8 @@ class DealtWeight:
         name: Its name.
         owner: Rank of the owner in the mesh.
         copy: The whole weight on its owner, no rows elsewhere.
-        gradient: The whole gradient there, likewise; None if there is none.
+        gradient: The whole gradient on its owner, no rows elsewhere; None if there is none.
+        is_own: Whether this rank is the owner.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, owner: int, boxes: list[Box], rank: int) -> None:
@@ -62,30 +64,30 @@ class DealtWeight:
         self._stamp: tuple[int, int] | None = None
 
     def current_stamp(self) -> tuple[int, int]:
-        """Return address and version of the shard here as it is now."""
+        """Return address and version of this rank's shard as it is now."""
         return shards.local(self.parameter).data_ptr(), shards.version(self.parameter)
 
     @property
     def is_stale(self) -> bool:
-        """Whether somebody has changed the shard here since `copy` was made, as far as torch counts that."""
+        """Whether this rank's shard has changed since `copy` was made, as far as torch counts changes."""
         return self._stamp != self.current_stamp()
 
-    def is_alike(self) -> None:
-        """Note that the shard here is that of `copy`."""
+    def note_fresh(self) -> None:
+        """Note that this rank's shard and `copy` are equal."""
         self._stamp = self.current_stamp()
 
-    def is_changed(self) -> None:
-        """Note that it is not, whatever torch has counted."""
+    def note_stale(self) -> None:
+        """Note that this rank's shard has changed, whatever torch has counted."""
         self._stamp = None
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a whole tensor on the owner, for none elsewhere."""
+        """Return an empty tensor of the whole shape on the owner, without rows elsewhere."""
         rows, *columns = self.parameter.shape
         device = shards.local(self.parameter).device
         return torch.empty(rows if self.is_own else 0, *columns, dtype=dtype, device=device)
 
     def piece(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the view of a whole tensor that a rank has a shard of."""
+        """Return the view of a whole tensor that is a rank's shard."""
         return whole[tuple(slice(first, first + size) for first, size in self._boxes[rank])]
 
     def numel_of(self, rank: int, *, once: bool = False) -> int:
@@ -95,28 +97,28 @@ class DealtWeight:
         return math.prod(size for _, size in self._boxes[rank])
 
     def code(self) -> int:
-        """Return what this rank has of a gradient, which it brings into the parameter's form, as a code."""
+        """Return this rank's gradient as a code: none, unusable, or its dtype; reduce it first if need be."""
         gradient = self.parameter.grad
         if gradient is None:
             return NOTHING
         gradient = shards.reduced_gradient(gradient, self.parameter, self.name)
         if gradient is not self.parameter.grad:
-            self.parameter.grad = gradient  # so that nobody reduces it again
+            self.parameter.grad = gradient  # so that it is not reduced twice
         piece, shard = shards.local(gradient), shards.local(self.parameter)
         alike = piece.layout == torch.strided and (piece.shape, piece.device) == (shard.shape, shard.device)
         return 1 + DTYPE_CODES[piece.dtype] if alike and piece.dtype in DTYPE_CODES else UNUSABLE
 
     def free(self) -> None:
-        """Give the memory up; nobody uses the copy any more."""
+        """Free copy and gradient, which nobody uses any more."""
         self.copy, self.gradient = self.copy.new_empty(0), None
 
 
 class Dealt:
-    """Deals weights to the ranks of one mesh. All its ranks call everything here together.
+    """Deals weights to the ranks of one mesh. All these ranks call each method together.
 
     Attributes:
-        ranks: How many there are.
-        weights: `DTensor`s that were dealt. Plain tensors are whole on all ranks.
+        ranks: How many ranks there are.
+        weights: The `DTensor`s that were dealt; plain tensors need no copy, as they are whole on all ranks.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -127,19 +129,15 @@ class Dealt:
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
     def deal(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
-        """Return a rank for each weight: the largest first, to whom has least to do; the same on all ranks.
-
-        Args:
-            works: What the update of each takes.
-        """
+        """Return an owner for each weight of `works`: most work first, to the rank with least; alike on all ranks."""
         owners = {}
-        for weight in sorted(works, key=works.__getitem__, reverse=True):  # which keeps the order of equal ones
+        for weight in sorted(works, key=works.__getitem__, reverse=True):  # stable: the same order on all ranks
             rank = min(range(self.ranks), key=self._loads.__getitem__)
             self._loads[rank] += works[weight]
             owners[weight] = rank
         return owners
 
-    @_plainly
+    @_outside_autograd
     def add(self, names: Mapping[torch.Tensor, str], owners: Mapping[torch.Tensor, int]) -> None:
         """Make the copies of `DTensor`s that were dealt; a collective if there are any."""
         if not names:
@@ -147,19 +145,18 @@ class Dealt:
         boxes: list[Any] = [None] * self.ranks
         torch.distributed.all_gather_object(boxes, [shards.box_of(weight) for weight in names], group=self._group)
         for number, (weight, name) in enumerate(names.items()):
-            own_boxes = [each[number] for each in boxes]
-            self.weights[weight] = DealtWeight(weight, name, owners[weight], own_boxes, self._rank)
+            shard_boxes = [boxes_of_rank[number] for boxes_of_rank in boxes]
+            self.weights[weight] = DealtWeight(weight, name, owners[weight], shard_boxes, self._rank)
         self._fetch_copies([self.weights[weight] for weight in names])
 
-    @_plainly
+    @_outside_autograd
     def refresh(self, gradients: bool) -> list[DealtWeight]:
-        """Bring what has changed to the owners.
+        """Send shards of weights that have changed, and with `gradients` all gradients, to the owners.
 
-        Args:
-            gradients: Bring gradients, too.
+        First all ranks exchange, for each weight, whether their shard has changed and which gradient they have.
 
         Returns:
-            The weights whose copies were made anew.
+            The weights that have changed on some rank.
 
         Raises:
             ConfigError: Ranks have gradients of which no whole one can be made; raised on all of them.
@@ -167,34 +164,34 @@ class Dealt:
         weights = [*self.weights.values()]
         if not weights:
             return []
-        mine = [[weight.is_stale, weight.code() if gradients else NOTHING] for weight in weights]
-        states = torch.tensor(mine, dtype=torch.uint8, device=self._mesh.device_type).view(-1)
+        own_states = [[weight.is_stale, weight.code() if gradients else NOTHING] for weight in weights]
+        states = torch.tensor(own_states, dtype=torch.uint8, device=self._mesh.device_type).view(-1)
         everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
         rows = torch.stack(everyone).view(self.ranks, -1, 2).cpu()
         stale, codes = rows[..., 0].any(0).tolist(), rows[..., 1].T.tolist()
-        for weight, found in zip(weights, codes, strict=True):
-            if UNUSABLE in found:
+        for weight, rank_codes in zip(weights, codes, strict=True):
+            if UNUSABLE in rank_codes:
                 allowed = "have a dense gradient like the weight, in bfloat16, float16 or float32"
-                raise ConfigError(f"gradient of {weight.name}", f"on rank {found.index(UNUSABLE)}", allowed)
-            if len({*found}) > 1:
+                raise ConfigError(f"gradient of {weight.name}", f"on rank {rank_codes.index(UNUSABLE)}", allowed)
+            if len({*rank_codes}) > 1:
                 allowed = "have one of the same dtype on each, or none on any"
                 raise ConfigError(f"gradient of {weight.name}", "not alike on all ranks", allowed)
         changed = [weight for weight, is_stale in zip(weights, stale, strict=True) if is_stale]
-        # An fp32 weight is its own master, and writes past version counters count.
+        # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
         self._fetch_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
         if gradients:
             for weight in weights:
                 weight.gradient = None
-            there = (weight for weight, found in zip(weights, codes, strict=True) if found[0] != NOTHING)
-            wanted = {weight: weight.parameter.grad for weight in there}
-            for weight, whole in self._fetch({w: gradient for w, gradient in wanted.items() if gradient is not None}):
+            having = (weight for weight, rank_codes in zip(weights, codes, strict=True) if rank_codes[0] != NOTHING)
+            shards_by_weight = {weight: weight.parameter.grad for weight in having}
+            for weight, whole in self._fetch({w: g for w, g in shards_by_weight.items() if g is not None}):
                 weight.gradient = whole
         return changed
 
-    @_plainly
+    @_outside_autograd
     def give_back(self) -> None:
-        """Bring the owners' copies to the shards of all ranks."""
+        """Send the owners' copies back to the shards of all ranks, after an update."""
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
             pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
             by_owner = sorted(bucket, key=lambda weight: weight.owner)
@@ -203,40 +200,37 @@ class Dealt:
                 shard = shards.local(weight.parameter.detach())
                 shard.copy_(flat.view(shard.shape))
         for weight in self.weights.values():
-            weight.is_alike()
+            weight.note_fresh()
 
     def forget(self) -> None:
-        """Let go of all gradients."""
+        """Free all gradients of owners."""
         for weight in self.weights.values():
             weight.gradient = None
 
-    def failures(self, error: Exception | None) -> list[tuple[int, str]]:
-        """Return which ranks have failed, and with what.
-
-        Args:
-            error: What this one has failed with.
-        """
-        told: list[str | None] = [None] * self.ranks
-        torch.distributed.all_gather_object(told, None if error is None else str(error), group=self._group)
-        return [(rank, text) for rank, text in enumerate(told) if text is not None]
+    def gather_failures(self, error: Exception | None) -> list[tuple[int, str]]:
+        """Return which ranks have failed, each with its error as text; `error` is this rank's, or None."""
+        texts: list[str | None] = [None] * self.ranks
+        torch.distributed.all_gather_object(texts, None if error is None else str(error), group=self._group)
+        return [(rank, text) for rank, text in enumerate(texts) if text is not None]
 
     def _fetch_copies(self, weights: Iterable[DealtWeight]) -> None:
+        """Make the owners' copies anew from the shards of all ranks."""
         for weight, whole in self._fetch({weight: weight.parameter for weight in weights}):
             weight.copy.copy_(whole)
-            weight.is_alike()
+            weight.note_fresh()
 
     def _fetch(self, tensors: Mapping[DealtWeight, torch.Tensor]) -> Iterator[tuple[DealtWeight, torch.Tensor]]:
-        """Yield what owners get of `DTensor`s that all ranks have shards of."""
+        """Send shards of `DTensor`s to the weights' owners; yield each with the whole tensor (empty elsewhere)."""
         for bucket in _buckets(tensors):
             local = {weight: shards.local(tensors[weight].detach()) for weight in bucket}
             sent = [weight for weight in bucket if weight.numel_of(self._rank, once=True)]
             pieces = [[local[weight] for weight in sent if weight.owner == rank] for rank in range(self.ranks)]
-            own = [weight for weight in bucket if weight.is_own]
-            numels = [[weight.numel_of(rank, once=True) for weight in own] for rank in range(self.ranks)]
+            owned = [weight for weight in bucket if weight.is_own]
+            numels = [[weight.numel_of(rank, once=True) for weight in owned] for rank in range(self.ranks)]
             received = iter(self._exchange(pieces, numels, local[bucket[0]]))
             whole = {weight: weight.empty(local[weight].dtype) for weight in bucket}
             for rank in range(self.ranks):
-                for weight in own:
+                for weight in owned:
                     flat = next(received)
                     if flat.numel():
                         piece = weight.piece(whole[weight], rank)
@@ -246,7 +240,10 @@ class Dealt:
     def _exchange(
         self, pieces: list[list[torch.Tensor]], numels: list[list[int]], like: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Send pieces to each rank, and return those of so many elements that come from each; a collective."""
+        """Send `pieces[rank]` to each rank; return those received, flat, of `numels[rank]` elements. Collective.
+
+        `like` has the dtype and device of all pieces.
+        """
         device, nbytes = self._mesh.device_type, like.element_size()
         parts = [piece.reshape(-1) for piece in chain.from_iterable(pieces)]
         sent = torch.cat([torch.empty(0, dtype=like.dtype, device=like.device), *parts]).to(device)
@@ -254,15 +251,38 @@ class Dealt:
         torch.distributed.all_to_all_single(
             received.view(torch.uint8),
             sent.view(torch.uint8),
-            [nbytes * sum(each) for each in numels],
-            [nbytes * sum(piece.numel() for piece in each) for each in pieces],
+            [nbytes * sum(numels_from_rank) for numels_from_rank in numels],
+            [nbytes * sum(piece.numel() for piece in pieces_to_rank) for pieces_to_rank in pieces],
             group=self._group,
         )
         return torch.split(received, [*chain.from_iterable(numels)])
 
 
+def fail_together(meshes: Iterable[Dealt], error: Exception | None, close: Callable[[], object]) -> Exception | None:
+    """Have the ranks of each mesh hear which of them have failed; collective over each, in turn.
+
+    Args:
+        meshes: The weights that are dealt over each.
+        error: This rank's failure, or None.
+        close: Called where some ranks of a mesh have failed, and others have not.
+
+    Returns:
+        What this rank is to raise: its own error, else one that names the first rank that failed. It is raised behind
+        all collectives, as the ranks of the next mesh wait for this one.
+    """
+    for mesh in meshes:
+        failures = mesh.gather_failures(error)
+        if 0 < len(failures) < mesh.ranks:
+            rank, text = failures[0]
+            close()
+            if error is None:
+                allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
+                error = ConfigError("params", "dealt to ranks", allowed)
+    return error
+
+
 def _buckets(tensors: Mapping[DealtWeight, torch.Tensor]) -> Iterator[list[DealtWeight]]:
-    """Yield lists of weights whose tensors are exchanged at once: of one dtype, and the same on all ranks."""
+    """Yield lists of weights whose tensors are exchanged at once: of one dtype; the same lists on all ranks."""
     by_dtype: dict[torch.dtype, list[DealtWeight]] = {}
     for weight, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, []).append(weight)

@@ -1,16 +1,16 @@
-"""Weights that ranks exchange while a step goes on behind its callers: DDP with `shard=True`, ZeRO-1 and 2.
+"""Weights that ranks exchange while a pending step goes on in the background: DDP with `shard=True`, ZeRO-1 and 2.
 
-A rank updates its part of the weights and needs those of others. Of a pending step they are exchanged bucket by
-bucket, in an order on which ranks agree as it begins, by a thread: so no rank waits in it for the caller of another,
-who may evaluate alone, write a file, or use other modules.
+A rank updates its part of the weights and needs those of others. In a pending step they are exchanged bucket by
+bucket, in an order on which ranks agree as the step begins, by a thread of its own. So no rank waits in a collective
+for another rank's caller, which may be evaluating alone, writing a file, or using other modules.
 
 The collectives have a process group of their own, of gloo, and weights on an accelerator go through host memory. A
 collective of NCCL's is a kernel that waits on its device for those of other ranks; so ranks have to issue all of them
-in one order, whatever their groups are (pytorch #131895, #175145). Nobody can say in which order this thread comes
-beside a program that has collectives of its own in forward and backward. gloo's wait on the host, where each thread
-has its own.
+in one order, whatever their groups are (pytorch #131895, #175145). But the program has collectives of its own in
+forward and backward, and the order between these and this thread's would be left to chance. gloo's collectives wait
+on the host, each on its own thread.
 
-A rank whose step fails says so with the buckets that it still exchanges, so that no other waits for it for ever.
+A rank whose step fails says so with the buckets that it still exchanges, so that no other rank waits for ever.
 
 Public for those who drive an `offload.Engine` themselves, as the DeepSpeed integration does.
 """
@@ -30,20 +30,20 @@ from offload.errors import SessionBrokenError
 from offload.session.engine import Engine
 
 BUCKET_BYTES = 4 << 20
-"""Bytes of weights that are exchanged at once, at least: collectives have a cost of their own."""
+"""Least bytes of weights that are exchanged at once, as each collective has a fixed cost."""
 
 UNUSED = 1 << 62
-"""In the place of what a rank does not use: greater than any place in the order."""
+"""Stands for the place of a thing that a rank does not use: greater than any place in the order."""
 
 
 class Bucket(NamedTuple):
     """Weights that are exchanged at once.
 
     Attributes:
-        keys: By these others wait for it.
-        positions: What the engine of this rank updates of it.
-        gather: Has all ranks exchange it, given a mesh of the exchange's own. Its collectives are for host memory:
-            `all_gather` and `broadcast` go there and back.
+        keys: What `Exchange.wait_for` is given to wait for this bucket.
+        positions: The parameters of it that this rank's engine updates.
+        gather: Exchanges the weights over all ranks, given a mesh of the exchange's own, whose collectives work on
+            host memory: `all_gather` and `broadcast` copy there and back.
     """
 
     keys: Sequence[Hashable]
@@ -55,9 +55,9 @@ class Exchange:
     """The exchanges of one optimizer, one step at a time. Made by all ranks together.
 
     Args:
-        group: Of the ranks, of which each updates some of the weights.
-        device: Where weights are. On an accelerator a stream of the exchange's own copies them, and whoever waits for
-            a bucket waits until it is there.
+        group: The process group of the ranks, of which each updates some of the weights.
+        device: Where weights lie. On an accelerator a stream of the exchange's own copies them, and `wait_for` waits
+            on the host until the copies have ended.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -68,10 +68,10 @@ class Exchange:
         self._group: Any = torch.distributed.new_group(ranks, backend="gloo")
         self._mesh: Any = DeviceMesh.from_group(self._group, "cpu")
         self._latches: dict[Hashable, waits.Latch] = {}
-        self._landed: dict[Hashable, Any] = {}  # events behind copies to an accelerator
+        self._landed: dict[Hashable, Any] = {}  # events after copies to an accelerator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_lost = False  # whether a rank has failed: weights here are of no step
+        self._is_lost = False  # whether another rank has failed: weights here are a mixture of two steps
 
     @property
     def is_under_way(self) -> bool:
@@ -79,23 +79,23 @@ class Exchange:
         return self._thread is not None
 
     def agree(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return in which order ranks exchange things; a collective.
+        """Return in which order ranks exchange things, each by its first place on any rank; a collective.
 
         Args:
-            places: Of each thing, its place in this rank's order, or `UNUSED`.
+            places: The place of each thing in this rank's order, or `UNUSED`.
 
         Returns:
-            Rows of (place, number of the thing): its first place on any rank.
+            Sorted rows of (first place, index into `places`).
         """
-        found = torch.tensor(places, dtype=torch.int64, device="cpu")
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        return sorted(zip(found.tolist(), range(len(places)), strict=True))
+        first_places = torch.tensor(places, dtype=torch.int64, device="cpu")
+        torch.distributed.all_reduce(first_places, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return sorted(zip(first_places.tolist(), range(len(places)), strict=True))
 
     def begin(self, engine: Engine, buckets: Sequence[Bucket]) -> None:
         """Begin to exchange the weights of a step.
 
         Args:
-            engine: Updates this rank's part in a pending step; where none goes on, it has failed.
+            engine: Updates this rank's part in a pending step; if no step is pending, this rank's has failed.
             buckets: In the order on which ranks agree.
         """
         latches = [waits.Latch() for _ in buckets]
@@ -114,7 +114,7 @@ class Exchange:
         latches: Sequence[waits.Latch],
         has_failed: bool,
     ) -> None:
-        """Exchange one bucket after the other; on a thread."""
+        """Exchange one bucket after the other, and with each whether a rank has failed; on the exchange's thread."""
         copies = self._copies
         try:
             with contextlib.nullcontext() if copies is None else copies.stream_is_current():
@@ -132,7 +132,7 @@ class Exchange:
                     latch.set()
                 if copies is not None:
                     copies.mark().synchronize()
-        except Exception as error:  # of a collective: a rank has ended
+        except Exception as error:  # of a collective: another rank has ended
             self._is_lost = True
             self._error = self._error or error
         finally:
@@ -141,11 +141,11 @@ class Exchange:
                     latch.set()
 
     def wait_for(self, keys: Iterable[Hashable]) -> None:
-        """Wait until some buckets are here.
+        """Wait until some buckets have been exchanged.
 
         Raises:
             StepAbortedError: This rank's step has failed.
-            SessionBrokenError: Another rank's has, or a rank has ended.
+            SessionBrokenError: Another rank's step has failed, or another rank has ended.
         """
         if self._thread is not None:
             for key in keys:
@@ -156,7 +156,7 @@ class Exchange:
             self._raise()
 
     def finish(self) -> None:
-        """Wait until all is here; see `wait_for`."""
+        """Wait until all buckets have been exchanged; see `wait_for`."""
         thread = self._thread
         if thread is not None:
             waits.wait_for(_joined(thread), lambda: "weights that other ranks update")
@@ -164,6 +164,7 @@ class Exchange:
             self._raise()
 
     def _raise(self) -> None:
+        """Raise what has failed this exchange: this rank's own error once, another rank's from now on."""
         error, self._error = self._error, None
         if self._is_lost:
             text = "another rank could not finish its step, so that weights here are of no step; its log says why"
@@ -172,7 +173,7 @@ class Exchange:
             raise error
 
     def close(self) -> None:
-        """End: other ranks get what they wait for, and what they do not send is left soon."""
+        """End the exchange: send other ranks what they wait for, and wait only briefly for what they send."""
         thread, self._thread = self._thread, None
         if thread is None or waits.wait_for(_joined(thread), lambda: "", waits.QUIET_S):
             with contextlib.suppress(Exception):  # all groups may have been destroyed
@@ -180,7 +181,7 @@ class Exchange:
 
 
 class _Copies:
-    """The stream of an accelerator on which weights go to host memory and come from there."""
+    """The stream of an accelerator on which weights are copied to host memory and back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = accelerator(device)
@@ -188,45 +189,45 @@ class _Copies:
             self._stream = self._backend.stream(self._device, False)
 
     def follow(self) -> None:
-        """Come behind all that the caller has enqueued."""
+        """Order the stream after all work that the caller has enqueued."""
         with torch.accelerator.device_index(self._device.index):
             self._stream.wait_stream(self._backend.current_stream(self._device))
 
     @contextlib.contextmanager
     def stream_is_current(self) -> Iterator[None]:
-        """Have a thread work on the stream."""
+        """Make the stream the calling thread's current one within a block."""
         with torch.accelerator.device_index(self._device.index), working_on(self._stream):
             yield
 
     def mark(self) -> Any:
-        """Return an event behind all that is on the stream; on a thread that works there."""
+        """Return an event after all work on the stream; within `stream_is_current`."""
         event = self._backend.event(self._device, False)
         event.record(self._stream)
         return event
 
 
-def all_gather(mine: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Return what all ranks of a mesh have, alike in number and dtype: shape [ranks, numel]; a collective.
+def all_gather(flat: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return the flat tensors of all ranks of a mesh, of one size and dtype, as shape [ranks, numel]; a collective.
 
     Args:
-        mine: What this one has, flat. Elsewhere than the mesh's collectives are for it goes through pinned memory of
-            the host, and comes back on the current stream.
+        flat: This rank's. If it lies on another type of device than the mesh's collectives work on, it is copied
+            through pinned host memory, and the result is copied back on the current stream.
         mesh: Of one dimension.
     """
-    is_near = mine.device.type == mesh.device_type
-    sent = mine if is_near else _pinned(mine.shape, mine).copy_(mine)
-    shape = mesh.size(), mine.numel()
-    everyone = torch.empty(shape, dtype=mine.dtype, device=mine.device) if is_near else _pinned(shape, mine)
+    is_near = flat.device.type == mesh.device_type
+    sent = flat if is_near else _pinned(flat.shape, flat).copy_(flat)
+    shape = mesh.size(), flat.numel()
+    everyone = torch.empty(shape, dtype=flat.dtype, device=flat.device) if is_near else _pinned(shape, flat)
     torch.distributed.all_gather_into_tensor(everyone.view(-1), sent, group=mesh.get_group())
-    return everyone.to(mine.device, non_blocking=True)
+    return everyone.to(flat.device, non_blocking=True)
 
 
 def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
-    """Have all ranks of a mesh get what one of them has; a collective, which goes the way of `all_gather`.
+    """Copy one rank's flat tensor to all ranks of a mesh; a collective, through host memory as `all_gather`.
 
     Args:
-        flat: What the owner has; other ranks have as much memory for it.
-        owner: Its rank in the mesh.
+        flat: The owner's tensor; on other ranks one of the same size that is written to.
+        owner: The owner's rank in the mesh.
         mesh: Of one dimension.
     """
     group = mesh.get_group()
@@ -234,20 +235,22 @@ def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
         torch.distributed.broadcast(flat, group_src=owner, group=group)
         return
     for part in torch.split(flat, BUCKET_BYTES // flat.itemsize):
-        there = _pinned(part.shape, part)
+        on_host = _pinned(part.shape, part)
         if mesh.get_local_rank() == owner:
-            there.copy_(part)
-        torch.distributed.broadcast(there, group_src=owner, group=group)
+            on_host.copy_(part)
+        torch.distributed.broadcast(on_host, group_src=owner, group=group)
         if mesh.get_local_rank() != owner:
-            part.copy_(there, non_blocking=True)
+            part.copy_(on_host, non_blocking=True)
 
 
 def _pinned(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return memory of the host, kept by torch until the copies from it are over."""
+    """Return pinned host memory, which torch keeps until copies from it have ended."""
     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def _joined(thread: threading.Thread) -> Any:
+    """Return a function that waits for a thread's end, some seconds at most, and returns whether it has ended."""
+
     def joined(pause_s: float) -> bool:
         thread.join(min(pause_s, waits.SLICE_S))
         return not thread.is_alive()

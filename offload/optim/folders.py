@@ -1,4 +1,4 @@
-"""Folders that a framework, or a loop, writes together with an optimizer: marked as whole at last, and mirrored."""
+"""Folders of a framework or a loop that hold an optimizer's checkpoint, too: marked when whole, then mirrored."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from offload.tiers import parse_place
 
 @contextlib.contextmanager
 def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
-    """See `StatefulOptimizer.checkpoint_folder`."""
-    open_folder(folder)  # raises where the name can be none
-    given, folder = folder, parse_place(folder).name  # whatever the working directory is when it ends
+    """Mark a folder as begun before a block, and as whole after it; see `StatefulOptimizer.checkpoint_folder`."""
+    open_folder(folder)  # raises if this cannot be a folder's name
+    given, folder = folder, parse_place(folder).name  # absolute: the working directory may have changed at the end
     if not os.path.isabs(folder):
         raise ConfigError("folder", given, "name a directory: the files in a bucket cannot be marked as whole")
     begin_folder(folder)
-    with optimizer.engine.checkpoints.keeping_all():  # the folder before is whole while this one is not
+    with optimizer.engine.checkpoints.keeping_all():  # the folder before stays whole until this one is
         yield
         optimizer.wait_checkpoint()
         mark_folder(folder)
@@ -30,26 +30,24 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
 
 
 def begin_folder(folder: str, belongs: Marker = ALONE) -> bool:
-    """Mark a folder as one that is not whole, before any rank writes to it. Collective.
+    """Mark a folder as not whole, before any rank writes to it. Collective.
 
     Args:
         folder: The folder.
         belongs: See `mark_begun`.
 
     Returns:
-        Whether all ranks see that. Else each has a folder of its own, and there is none that could be whole.
+        Whether all ranks see the mark. If not, ranks have folders of their own on different file systems, none whole.
     """
-    any_rank(False)  # a rank that others have left alone, as at a SIGTERM, is not to take the mark off
+    any_rank(False)  # all ranks meet first: one whose peers have ended, as at a SIGTERM, must not change the mark
     _on_first_rank(lambda: mark_begun(folder, belongs))
     return not any_rank(mark_of(folder) is not Mark.BEGUN)
 
 
 def end_folder(optimizer: Any, folder: str) -> None:
-    """Mark a folder as whole, once all ranks have written to it, and have the mirror copy it. Collective.
+    """Mark a folder as whole, once all ranks have written to it, and queue it for the optimizer's mirror. Collective.
 
-    Args:
-        optimizer: Whose mirror; its checkpoint in the folder has been committed.
-        folder: The folder.
+    The optimizer's own checkpoint in the folder has been committed.
     """
     mark_folder(folder)
     mirror_folder(optimizer, folder)
@@ -62,12 +60,12 @@ def mark_folder(folder: str) -> None:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Have rank 0 do something, and wait for that; what it fails with is raised on all ranks."""
+    """Do `work` on rank 0; the other ranks wait for that. If it fails, all ranks raise."""
     is_first = world()[1] == 0
     on_all_ranks(work if is_first else tuple, "rank 0 could not mark the folder; see what it says")
 
 
 def mirror_folder(optimizer: Any, folder: str, *, is_new: bool = True) -> None:
-    """Have the mirror copy a folder with what is in it; see `Checkpoints.mirror_folder`. No collective."""
+    """Queue a copy of a folder to the mirror, for this rank; see `Checkpoints.mirror_folder`. No collective."""
     size, rank = world()
     optimizer.engine.checkpoints.mirror_folder(folder, rank, size, is_new=is_new)

@@ -1,4 +1,4 @@
-"""What is said where weights do not train: their memory is not the optimizer's to save."""
+"""A note in the log if most weights are frozen, as offloading optimizer state saves little memory then."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from offload.optim import shards
 from offload.units import format_bytes
 
 LITTLE = 0.25
-"""State that takes a smaller part of what the frozen weights take is little."""
+"""State counts as little if its bytes are less than this part of the frozen weights'."""
 
 _log = logging.getLogger("offload")
 is_told = False
 
 
 def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Say, once a process, that offloading saves little: state is small beside weights that are frozen, as with LoRA.
+    """Log, once a process, that offloading saves little if state is small beside frozen weights, as with LoRA.
 
     Args:
-        state_bytes: Of the optimizer's state, on this rank.
-        parameters: Parameters of the model, as far as they are known; sharded ones count by what lies here.
+        state_bytes: Bytes of the optimizer's state on this rank.
+        parameters: The model's, as far as they are known; sharded ones count by this rank's shard.
     """
     global is_told
     if is_told:

@@ -32,7 +32,7 @@ Group = Mapping[str, Any]
 
 
 class TorchOptions(TypedDict, total=False):
-    """How torch's own optimizers are told to run: accepted and without effect here; the last two only if not True."""
+    """Options of how torch's own optimizers run: accepted without effect, the last two only if not True."""
 
     foreach: bool | None
     fused: bool | None
@@ -46,10 +46,10 @@ def torch_defaults(kind: Any) -> Mapping[str, Any]:
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that would have to have an effect.
+    """Refuse options that cannot be ignored.
 
     Raises:
-        ConfigError: A CUDA graph or autograd is to hold the step.
+        ConfigError: The step is to be captured in a CUDA graph, or seen by autograd.
         TypeError: There is no such argument.
     """
     for name, value in options.items():
@@ -62,7 +62,7 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
 
 
 def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
-    """Return every parameter with its name, which may be made up, and the number of its group."""
+    """Return every parameter with its name (made up of group and index if it has none) and its group's number."""
     return [
         (parameter, str(given_names[n]) if given_names else f"param_groups[{at}].params[{n}]", at)
         for at, group in enumerate(groups)
@@ -74,8 +74,10 @@ def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
 def checked_groups(
     state_dict: Mapping[str, Any], groups: Sequence[Group], check: Callable[[Group], None]
 ) -> list[Group]:
-    """Return the groups of a state dict, each of which `check` has verified, with this optimizer's values for those
-    that it lacks: torch.distributed.checkpoint gives a group without parameters none.
+    """Return the groups of a state dict, after verifying that they match `groups`, and each by `check`.
+
+    For `check`, values that a group lacks are this optimizer's: torch.distributed.checkpoint saves none of a group
+    without parameters.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigError("state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"')
@@ -126,7 +128,7 @@ def from_json(
     check: Callable[[Group], None],
     ignored: Collection[str] = NOT_LOADED,
 ) -> list[dict[str, Any]]:
-    """Return the groups' hyperparameters from a checkpoint's metadata, checked: it may claim to be such."""
+    """Return the groups' hyperparameters from a checkpoint's metadata, after checks: a file may hold anything."""
     saved_groups = metadata.get("groups")
     if metadata.get("optimizer") != kind:
         raise CheckpointError(f"{path} is of {metadata.get('optimizer')}, and this is {kind}")
@@ -140,7 +142,7 @@ def from_json(
     hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
         try:
-            values = {  # parameters are never saved: where a group names some, it is damaged
+            values = {  # parameters are never saved: a group with some is damaged, which `_restored_value` says
                 n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored or n == "params"
             }
             check({**group, **values})
@@ -161,7 +163,7 @@ def set_hyperparameters(groups: Sequence[dict[str, Any]], hyperparameters: Seque
 
 
 def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
-    """Return whether JSON can hold a value; a tensor of one element counts, which gets a mark there."""
+    """Return whether JSON can hold a value; also a tensor of one element, which is marked as such there."""
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
     if not isinstance(value, tuple | list) and not math.isnan(number(value)):
@@ -171,7 +173,7 @@ def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON; `is_plain` is true of it."""
+    """Return a value, of which `is_plain` is true, as JSON takes it."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         return value.item()
     return (

@@ -1,4 +1,4 @@
-"""How steps are hidden: where, with "auto" by what iterations have taken; what updates in backward are told.
+"""Where steps are hidden ("auto": by how long iterations have taken), and what updates in backward have to be told.
 
 Public for integrations, and for those who drive an `offload.Engine` themselves, as the DeepSpeed integration does.
 """
@@ -32,34 +32,35 @@ MODES = {"forward": (True, False), "both": (True, True), "off": (False, False), 
 tried."""
 
 TRIAL, MOST_TRIAL, TRIAL_S = 4, 16, 4.0
-"""Steps for which a mode is tried, and at most where they are too short to be as many seconds; at least twice as many
-for the first, as memory and rates settle. The first iteration does not count: the mode before reaches into it."""
+"""Steps for which a mode is tried: at least `TRIAL`, and more, up to `MOST_TRIAL`, until they take `TRIAL_S` seconds.
+The first mode is tried for at least twice as many, as memory and rates settle. A mode's first iteration does not
+count, as it still waits for a step of the mode before."""
 
 LEAST_GAIN = 0.01
-"""Share of an iteration that a mode has to save beside one that stands before it in `OVERLAPS`."""
+"""Share of an iteration by which a mode has to be faster than one that stands before it in `OVERLAPS`."""
 
 DRIFT = 0.2
-"""Share by which the iterations of a mode have to change for all to be tried again."""
+"""Share by which the present mode's iterations have to change for all modes to be tried again."""
 
 LATEST = 64
 """Iterations that are remembered."""
 
 UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
-"""What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
+"""Errors of hyperparameters that cannot be read now. Not all exceptions: a signal handler may raise others."""
 
 
 def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iterable[torch.nn.Module]) -> None:
-    """Give an optimizer the models by which steps are hidden where its `overlap` says.
+    """Call an optimizer's `overlap_forward` and `overlap_backward` for a framework's models, as its `overlap` needs.
 
     Args:
-        optimizer: One of this package; with "auto" it is not given models that it refuses.
-        called: Modules as they are called, into whose next forward pass steps may go on; those without parameters of
-            the optimizer are left out.
-        reducing: Modules of which those that are DDP's or FSDP2's say which gradients they have reduced, for updates
-            in backward; one that has a communication hook, say, is left out.
+        optimizer: One of this package; with "auto" models that it refuses are left out.
+        called: Modules as they are called, for `overlap_forward`; those without parameters of the optimizer are left
+            out.
+        reducing: Modules for `overlap_backward`; left out are those that are not DDP's or FSDP2's, and those that it
+            refuses, as they have a communication hook, say.
 
     Raises:
-        ConfigError: A module that is called cannot be given, with "forward" and "both".
+        ConfigError: With "forward" and "both": `overlap_forward` refuses a module.
     """
     config, is_auto = optimizer.config, optimizer.config.overlap == "auto"
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -75,7 +76,7 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
 
 
 def trial_steps(iteration_s: float) -> int:
-    """Return for how many steps a mode is tried in which an iteration takes so many seconds."""
+    """Return for how many steps a mode is tried whose iterations take `iteration_s`."""
     return max(TRIAL, min(MOST_TRIAL, math.ceil(TRIAL_S / max(iteration_s, 1e-9))))
 
 
@@ -83,19 +84,19 @@ class AutoOverlap:
     """Chooses for one optimizer: tries all modes that are possible, some steps each, and keeps the fastest.
 
     Looks again after twice as many steps, four times as many, and so on. If iterations have changed much by then, all
-    are tried again.
+    modes are tried again.
 
     Args:
         pace: How long iterations take.
 
     Attributes:
-        mode: Where steps are hidden as far as that is possible: one of `MODES`, the first before any has been chosen.
+        mode: One of `MODES`: where steps are hidden, as far as that is possible. The first one before any choice.
     """
 
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace = Pace() if pace is None else pace
         self.mode = next(iter(MODES))
-        self._seen, self._next = 0, 2 * TRIAL  # steps, and those after which it is chosen
+        self._seen, self._next = 0, 2 * TRIAL  # steps so far, and after how many a mode is chosen next
         self._latest_s: deque[float] = deque(maxlen=LATEST)
         self._tried_s: dict[str, float] = {}
         self._possible: list[str] = []
@@ -106,7 +107,7 @@ class AutoOverlap:
         return MODES[self.mode][0]
 
     def hidden_in(self, engine: Engine, *, forward: bool) -> tuple[str, ...]:
-        """Return where steps of an engine are hidden now: in "forward", where they can go on there, in "backward"."""
+        """Return where an engine's steps are hidden now: in "forward" (if they can be: `forward`), in "backward"."""
         return ("forward",) * (forward and self.goes_on) + ("backward",) * engine.speculates
 
     def after_step(
@@ -118,23 +119,21 @@ class AutoOverlap:
         forward: bool,
         backward: bool,
     ) -> None:
-        """Choose a mode, if this is a step after which that is done.
-
-        Then it is a collective: the first rank chooses, and all ranks do what it says.
+        """Count a step, and choose a mode if it is time; then a collective: the first rank chooses for all.
 
         Args:
-            engine: Makes the updates. A pending step goes on in it.
-            groups: Process groups by which the first rank's choice comes to all: from the first rank of each of the
-                first group to that group, and so on. Empty where there is one rank.
-            device: Where weights are: that of the groups' backends.
+            engine: Makes the updates; a pending step goes on.
+            groups: Process groups over which the choice is broadcast one after another, each from its first rank, so
+                that the first rank's choice reaches all ranks. Empty if there is one rank.
+            device: Where weights lie, which the groups' backends can broadcast from.
             forward: Whether steps can go on into the next forward pass; the same on all ranks.
             backward: Whether updates can be made during backward; the same on all ranks.
         """
-        self._seen += 1  # the engine's own number would wait for the step
+        self._seen += 1  # not `engine.step_number`, which would wait for the pending step
         if not math.isnan(took_s := self.pace.iteration_s):
             self._latest_s.append(took_s)
         possible = [name for name, hides in MODES.items() if hides[0] <= forward and hides[1] <= backward]
-        if self._possible not in ([], possible):  # iterations so far were others
+        if self._possible not in ([], possible):  # what was measured so far does not compare
             self._next = max(self._next, self._seen + TRIAL)
             self._latest_s.clear()
         self._possible = possible
@@ -144,17 +143,21 @@ class AutoOverlap:
         hides = now_in_forward and forward, now_in_backward and backward
         now = next(name for name in possible if MODES[name] == hides)
         is_first = all(torch.distributed.get_rank(group) == 0 for group in groups)
-        told = torch.tensor(self._choose(possible, now) if is_first else (0, 0), dtype=torch.int64, device=device)
+        choice = torch.tensor(self._choose(possible, now) if is_first else (0, 0), dtype=torch.int64, device=device)
         for group in groups:
-            torch.distributed.broadcast(told, group=group, group_src=0)
-        number, self._next = told.tolist()
+            torch.distributed.broadcast(choice, group=group, group_src=0)
+        number, self._next = choice.tolist()
         before, self.mode = self.mode, [*MODES][number]
         if self.mode != before:
             self._latest_s.clear()
         engine.speculate(MODES[self.mode][1])
 
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
-        """Return the number of the mode to use from now on, and the step after which it is chosen again."""
+        """Return the index in `MODES` of the mode to use from now on, and after how many steps to choose again.
+
+        In order: stay with the present mode until it has been tried long enough; then try another that has not been;
+        if all have been, use the fastest. `now` is the mode that is in effect.
+        """
         names, took_s = list(MODES), statistics.median([*self._latest_s][1:])
         if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
             self._tried_s.clear()
@@ -168,8 +171,8 @@ class AutoOverlap:
         if not is_looked_at_again:
             tried_s = {name: self._tried_s[name] for name in OVERLAPS if name in possible}
             now = next(name for name in tried_s if tried_s[name] * (1 - LEAST_GAIN) <= min(tried_s.values()))
-            found = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in tried_s.items())
-            log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', now, found)
+            times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in tried_s.items())
+            log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', now, times)
         return names.index(now), 2 * self._seen
 
 
@@ -177,23 +180,23 @@ class BoundWeights(Protocol):
     """Knows where weights are bound: `Weights`, or DeepSpeed's shard."""
 
     def read_by_updates(self) -> Sequence[torch.Tensor] | None:
-        """Return what updates in backward read that is not the engine's: fp32 weights, and gradients in no slot.
+        """Return tensors outside the engine's memory that updates in backward read: fp32 weights, some gradients.
 
-        None: a weight is not where it is bound, so nobody can tell what the step will read.
+        None: a weight does not lie where it is bound, so it is not known what the step will read.
         """
 
 
 class Announcer:
-    """Says of each gradient that arrives of which pass it is, and as a pass begins, what the step would do then.
+    """Tells an engine of which pass each arriving gradient is, and as a pass begins what the step would use.
 
     Args:
-        optimizer: Has the groups whose hyperparameters count; it is not kept alive.
-        values: Returns what `Engine.step` is told of an optimizer's groups now.
-        weights: Its weights.
-        pace: Is told that gradients arrive.
+        optimizer: The optimizer, which is not kept alive.
+        values: Returns the hyperparameters of the optimizer's groups now, as `Engine.step` takes them.
+        weights: The optimizer's weights.
+        pace: Notes when the first gradient arrives.
 
     Attributes:
-        is_last_pass: Returns whether the backward pass under way is the last before a step; None where nobody knows.
+        is_last_pass: Returns whether the backward pass under way is the last before a step; None: not known.
     """
 
     def __init__(
@@ -212,13 +215,13 @@ class Announcer:
     def arrives(
         self, gradients: Gradients, position: int, *, is_last: bool | None = None, scale: float | None = None
     ) -> None:
-        """Say that a gradient is about to be given to an engine; call this first.
+        """Say that a gradient is about to arrive; call this before it is given to the engine.
 
         Args:
-            gradients: Those of the engine.
-            position: Of the gradient's parameter.
+            gradients: The engine's.
+            position: The parameter's position.
             is_last: Whether its pass is the last before the step; by default `is_last_pass` says so.
-            scale: Of the loss, where it is known; else the last step's is expected.
+            scale: The loss scale, if it is known; else the last step's is expected.
         """
         self._pace.arrived()
         if not gradients.begins_pass(position, self.is_last_pass if is_last is None else is_last):
@@ -228,6 +231,6 @@ class Announcer:
             return
         try:
             groups = self._values(optimizer)
-        except UNREADABLE:  # the caller may mend them before the step, which raises it else
+        except UNREADABLE:  # if hyperparameters are still wrong in the step, the step raises this
             return
         gradients.foresee(groups, kept, scale)

@@ -1,4 +1,4 @@
-"""Holds the engine of an optimizer and the device of its weights; may open the engine after the first backward."""
+"""Holds an optimizer's engine and the device of its weights; the engine may be opened after the first backward."""
 
 from __future__ import annotations
 
@@ -23,31 +23,25 @@ log = logging.getLogger("offload")
 
 
 class Owner(Protocol):
-    """An optimizer, as its own rooms know it."""
+    """What the parts of an optimizer call of it."""
 
     def _open(self, config: OffloadConfig) -> None:
-        """Describe the parameters, and have `EngineHolder.start` open the engine with these settings."""
+        """Describe the parameters, and open the engine with these settings by `EngineHolder.start`."""
 
     def _finish(self) -> None:
         """Wait until the last step is over."""
 
     def _start_values(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
-        """Return the values that parameters' state starts from, where they are not 0."""
+        """Return the values that state tensors start from, by name, for parameters where they are not 0."""
 
 
 class EngineHolder:
     """Holds an optimizer's engine; can defer opening it until the first backward has shown what is free on the GPU.
 
-    Args:
-        config: This rank's settings.
-        rule: The optimizer's rule.
-        owner: The optimizer, by a weak reference.
-        limits: See `Engine`.
-
     Attributes:
         device: The device that all weights lie on.
         engine_if_open: The engine; None before it is opened.
-        is_deferred: Whether the engine is opened only when somebody needs it.
+        is_deferred: Whether the engine is opened only when it is first needed.
     """
 
     def __init__(self, config: OffloadConfig, rule: UpdateRule, owner: Owner, limits: Limits) -> None:
@@ -57,7 +51,7 @@ class EngineHolder:
         self.use(NoDevice())
         self.engine_if_open: Engine | None = None
         self.is_deferred = False
-        self._owner = owner
+        self._owner = owner  # a weak reference
         self._closed = False
 
     def use(self, device: Device) -> None:
@@ -71,7 +65,7 @@ class EngineHolder:
         return self.engine_if_open or self.open()
 
     def open(self) -> Engine:
-        """Return the engine; opens it, if it was deferred, with no state at home on the GPU."""
+        """Return the engine, after opening it if that was deferred; then no state is at home on the GPU."""
         if self.engine_if_open is None and self.is_deferred and not self._closed:
             config = self.config.opened_early()
             if config is not self.config:
@@ -88,9 +82,9 @@ class EngineHolder:
             raise SessionBrokenError("the session is closed; make a new optimizer to go on")
 
     def open_after_backward(self) -> None:
-        """Open the engine, if it was deferred: backward has shown by now how much of the GPU is free."""
+        """Open the engine if that was deferred, as backward has shown by now how much of the GPU is free."""
         if not self._closed:
-            # Before anything changes: refused while a CUDA graph is captured.
+            # Raises while a CUDA graph is captured, before anything has changed.
             self.device.mark(DeviceLane.CALLER, timed=False)
             if self.engine_if_open is None:
                 self._owner._open(self.config)
@@ -98,8 +92,8 @@ class EngineHolder:
     def start(self, parameters: Sequence[Parameter], config: OffloadConfig, gradient_slots: bool) -> None:
         """Open the engine; if opening fails, the engine and the device are closed."""
         self._close_device.detach()
-        self._closed = True
-        config = dataclasses.replace(config, shard=False)  # the parameters say which pieces they are
+        self._closed = True  # until the engine is open
+        config = dataclasses.replace(config, shard=False)  # `parameters` describe this rank's pieces already
         self.engine_if_open = Engine(
             parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule, limits=self._limits
         )

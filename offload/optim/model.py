@@ -1,7 +1,7 @@
-"""What a model has and optimizer state does not give: buffers, frozen weights, those of other optimizers.
+"""The rest of a model, which optimizer state does not give: buffers, frozen weights, weights of other optimizers.
 
-It is saved beside the state and restored with it. Frozen weights are read where they lie, behind training, so that
-they are in memory once; all else, which training may change, is copied when the checkpoint is handed over.
+It is saved beside the state and restored with it. Frozen weights are not copied but read where they lie while
+training goes on; all else, which training may change, is copied when the save begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.tiers.common import digest_of
 from offload.tiers.place import Folder
 
 Form = tuple[str, str, list[int]]
-"""Name, dtype and shape of a frozen weight; of this rank's part, where ranks share one."""
+"""Name, dtype and shape of a frozen weight; of this rank's shard, if it is sharded."""
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,10 +49,10 @@ class ModelRest:
     """The part of a model that is not the optimizer's.
 
     Attributes:
-        copied: What training may change, by name, as in `state_dict`.
-        places: The tensors of it that are parameters or buffers; other values are modules' extra state.
+        copied: Values that training may change, by name, as in `state_dict`.
+        places: The parameters and buffers among them, to be restored in place; others are modules' extra state.
         frozen: Weights that want no gradient, by name.
-        versions: What torch counts of changes to them.
+        versions: Torch's version counts of the frozen weights, which show afterwards whether they were changed.
     """
 
     copied: dict[str, Any]
@@ -62,32 +62,32 @@ class ModelRest:
 
     @classmethod
     def of(cls, model: torch.nn.Module, own: Collection[torch.Tensor]) -> ModelRest:
-        """Find it, without a copy.
+        """Find what of a model's `state_dict` the optimizer's checkpoint does not hold; nothing is copied.
 
         Args:
             model: The model, or a wrapper of it.
-            own: Parameters whose weights the state gives.
+            own: The optimizer's parameters, whose weights its state gives.
 
         Raises:
-            ConfigError: It is no module, or one whose `state_dict` gathers what ranks share.
+            ConfigError: It is no module, or FSDP1's, whose `state_dict` gathers all shards.
         """
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             combinations.FSDP1_MODEL.refuse("model", "FullyShardedDataParallel")
-        given = {id(parameter) for parameter in own}
-        state = model.state_dict(keep_vars=True)  # first: it may have FSDP2 put its parameters back
+        own_ids = {id(parameter) for parameter in own}
+        state = model.state_dict(keep_vars=True)  # first: FSDP2 may replace gathered parameters by shards in it
         parameters = dict(model.named_parameters(remove_duplicate=False))
         tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-        names = bare_names(state)
+        bare_by_name = bare_names(state)
         copied: dict[str, Any] = {}
         frozen: dict[str, torch.Tensor] = {}
         for name, value in state.items():
             parameter = parameters.get(name)
-            if parameter is None or id(parameter) not in given:
+            if parameter is None or id(parameter) not in own_ids:
                 is_frozen = parameter is not None and not parameter.requires_grad
-                (frozen if is_frozen else copied)[names[name]] = value
-        places = {bare: tensors[name] for name, bare in names.items() if name in tensors and bare in copied}
+                (frozen if is_frozen else copied)[bare_by_name[name]] = value
+        places = {bare: tensors[name] for name, bare in bare_by_name.items() if name in tensors and bare in copied}
         return cls(copied, places, frozen, {name: value._version for name, value in frozen.items()})
 
     @property
@@ -97,24 +97,18 @@ class ModelRest:
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks have parts of its tensors."""
+        """Whether some of these tensors are sharded over ranks."""
         return any(hasattr(tensor, "to_local") for tensor in self.tensors.values())
 
     def snapshot(self) -> ModelRest:
-        """Return it with a copy of what training may change."""
+        """Return the same with copies of the values that training may change."""
         return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
 
     def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
-        """Write frozen weights; return what goes beside the state: all else, and the caller's own bytes.
-
-        Args:
-            folder: The checkpoint's.
-            id: Of the save.
-            rank: Whose part it is.
-            extra: The caller's own bytes.
+        """Write frozen weights to a file of their own; return bytes of all else, with the caller's own, `extra`.
 
         Raises:
-            CheckpointError: It cannot be written, or a weight was changed meanwhile.
+            CheckpointError: The file cannot be written, or a frozen weight was changed meanwhile.
         """
         digest = 0
 
@@ -154,15 +148,15 @@ def _copy(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SavedRest:
-    """What a checkpoint has of a model beside the state.
+    """The rest of a model as a checkpoint has it.
 
     Attributes:
         path: The checkpoint's folder.
-        file: The one with frozen weights.
+        file: The file with frozen weights.
         extra: The caller's own bytes.
-        frozen: What is in the file, in order.
-        digest: Of the file.
-        content: The rest, as `torch.save` wrote it.
+        frozen: The weights in the file, in order.
+        digest: The file's.
+        content: All but frozen weights, as `torch.save` wrote it.
     """
 
     path: str
@@ -174,23 +168,23 @@ class SavedRest:
 
     @classmethod
     def read(cls, path: str, id: str, rank: int, written: bytes) -> SavedRest:
-        """Return what `ModelRest.write` has made.
+        """Parse the bytes that `ModelRest.write` has returned.
 
         Raises:
-            CheckpointError: It has not.
+            CheckpointError: It has not returned them: they are damaged.
         """
         head, _, content = written.partition(b"\n")
         try:
-            said = json.loads(head)
-            forms = [(str(name), str(dtype), [*shape]) for name, dtype, shape in said["frozen"]]
-            extra = None if said["extra"] is None else content[: int(said["extra"])]
+            header = json.loads(head)
+            forms = [(str(name), str(dtype), [*shape]) for name, dtype, shape in header["frozen"]]
+            extra = None if header["extra"] is None else content[: int(header["extra"])]
             rest = content[len(extra or b"") :]
-            return cls(path, model_name(id, rank), extra, forms, int(said["checksum"]), rest)
+            return cls(path, model_name(id, rank), extra, forms, int(header["checksum"]), rest)
         except (ValueError, TypeError, LookupError) as cause:
             raise CheckpointError(f"{path} is damaged: what it has of the model cannot be read") from cause
 
     def verify(self) -> None:
-        """Read the file.
+        """Read the file with frozen weights, and compare its checksum.
 
         Raises:
             CheckpointError: It is damaged.
@@ -203,10 +197,10 @@ class SavedRest:
         return CheckpointError(f"{os.path.join(self.path, self.file)} is damaged: its checksum is another one")
 
     def check(self, rest: ModelRest, *, weights_only: bool) -> dict[str, Any]:
-        """Verify that a model has these tensors; return all that is not in the file.
+        """Verify that a model has these tensors; return the values that are not in the file of frozen weights.
 
         Raises:
-            CheckpointError: It has others.
+            CheckpointError: It has others, or they cannot be read.
         """
         try:
             copied: dict[str, Any] = torch.load(io.BytesIO(self.content), weights_only=weights_only)
@@ -231,35 +225,36 @@ class SavedRest:
         return copied
 
     def restore(self, model: torch.nn.Module, rest: ModelRest, copied: Mapping[str, Any]) -> None:
-        """Give the model what was saved; see `check`.
+        """Restore a model: read frozen weights, in place where possible, and copy `check`'s values to the rest.
 
         Raises:
             CheckpointError: The file is damaged; weights may have been replaced in part.
         """
         tensors = {name: _local(tensor.detach()) for name, tensor in rest.tensors.items()}
         targets = [tensors[name] for name, _, _ in self.frozen]
-        found = [
+        read_to = [
             target
             if target.device.type == "cpu" and target.is_contiguous()
             else torch.empty(target.shape, dtype=target.dtype, device="cpu")
             for target in targets
         ]
-        pieces = [_bytes(tensor) for tensor in found]
+        pieces = [_bytes(tensor) for tensor in read_to]
         if pieces:
             open_folder(self.path).read_into(self.file, pieces)
         if reduce(lambda before, piece: digest_of(piece, before), pieces, 0) != self.digest:
             raise self._damage()
-        for target, tensor in zip(targets, found, strict=True):
+        for target, tensor in zip(targets, read_to, strict=True):
             if target is not tensor:
                 target.copy_(tensor)
         for name, value in copied.items():
             if name in tensors:
                 tensors[name].copy_(value)
-        names = bare_names(model.state_dict(keep_vars=True))
-        others = {name: copied[bare] for name, bare in names.items() if bare in copied and bare not in tensors}
-        if others:  # what modules call their extra state
+        bare_by_name = bare_names(model.state_dict(keep_vars=True))
+        others = {name: copied[bare] for name, bare in bare_by_name.items() if bare in copied and bare not in tensors}
+        if others:  # modules' extra state (`get_extra_state`)
             model.load_state_dict(others, strict=False)
 
 
 def listed(names: Sequence[str]) -> str:
+    """Return the first three names as text."""
     return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "nothing"

@@ -14,6 +14,7 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.layout import named_like
 from offload.optim import shards
+from offload.optim.dealt import fail_together
 from offload.optim.groups import Group, TorchOptions, names
 from offload.optim.optimizer import OffloadedOptimizer
 from offload.rules import ADAMW, MUON, UpdateRule, flag, not_negative
@@ -25,12 +26,12 @@ KINDS = (MUON, ADAMW)
 
 
 class Muon(OffloadedOptimizer):
-    """Muon with offloaded state, as torch's (Jordan et al. 2024), and AdamW for what is no hidden matrix.
+    """Muon with offloaded state, as torch's (Jordan et al. 2024), and AdamW for parameters that are no hidden matrix.
 
     A parameter with two dimensions is updated by Muon, whole. AdamW updates all others (vectors, convolutions), those
     whose names match `OffloadConfig.exact_names` (embeddings, the output layer), and groups with `use_muon=False`.
-    Bits of matrices are those of `torch.optim.Muon` over fp32 weights, on this CPU and with this number of threads;
-    16-bit weights are roundings of these. Newton-Schulz works in bfloat16.
+    Masters of matrices have the bits of `torch.optim.Muon` over fp32 weights, on this CPU and number of threads;
+    16-bit weights are their roundings. Newton-Schulz works in bfloat16.
 
     Args:
         params: As for `AdamW`; with names, or embeddings cannot be told from other matrices. A group may have
@@ -81,8 +82,8 @@ class Muon(OffloadedOptimizer):
         own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
-        self._is_told = False
-        self._kept_exact: tuple[int, frozenset[str]] = (0, frozenset())  # of so many parameters
+        self._is_told = False  # whether it was logged that parameters have no names
+        self._exact_named: tuple[int, frozenset[str]] = (0, frozenset())  # number of parameters, matching names
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 
     def _open(self, config: OffloadConfig) -> None:
@@ -91,58 +92,57 @@ class Muon(OffloadedOptimizer):
             super()._open(config)
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
+        """Deal matrices, then add and bind all; undo the dealing if that fails."""
         try:
             with self._on_all_ranks():
                 self._deal(parameters)
                 super()._add(parameters)
         except BaseException:
             engine = self._holder.engine_if_open
-            # One that was interrupted may have reached the engine, and is bound when it is repeated.
+            # An interrupted addition may have reached the engine: then the next call binds the parameters.
             if engine is None or len(engine.plan.layout.parameters) == len(self._weights.bound):
                 self._weights.take_back(parameters)
             raise
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Fail on all ranks that weights are dealt to, or on none: one may have no room for what is dealt to it."""
+        """For a block that may fail on some ranks only (for want of room, say): then close the optimizer on all.
+
+        Ranks that failed raise their own errors, the others name the first that failed. A collective over the ranks
+        to which matrices are dealt.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        for dealt in self._weights.dealt.values():
-            failures = dealt.failures(error)
-            if 0 < len(failures) < dealt.ranks:
-                rank, text = failures[0]
-                self._holder.close()
-                if error is None:  # raised at last: those of the next mesh wait for this rank
-                    allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
-                    error = ConfigError("params", "dealt to ranks", allowed)
+        error = fail_together(self._weights.dealt.values(), error, self._holder.close)
         if error is not None:
             raise error
 
     def _bind_new_parameters(self) -> None:
+        """Bind thawed parameters; refuse sharded ones with gradients on some ranks only: all ranks deal them."""
         self._holder.check_open()
         bound = self._weights.bound
         new = [p for p in self._parameters() if p.requires_grad and p not in bound and shards.is_sharded(p)]
-        given = {parameter: (name, at) for parameter, name, at in names(self.param_groups)} if new else {}
-        waiting: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+        name_of = {parameter: name for parameter, name, _ in names(self.param_groups)} if new else {}
+        by_group: dict[str, tuple[Any, list[torch.Tensor]]] = {}
         for parameter in new:
-            mesh = self._mesh_of(parameter, given[parameter][0])
+            mesh = self._mesh_of(parameter, name_of[parameter])
             if mesh is not None:
-                waiting.setdefault(mesh.get_group().group_name, (mesh, []))[1].append(parameter)
-        for mesh, parameters in waiting.values():
-            told: list[Any] = [None] * mesh.size()
-            own = [parameter.grad is not None for parameter in parameters]
-            torch.distributed.all_gather_object(told, own, group=mesh.get_group())
-            for parameter, found in zip(parameters, zip(*told, strict=True), strict=True):
-                if len({*found}) > 1:
-                    name, allowed = given[parameter][0], "have one on each rank, or on none"
+                by_group.setdefault(mesh.get_group().group_name, (mesh, []))[1].append(parameter)
+        for mesh, parameters in by_group.values():
+            answers: list[Any] = [None] * mesh.size()
+            have_gradients = [parameter.grad is not None for parameter in parameters]
+            torch.distributed.all_gather_object(answers, have_gradients, group=mesh.get_group())
+            for parameter, on_ranks in zip(parameters, zip(*answers, strict=True), strict=True):
+                if len({*on_ranks}) > 1:
+                    name, allowed = name_of[parameter], "have one on each rank, or on none"
                     raise ConfigError(f"gradient of {name}", "not on all ranks", allowed)
         super()._bind_new_parameters()
 
     def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Deal matrices that are cut over ranks to these by what their updates take: each is updated by one."""
+        """Deal matrices that are cut over ranks to these ranks, by the work of their updates."""
         given = {parameter: (name, group) for parameter, name, group in names(self.param_groups)}
         meshes: dict[str, Any] = {}
         works: dict[str, dict[torch.Tensor, float]] = {}
@@ -160,10 +160,10 @@ class Muon(OffloadedOptimizer):
             self._weights.deal(mesh, works[key], {parameter: name for parameter, (name, _) in given.items()})
 
     def _mesh_of(self, parameter: Any, name: str) -> Any:
-        """Return the mesh that a `DTensor` is dealt over; None if each rank has all of it."""
+        """Return the mesh over which a `DTensor` is dealt; None if each rank has all of it."""
         if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
             return None
-        self._asked.check_dealt()
+        self._given_config.check_dealt()
         combinations.DEALT_FORWARD.check("overlap", overlap := self._holder.config.overlap)
         if self._overlap.models:
             combinations.DEALT_FORWARD.refuse("overlap", overlap)
@@ -185,10 +185,10 @@ class Muon(OffloadedOptimizer):
                 "too; make the optimizer from named_parameters(), or give them in a group with use_muon=False"
             )
         count = sum(len(each["params"]) for each in self.param_groups)
-        if self._kept_exact[0] != count:  # for thousands of matrices the names are read once
-            everyone = [each for _, each, _ in names(self.param_groups)]
-            self._kept_exact = count, frozenset(named_like(everyone, patterns))
-        return name not in self._kept_exact[1]
+        if self._exact_named[0] != count:  # computed once for all parameters: there may be thousands
+            all_names = [each for _, each, _ in names(self.param_groups)]
+            self._exact_named = count, frozenset(named_like(all_names, patterns))
+        return name not in self._exact_named[1]
 
     def _values(self) -> list[Any]:
         return [values for group in self.param_groups for values in self._values_of(group)]

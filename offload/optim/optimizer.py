@@ -2,7 +2,8 @@
 
 A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers.
 `EngineHolder` owns the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
-of gradients, `StateView` the state as users read and write it. None of them knows the optimizer.
+of gradients (clipping, loss scale), `StateView` the state as users read and write it. None of these knows the
+optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from offload.optim.hiding import Announcer, AutoOverlap
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel
 from offload.optim.preemption import Preemption
-from offload.optim.routes import StepRoute, check_reduced, choose_route
+from offload.optim.routes import StepRoute, check_gradients_arrive_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
@@ -53,14 +54,14 @@ HEADLINES = (
     *(metrics.STEP_S, metrics.PREDICTED_STEP_S, metrics.HIDDEN_S, metrics.RESIDENT_SHARE),
     metrics.GRADIENT_NORM,
 )
-"""The metrics that `log_to` writes where nobody says which."""
+"""The metrics that `log_to` writes by default."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
     """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
-    _is_reported = True  # the last step
+    _is_reported = True  # whether the last step's metrics have gone to the writers of `log_to`
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         options: TorchOptions | None = None,
     ) -> None:
         check_options(self.kind, options or {})
-        self._asked = config = parse_config(offload)
-        owner = weakref.proxy(self)  # the engine does not keep it alive
+        self._given_config = config = parse_config(offload)
+        owner = weakref.proxy(self)  # so that the holder does not keep the optimizer alive
         holder = EngineHolder(config, self.rule, owner, self.limits)
         super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
@@ -91,20 +92,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self.preemption = Preemption()
-        self._training_thread = threading.get_ident()  # that took the last step
+        self._training_thread = threading.get_ident()  # the thread that took the last step
         if holder.is_deferred:
             self._widen_gradients(parameters)
         else:
             self._open(holder.config)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule | None]:
-        """Return which of the engine's groups a parameter is in, and its rule (None for the optimizer's).
-
-        Args:
-            parameter: The parameter.
-            name: Its name.
-            group: The number of its group in torch.
-        """
+        """Return the engine's group of a parameter in torch's group `group`, and its rule if it has its own."""
         return group, None
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
@@ -117,21 +112,22 @@ class OffloadedOptimizer(StatefulOptimizer):
         return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
+        """Open the engine with all trainable parameters, and hook their gradients; see `Owner`."""
         trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
         descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
-        with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
+        with torch.inference_mode(False):  # a step in inference mode may open it, and views need version counters
             self._holder.start(descriptions, config, self._route.has_slots)
-            # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
+            # Frozen parameters, too: torch lets `grad_dtype` be set only before a parameter has a gradient.
             self._widen_gradients(self._parameters())
             self._attach(trainable, descriptions)
         tell_little(self.engine.plan.state_bytes, self._parameters())
 
     def reopen(self) -> None:
-        """Begin anew with the parameters that groups have now, where a framework has replaced those before.
+        """Begin anew with the parameters that groups have now, after a framework has replaced the earlier ones.
 
         Accelerate shards a model after its optimizer was made, and writes the shards into `param_groups`. Groups keep
-        their hyperparameters and names, and the optimizer its hooks; what else was asked of it (`overlap_forward`,
-        `last_micro_step`, `log_to`, ...) has to be asked again.
+        their hyperparameters and names, and the optimizer its hooks; calls that set something else
+        (`overlap_forward`, `last_micro_step`, `log_to`, ...) have to be repeated.
 
         Raises:
             ConfigError: A parameter that has been updated was replaced, or a new one cannot be used.
@@ -144,25 +140,25 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._check_new_parameters(replaced)
         hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
         self.close()
-        OffloadedOptimizer.__init__(self, self.param_groups, self.defaults, self._asked)
+        OffloadedOptimizer.__init__(self, self.param_groups, self.defaults, self._given_config)
         vars(self).update(hooks)
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
 
-        Nothing depends on it but how much of a step can be made in backward. As long as nobody has said False since
-        the last step, as many passes are expected as that had.
+        This only affects how much of a step can be made in backward. Unless False was said since the last step, as
+        many passes are expected as before that step.
 
         Args:
-            is_last: Whether they are; a function is asked whenever a gradient arrives, and is kept as long as the
-                optimizer. None: nobody knows.
+            is_last: Whether they are. A function is called whenever a gradient arrives, and is kept as long as the
+                optimizer. None: not known.
         """
         self._announcer.is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
 
     def _choose_overlap(self) -> None:
-        """Have "auto" choose where steps are hidden; collective after a few steps."""
+        """With `overlap="auto"`, after each step: choose where steps are hidden; after some steps a collective."""
         device, groups = self._weights.required_device or torch.device("cpu"), self._weights.groups
-        # Images of weights that do not fit into memory would take as much.
+        # Weights lie in a file as memory is too small for them, so it is for images of them, too.
         forward, backward = bool(self._overlap.models), self._route.arrives_early and not self._weights.are_in_file
         self._auto.after_step(self.engine, groups, device, forward=forward, backward=backward)
 
@@ -172,7 +168,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch documents it; its state joins what is offloaded.
+        """Add a group, as torch documents it, and offload its state, too.
 
         Raises:
             ConfigError: If a parameter or a hyperparameter cannot be used; nothing has changed then.
@@ -193,12 +189,12 @@ class OffloadedOptimizer(StatefulOptimizer):
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
                     check_text("a parameter's name", name, PARAMETER_NAMES)
-                    if parameter.requires_grad:  # others are nobody's business before they have a gradient
+                    if parameter.requires_grad:  # frozen ones are checked when they have a gradient
                         check_parameter(parameter, name, self._weights.required_device)
             if self._weights.required_device is not None:
-                check_reduced(self._holder.config, group["params"])
+                check_gradients_arrive_reduced(self._holder.config, group["params"])
             if self._holder.engine_if_open is not None:
-                bound = self._weights.bound  # perhaps by an addition that was interrupted
+                bound = self._weights.bound  # may have some of them, after an interrupted call
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
             if self._weights.required_device is not None:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
@@ -207,14 +203,15 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise
 
     def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let autograd accumulate in float32, if that is wanted."""
+        """Let autograd accumulate gradients in float32, if `gradient_dtype` says so."""
         if self._holder.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
-                # FSDP2 has a dtype for it, and what cannot be updated is left as it is.
+                # FSDP2 has a setting of its own for this, and parameters that cannot be updated are left alone.
                 if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_sharded(parameter):
                     parameter.grad_dtype = torch.float32
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
+        """Add parameters to the engine, unless an interrupted call has done so, and bind them."""
         descriptions = self._weights.describe(self.param_groups, parameters, self._kept_as)
         # An interrupted addition may have reached the engine, and not `self._weights.bound`.
         if self.engine.plan.layout.parameters[len(self._weights.bound) :] != descriptions:
@@ -222,7 +219,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._attach(parameters, descriptions)
 
     def _attach(self, parameters: list[torch.Tensor], descriptions: tuple[Parameter, ...]) -> None:
-        """Bind parameters, the last ones that the engine has, and hook their gradients."""
+        """Bind parameters, which are the engine's last ones, and hook their gradients."""
         bound = self._weights.bound
         count = len(self.engine.plan.layout.parameters)
         invariant(len(bound) + len(parameters) == count, "parameters that were interrupted while they were added")
@@ -236,13 +233,13 @@ class OffloadedOptimizer(StatefulOptimizer):
     # Gradients
 
     def skip_step(self) -> None:
-        """Forget gradients that have left the GPU, and end the call as `step` does; for `offload.GradScaler`."""
+        """Skip a step, for `offload.GradScaler`: forget gradients that have left the GPU, and end as `step` does."""
         self._route.forget()
         self.preemption.after_call(self, None)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as torch documents it; those that have left the GPU, too."""
+        """Reset gradients, as torch documents it, also those that have left the GPU."""
         self._scaling.forget()
         self._route.forget()
         if self._holder.engine_if_open is not None:
@@ -250,7 +247,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[BoundParameter]:
-        """Tell the engine where gradients lie; return the parameters that have one."""
+        """Tell the engine where all gradients lie; return the parameters that have one."""
         self._bind_new_parameters()
         self._weights.refresh(gradients=True)
         active = self._route.bind()
@@ -274,8 +271,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._add(new)
 
     def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
-        """Refuse parameters that have replaced others of their name, as where a model is sharded afterwards."""
-        check_reduced(self._holder.config, new)
+        """Refuse parameters named as a bound one, as when a model was sharded after its optimizer was made."""
+        check_gradients_arrive_reduced(self._holder.config, new)
         candidates, bound_names = set(new), {bound.name for bound in self._weights.bound.values()}
         for parameter, name, _ in names(self.param_groups):
             if parameter in candidates and name in bound_names:
@@ -283,7 +280,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 raise ConfigError("params", name, allowed)
 
     def _norm_sq(self) -> float:
-        """Return the squared norm of all gradients, without factors; a collective where parameters are sharded."""
+        """Return the squared norm of all gradients, without factors; a collective if parameters are sharded."""
         active = self._bind_gradients()
         positions = [bound.position for bound in active]
         bounds = self._weights.bound.values()
@@ -292,7 +289,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradients.norm_sq(positions)
         norms_sq = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
-        # All ranks take part for all parameters, whichever of them have a gradient.
+        # All ranks take part for all parameters, also those that have no gradient on some rank.
         return shards.total((bound.cut, norms_sq.get(bound, 0.0)) for bound in bounds)
 
     @_disable_dynamo
@@ -300,13 +297,13 @@ class OffloadedOptimizer(StatefulOptimizer):
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the L2 norm of all gradients in the update itself.
 
-        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. So
-        gradients are changed before this is called: `step` refuses those that were replaced, changed or accumulated
-        since. Of writes past version counters (through `.data`, NumPy, collectives, or `torch._foreach_*` functions
-        of a `DTensor`) only those before are seen.
-        The norm is that of the gradients as they are at this call: those in host memory are read once, to see whether
-        they have changed since their norms were gathered. So writes through `.data` or NumPy are noticed. Where
-        parameters are cut over ranks it is the norm of all pieces, and all ranks call this together.
+        `.grad` is not changed; the factor is applied when `step` reads the gradients, and forgotten by `zero_grad`.
+        So change gradients before this call: `step` refuses gradients that were replaced, changed or accumulated
+        since. It does not see writes after this call that version counters do not count (through `.data`, NumPy,
+        collectives, or `torch._foreach_*` functions of a `DTensor`).
+        The norm is that of the gradients at this call: those in host memory are read once, to see whether they have
+        changed since their norms were taken, so earlier writes through `.data` or NumPy count. If parameters are cut
+        over ranks it is the norm of all pieces, and all ranks call this together.
 
         Args:
             max_norm: Largest norm.
@@ -331,7 +328,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     @_disable_dynamo
     def unscale(self, scale: float) -> bool:
-        """Have the next step divide gradients by `scale`, and leave them as they are; for `offload.GradScaler`.
+        """Let the next step divide gradients by `scale`, without changing `.grad`; for `offload.GradScaler`.
 
         Args:
             scale: What the loss was multiplied by.
@@ -341,7 +338,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         with self._lock:
             self._holder.open_after_backward()
-            if not scale:  # torch's scaler halves it at every overflow
+            if not scale:  # torch's scaler halves the scale at every overflow, down to 0
                 return False
             finite = math.isfinite(self._norm_sq())
             self._scaling.unscale(scale, self._route.gradient_ids())
@@ -360,9 +357,9 @@ class OffloadedOptimizer(StatefulOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
 
-        `torch.distributed.checkpoint` takes a step with a rate of 0 and gradients that are all 0, so that an
-        optimizer makes its state. Before the first update such a step changes nothing here, and counts as none:
-        `state` and `state_dict` show zeros from then on.
+        `torch.distributed.checkpoint` calls this with a rate of 0 and gradients that are all 0, so that an optimizer
+        makes its state. Before the first update such a call changes nothing here, and counts as no step: `state` and
+        `state_dict` show zeros from then on.
 
         Args:
             closure: Evaluates the model and returns the loss.
@@ -386,7 +383,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return [self.rule.values(group) for group in self.param_groups]
 
     def _step(self) -> bool | None:
-        """Take a step; return whether any rank has noted a SIGTERM, if ranks have told each other."""
+        """Take a step; return whether any rank has noted a SIGTERM, or None if ranks did not exchange that here."""
         if self._is_asked_for_state():
             self._show_state()
             return None
@@ -398,7 +395,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         groups = self._values()
         for bound in self._weights.bound.values():
-            bound.used_gradient = None  # it may be used again, and a signal handler may park meanwhile
+            bound.used_gradient = None  # a signal handler's `park` must not drop what this step is about to use
         active = self._bind_gradients()
         self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
@@ -409,11 +406,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
                 self._is_reported = False
-                if self._overlap.models:  # no gradient is left, whichever mode "auto" is in
+                if self._overlap.models:  # `.grad` is None after each step, whichever mode "auto" is in
                     self._route.clear_grads(active)
-                    self._overlap.in_order(())  # the next pending step's is that of the next forward pass
+                    self._overlap.in_order(())  # the order for a pending step is the next forward pass's alone
         finally:
-            self._state.changed()
+            self._state.note_change()
             self._scaling.forget()
             self._route.forget()
             self._weights.note_written(active)
@@ -428,7 +425,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return told
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
-        """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
+        """Begin a step that goes on in the background; wait only for parameters that no module's hook waits for."""
         at_once, later = self._overlap.in_order(active)
         tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
         exchanged = self._overlap.agree(at_once, later)
@@ -442,9 +439,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             tensors += self._overlap.hide(later)
             self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
         finally:
-            if exchanged:  # also where this rank's step did not begin: others have to know
-                self._overlap.exchange_behind(exchanged)
-            if self.engine.is_pending:  # perhaps it was interrupted
+            if exchanged:  # also if this rank's step did not begin: the exchange tells other ranks that it failed
+                self._overlap.begin_exchange(exchanged)
+            if self.engine.is_pending:  # also after an interrupt, if the step has begun
                 del tensors
                 self._route.drop_departed()
                 self._overlap.wait_for(at_once)
@@ -452,9 +449,9 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self._overlap.finish()
 
     def _finish(self) -> None:
-        """Wait until the last step is over, and report it."""
+        """Wait until the last step is over, and report it unless it has failed; see `Owner`."""
         self._overlap.finish()
-        if not self._is_reported and self.engine.broken is None:  # else the step has failed
+        if not self._is_reported and self.engine.broken is None:
             self._report_step()
 
     def _report_step(self) -> None:
@@ -468,8 +465,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             write(figures, step)
 
     def _is_asked_for_state(self) -> bool:
-        """Return whether this step is only torch's way to have state made: see `_init_optim_state` in
-        torch/distributed/checkpoint/state_dict.py.
+        """Return whether this step is torch's way to make an optimizer's state: `_init_optim_state` in
+        torch/distributed/checkpoint/state_dict.py, with a rate of 0 and gradients of 0.
         """
         if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.is_fresh:
             return False
@@ -477,6 +474,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _show_state(self) -> None:
+        """Show state of parameters with a gradient as zeros from now on, without an update."""
         self._holder.open().gradients.end_backward()
         self._state.check()
         self._bind_new_parameters()
@@ -489,28 +487,30 @@ class OffloadedOptimizer(StatefulOptimizer):
     def overlap_backward(
         self, model: torch.nn.Module, *, comm_hook: CommHook | None = None, state: object = None
     ) -> None:
-        """Have updates during backward begin with the first gradients that DDP, or FSDP2, says it has reduced.
+        """Hook a model of DDP or FSDP2, so that updates in backward begin with the first gradients it has reduced.
 
-        Where a step is hidden is said by `OffloadConfig(overlap=...)`. All bits are those without. Call it before the
-        first backward pass, for a model of one of two kinds:
+        Whether updates are made in backward is the setting `OffloadConfig(overlap=...)`. All results are bit for bit
+        those without. Call it before the first backward pass, for a model of one of two kinds:
 
-        * A DistributedDataParallel. Updates begin with its first bucket, and not when backward ends; "auto" has to
-          know from this that DDP reduces gradients, where not `shard` says so. It registers a communication hook, of
+        * A DistributedDataParallel. Updates begin with its first reduced bucket, and not when backward ends. Without
+          `shard`, "auto" learns only by this call that DDP reduces gradients. It registers a communication hook, of
           which DDP has one.
         * One that FSDP2 shards, whose weights wait in host memory for a GPU (`CPUOffloadPolicy`). "backward", "both"
           and "auto" need this, or `overlap_forward`, which does it as well. Updates begin when the first group's
-          gradients have come to the host; nothing waits for that in backward. Any other model of FSDP2 needs no call.
+          gradients have been copied to the host; backward does not wait for that. Any other model of FSDP2 needs no
+          call.
 
-        In one process, and where gradients leave in backward, there is nothing to hear of, and a call does nothing.
+        In one process, and where gradients leave `.grad` in backward, no hook is needed, and a call does nothing.
 
         Args:
-            model: The DistributedDataParallel, or the module that FSDP2 shards, or has modules that it does.
-            comm_hook: A hook of yours, which reduces in the place of DDP; what it returns is the gradient.
-            state: What `comm_hook` is called with.
+            model: The DistributedDataParallel, or the module that FSDP2 shards, or one with modules that it shards.
+            comm_hook: A hook of yours, which reduces instead of DDP; it returns the gradient.
+            state: The first argument of `comm_hook`.
 
         Raises:
-            ConfigError: `model` is neither, or has a hook already, or has none of this optimizer's parameters;
-                `comm_hook` is not for DDP, or is given to one process, or where gradients leave in backward.
+            ConfigError: `model` is neither, or has a hook already, or has none of this optimizer's parameters; or
+                `comm_hook` is given for another model than DDP's, in one process, or where gradients leave in
+                backward.
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
@@ -525,30 +525,31 @@ class OffloadedOptimizer(StatefulOptimizer):
     # Into the next forward pass
 
     def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> FollowedModel:
-        """Have each `step` go on into the next forward pass of a model: its modules wait for their own weights only.
+        """Hook a model so that each `step` goes on into its next forward pass: modules wait for their own weights.
 
-        `step` returns when the norm is known and the update has begun; `.grad` is None then, as it is the update's.
-        The order is that of the last forward pass, and all numbers stay what they are. Whatever asks for state or
-        weights through the optimizer or the model's state dicts waits for all of the step; `finish` does nothing
-        else. Parameters that no module of the model owns are updated before `step` returns, and so are those whose
-        gradient somebody else still holds, and those that have a gradient though no module that owns them was called
-        since the last step (of a model that was compiled before this, by `torch.func.functional_call`).
+        `step` returns when the norm is known and the update has begun; `.grad` is None then, as the update reads the
+        gradients. Parameters are updated in the order in which the last forward pass used them; no number changes.
+        Calls that need state or weights, of the optimizer or of the model's state dicts, wait for the whole step;
+        `finish` only waits. Three kinds of parameters are updated before `step` returns: those that no module of the
+        model owns; those whose gradient somebody else still holds; and those with a gradient though no module that
+        owns them was called since the last step (in a model that was compiled before this call, or by
+        `torch.func.functional_call`).
 
         A module waits when it is called: for the parameters that it owns, and those that belong to modules below it
-        that have never been called. Weights that are used elsewhere (an average of them, `F.linear(x, other.weight)`
-        before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) need `finish` first. A
-        compiled module waits for all that is in it: give the one that `torch.compile` returned.
+        that have never been called. Before any other use of weights (an average of them, `F.linear(x, other.weight)`
+        before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) call `finish`. A compiled
+        module waits for all parameters in it: give the one that `torch.compile` returned.
 
-        With `shard=True` a module waits for the rows of all ranks, which exchange them behind the step; all ranks
-        call this together. With FSDP2 whoever gathers shards waits for them.
+        With `shard=True` a module waits for the rows of all ranks, which exchange them in the background; all ranks
+        call this together. With FSDP2 each gathering of shards waits for these shards.
 
         Args:
             model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after
                 modules were added to it.
-            check: For tests: weights that wait hold NaN until somebody waits for them. Takes a second copy of them.
+            check: For tests: weights hold NaN from the step on until they are waited for. Takes a copy of them.
 
         Returns:
-            What ends it with `remove()`.
+            An object whose `remove()` takes the hooks off.
 
         Raises:
             ConfigError: `model` is no module, is scripted, is sharded, or has none of this optimizer's parameters.
@@ -563,15 +564,15 @@ class OffloadedOptimizer(StatefulOptimizer):
     def activations_on_paths(
         self, model: torch.nn.Module, host_memory: int | str, *, least_bytes: int | str = LEAST_BYTES
     ) -> ActivationsOnPaths:
-        """Have what forward saves for backward leave memory for the paths: a context for forward and backward.
+        """Return a context for forward and backward in which tensors that autograd saves leave memory for the paths.
 
-        Tensors that autograd saves are copied to buffers, which go to the paths behind forward, those first that
-        backward needs last, and come back ahead of backward. All numbers stay what they are. Weights and buffers of
-        the model stay where they are, and so do small tensors, and what finds no room: on the paths they take what
-        state and promised checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of layers
-        leave. A saved tensor that is changed in place before backward is torch's own error. Contexts may be nested,
-        and backward may come after the context, several times, or with `create_graph=True`; what backward itself
-        saves stays in memory. `metrics` says what has left.
+        The tensors are copied to buffers. During forward these are written to the paths, those first that backward
+        needs last; in backward they are read before they are needed. No number changes. Weights and buffers of the
+        model stay in memory, and so do small tensors, and tensors that find no room: on the paths they get the room
+        that state and promised checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of
+        layers leave. If a saved tensor is changed in place before backward, torch's own error is raised. Contexts may
+        be nested, and backward may come after the context, several times, or with `create_graph=True`; tensors that
+        backward itself saves stay in memory. `metrics` tells how many bytes have left.
 
         On an accelerator this opens the session, if the first step has not: no state is at home there then.
 
@@ -608,25 +609,25 @@ class OffloadedOptimizer(StatefulOptimizer):
         model: torch.nn.Module | None = None,
         extra: Callable[[], Any] | None = None,
     ) -> None:
-        """Have SIGTERM, as it comes before a machine is taken away, commit a checkpoint before it ends the process.
+        """Commit a checkpoint when SIGTERM comes, as before a machine is taken away, and then let it end the process.
 
-        The signal is noted, and the call of `step` that is under way or comes next commits at its end, a step that
-        `offload.GradScaler` skips too: `save_checkpoint`, `wait_checkpoint`, `wait_mirror`. Then the handler of
-        SIGTERM that was there before runs, which by default ends the process. A checkpoint that fails is logged, and
-        that handler runs all the same. It runs at once for a second SIGTERM during the commit, and at `close` for one
-        that no step has followed. The signal alone commits nothing, as it may come in the middle of a change.
+        The signal is only noted, as it may come in the middle of a change. The call of `step` that is under way, or
+        the next one, commits at its end (also a step that `offload.GradScaler` skips): `save_checkpoint`,
+        `wait_checkpoint`, `wait_mirror`. Then the earlier handler of SIGTERM runs, which by default ends the process.
+        If the checkpoint fails, that is logged, and the earlier handler runs all the same. It runs at once for a
+        second SIGTERM during the commit, and at `close` for a signal that no step has followed.
 
         With `torch.distributed` all ranks call this together, and all of them commit when one has had the signal.
-        They tell each other in every step: beside the weights with `shard=True`, and else by an exchange of one
-        number, which is made only while this is in use. A rank that had no signal itself goes on training.
+        In every step they exchange whether one has: with the weights if `shard=True`, and else by a collective of
+        one number, which is made only while this is in use. A rank that had no signal itself goes on training.
 
         Args:
-            folder: See `save_checkpoint`; given again, it replaces the one before. None: take it back. A function
-                saves in another way, in place of `save_checkpoint`: by all ranks, inside `step`, with this
-                optimizer's checkpoint in what it saves.
+            folder: See `save_checkpoint`; a later call replaces it, and None ends this. A function is called by all
+                ranks, inside `step`, instead of `save_checkpoint`: it saves in its own way, with this optimizer's
+                checkpoint among what it saves.
             model: See `save_checkpoint`.
-            extra: Returns what `save_checkpoint` takes as `extra`. It is called inside `step`, by every rank: what a
-                training loop does after `step` has not been done then.
+            extra: Returns the argument `extra` of `save_checkpoint`. It is called inside `step`, by every rank, so
+                before the lines of a training loop that follow `step`.
 
         Raises:
             ConfigError: An argument cannot be used, this is not the main thread, or native code has set a handler.
@@ -641,29 +642,29 @@ class OffloadedOptimizer(StatefulOptimizer):
     def park(self, keep_host: bool = False, *, wait: bool = True, **sizes: Any) -> None:
         """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
 
-        State at home in memory leaves it for the paths, beyond what may stay; state on paths is not moved. Then
+        State at home in memory that may not stay there is written to the paths; state on paths is not moved. Then
         homes, staging slots, gradient slots and device memory are given back. Gradients that a step has used are
-        dropped (`.grad` is None); memory of those that somebody else holds stays. Numbers, checkpoints and weights
-        stay what they are. Ranks do not wait for each other.
+        dropped (`.grad` is None); the memory of those that somebody else holds is kept. Numbers, checkpoints and
+        weights do not change. Ranks do not wait for each other.
 
-        Any thread may call it. Another thread than the one that took the last step may come amid a backward pass,
-        while torch changes `.grad`: its park leaves `.grad` as it is, used by a step or not, and the slots of these
-        gradients stay in memory. Where backward and step have threads of their own, hold a lock of yours around
-        `backward` to `zero_grad`, and around `park`.
+        Any thread may call this. A thread that did not take the last step may call it amid a backward pass, while
+        torch changes `.grad`: then `.grad` is not touched, used by a step or not, and the slots of these gradients
+        stay in memory. If backward and step run on threads of their own, hold a lock of yours around `backward` to
+        `zero_grad`, and around `park`.
 
         Args:
-            keep_host: Whether state stays in host memory, up to the `host_memory` that it was planned with: what
-                lies there, and of what lies on the GPU as much as there is room for.
-            wait: Wait until memory has been given back. False: that goes on behind the caller, and ends early where
-                the optimizer is used.
-            sizes: None: how much stays is not said in bytes.
+            keep_host: Whether state stays in host memory, up to the `host_memory` that it was planned with: state
+                at home there, and as much of the GPU's as there is room for.
+            wait: Wait until memory has been given back. False: this goes on in the background, and ends early if the
+                optimizer is used.
+            sizes: Refused: how much stays cannot be given in bytes.
 
         Raises:
-            ConfigError: A gradient is there that no step has used (and this thread took the last step), or
+            ConfigError: A gradient has arrived that no step has used (and this thread took the last step), or
                 `keep_host` is not a bool; nothing has changed then.
-            InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
+            InfeasiblePlanError: The paths have no room for state that has to leave memory; nothing has changed then.
             OffloadError: Paths have failed. State of homes that they did not take is still in memory, and training
-                goes on; changed state in staging slots breaks the session, as in a step.
+                goes on; if changed state in staging slots is not taken, the session breaks, as in a step.
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
         check_keep_host(keep_host, sizes)
@@ -680,7 +681,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return self._route.held_slots()
 
     def unpark(self) -> None:
-        """Take memory again that `park` gave back; state comes home when it is used. Any use does this by itself.
+        """Take memory again that `park` gave back; state is read back when it is used. Any use does this by itself.
 
         Raises:
             InfeasiblePlanError: The system has no such memory now; the optimizer stays parked, and nothing is lost.
@@ -692,7 +693,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     @property
     def config(self) -> OffloadConfig:
-        """Tiers and budgets, as they were given; `gradient_memory` is None where all gradients fit."""
+        """Tiers and budgets, as they were given, but `gradient_memory` is None if all gradients fit."""
         return self._holder.config
 
     @property
@@ -702,7 +703,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     @property
     def plan(self) -> PlanReport:
-        """What lives where, how long a step should take, what bounds it, and how long the last one took."""
+        """A report: what lives where, how long a step should take, what bounds it, how long the last one took."""
         explanation, iteration = self._explanation(), None
         if self._overlap.pace.typical_s is not None and self._hidden_in:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
@@ -727,7 +728,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         )
 
     def _frozen_bytes(self) -> int:
-        """Return the size of state of parameters that are frozen, and that the next step does not update."""
+        """Return the bytes of state of frozen parameters that the next step does not update."""
         bounds = self._weights.bound.values()
         frozen = {b.position for b in bounds if not b.parameter.requires_grad and b.parameter.grad is None}
         subgroups = self.engine.plan.layout.subgroups if frozen else ()
@@ -735,7 +736,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     @property
     def _hidden_in(self) -> tuple[str, ...]:
-        """Where steps are hidden: in "forward", into which they go on, in "backward", in both or nowhere."""
+        """Where steps are hidden now: in "forward" (they go on into it), in "backward", in both or nowhere."""
         return self._auto.hidden_in(self.engine, forward=bool(self._overlap.models))
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
@@ -748,7 +749,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it.
 
-        Warns, once a process, where weights on the CPU make forward and backward slow by their dtype.
+        Warns, once a process, if weights on the CPU have a dtype with which forward and backward are slow there.
         """
         weights = (parameter for group in self.param_groups for parameter in group["params"])
         tell_once(weight.dtype for weight in weights if weight.device.type == "cpu")
@@ -758,10 +759,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         return compare(self._forecast.simulated(self.engine.plan, self.engine.rates), self.engine.metrics())
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
+        """Return figures of the last step by name: those of `Engine.metrics`, and predictions.
 
-        docs/metrics.md says what each key is, by the table in `offload/metrics.py`. Predictions are those that were
-        due before the step.
+        docs/metrics.md explains each name. Predictions are those made before the step.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         figures = self.engine.metrics()
@@ -782,7 +782,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
 
-        Where the step is hidden in forward or backward, what the caller did is there as lane "caller".
+        If the step is hidden in forward or backward, lane "caller" has forward, backward and waits.
         """
         pace, intervals = self._overlap.pace, self.engine.timeline()
         if "backward" in self._hidden_in:
@@ -793,7 +793,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; an existing one is replaced.
         """
         paths = [place.path for place in self.engine.config.path_configs]
         document = trace(self.timeline(), paths, step=self.engine.step_number)
@@ -801,14 +801,14 @@ class OffloadedOptimizer(StatefulOptimizer):
             json.dump(document, file)
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write a page of HTML that needs no other file.
+        """Write a report as one HTML file that needs no other file.
 
         It shows the plan, what each lane did in the last step, that step beside its prediction, memory beside the
         plan, checkpoints, and what would make a step shorter. Pictures need matplotlib; without it there are tables
         alone.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; an existing one is replaced.
         """
         from offload.optim.reporting import report_of
         from offload.pictures.report import page
@@ -823,7 +823,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def log_to(
         self, writer: Any, *, every: int = 1, prefix: str = "offload/", names: str | Iterable[str] = HEADLINES
     ) -> None:
-        """Log `metrics` after each step from now on; a writer that raises ends the step, which has been taken then.
+        """Log `metrics` after each step from now on; an error of the writer is raised by `step`, after the update.
 
         Args:
             writer: TensorBoard's `SummaryWriter` (anything with `add_scalar(name, value, step)`), a W&B run (anything
@@ -831,8 +831,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             every: Steps between two entries.
             prefix: Before each name.
             names: Which of `metrics`: names, or patterns of `fnmatch` such as "path/*"; "*" for all. Those that a
-                step does not have are left out. By default five: what the step took and was expected to take, what of
-                it was hidden, the share of the state that is resident, and the norm of the gradients.
+                step does not have are left out. By default five: the step's time, its predicted time, how much of it
+                was hidden, the share of the state that is resident, and the norm of the gradients.
 
         Raises:
             ConfigError: `writer` is none of these, `every` is no count of steps, or `names` are no names.
@@ -864,7 +864,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten.
 
         Raises:
-            StepAbortedError: The last step, which went on behind its caller, could not be finished.
+            StepAbortedError: The last step, which went on in the background, could not be finished.
         """
         try:
             self._overlap.unhook()
@@ -888,7 +888,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
 
 def _device_of(parameters: list[torch.Tensor]) -> torch.device | None:
-    """Return the device that all weights lie on; where all are frozen, that of the first that could be updated."""
+    """Return the device that all weights lie on; if all are frozen, that of the first that could be updated."""
     devices = {shards.local(parameter).device for parameter in parameters if parameter.requires_grad}
     if len(devices) > 1:
         device_names = ", ".join(sorted(map(str, devices)))
@@ -901,7 +901,7 @@ def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadCo
     """Return the settings that a user gave.
 
     Raises:
-        ConfigError: They are none.
+        ConfigError: They are no settings.
     """
     if isinstance(offload, Mapping):
         return OffloadConfig.from_dict(offload)

@@ -1,7 +1,7 @@
 """Steps that go on into the next forward pass: each module waits for its own weights only.
 
-`Overlap` knows which modules are hooked, in which order they were called, and what they wait for. It does not know
-how a step is taken (`offload.optim.optimizer`) or run (`offload.session`).
+`Overlap` knows which modules are hooked, in which order they were called, and for which weights they wait. It does
+not know how a step is taken (`offload.optim.optimizer`) or run (`offload.session`).
 
 A module waits for the parameters that it owns, and for those of modules below it that are never called themselves,
 as `torch.nn.MultiheadAttention` uses the weights of its projection. The first forward pass shows which modules are
@@ -29,20 +29,16 @@ from offload.optim.weights import BoundParameter, Weights
 
 
 class Overlap:
-    """Has one optimizer's step go on after `step` has returned, and modules wait for their weights.
-
-    Args:
-        holder: Holds the engine.
-        weights: The parameters.
+    """Lets one optimizer's step go on after `step` has returned: modules wait for their weights.
 
     Attributes:
         models: The models whose forward passes wait for weights.
-        has_followed: Whether there has been one.
+        has_followed: Whether there has been such a model.
         pace: How long forward and backward take, and how long the caller waits.
-        hidden_copies: Copies of weights that the step updates, of models that check their waits.
-        has_ended: Whether somebody has waited for all of the last step; then only the stream of that caller has
-            waited for weights on an accelerator.
-        exchange: Has ranks exchange rows behind a step, if each updates some of every weight.
+        hidden_copies: For models that check their waits: the copies of weights that the step updates instead.
+        has_ended: Whether somebody has waited for the whole last step; on an accelerator only that caller's stream
+            has waited for weights then.
+        exchange: Exchanges rows over ranks while a step goes on, if each rank updates some rows of every weight.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights) -> None:
@@ -54,18 +50,18 @@ class Overlap:
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
-        self._use_order: dict[torch.Tensor, bool] = {}  # by first use: whether gradients were enabled in any
+        self._use_order: dict[torch.Tensor, bool] = {}  # by first use: whether any use had gradients enabled
         self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is a step that nobody has waited for to its end."""
+        """Whether there is a step, or its exchange of rows, that nobody has waited for to its end."""
         if self.exchange is not None and self.exchange.is_under_way:
             return True
         return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
     def follow(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
-        """Hook a model of some of these parameters; called again, it hooks modules that were added meanwhile."""
+        """Hook a model that has some of these parameters; another call also hooks modules added since."""
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
         if not isinstance(check, bool):
@@ -107,15 +103,15 @@ class Overlap:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
     def agree(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
-        """Return the weights whose rows ranks exchange behind the next step, in order; a collective if there are any.
+        """Return the weights whose rows ranks exchange after this step's updates, in an order agreed by all ranks.
 
-        `later` is brought into that order.
+        Sorts `later` by that order. A collective if weights are cut by rows.
         """
         if self.exchange is None:
             return []
-        own, shared = {bound: 1 + place for place, bound in enumerate(later)}, self._weights.shared
-        own |= dict.fromkeys(at_once, 0)
-        agreed = self.exchange.agree([own.get(bound, UNUSED) for bound in shared])
+        own_places, shared = {bound: 1 + place for place, bound in enumerate(later)}, self._weights.shared
+        own_places |= dict.fromkeys(at_once, 0)
+        agreed = self.exchange.agree([own_places.get(bound, UNUSED) for bound in shared])
         order = [shared[number] for place, number in agreed if place != UNUSED]
         places = {bound: place for place, bound in enumerate(order)}
         later.sort(key=lambda bound: places.get(bound, -1))
@@ -124,9 +120,9 @@ class Overlap:
     def in_order(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
-        The order is that in which forward passes since the last step used them. A parameter that has a gradient, but
-        was not used there with gradients enabled, was used around the hooks (by a model that was compiled before it
-        was hooked, by a call of `forward` itself), and may be again: no hook waits for it.
+        The order is that in which forward passes since the last step used them. If a parameter has a gradient, but no
+        hook has seen it used with gradients enabled, it was used around the hooks (in a model compiled before
+        it was hooked, or by a call of `forward` itself), and may be again: no hook waits for it.
         """
         hooked = {parameter for model in self.models for parameter in model.parameters}
         trained = [parameter for parameter, trains in self._use_order.items() if trains and parameter in hooked]
@@ -138,21 +134,22 @@ class Overlap:
 
     # Around a step
 
-    def exchange_behind(self, bounds: list[BoundParameter]) -> None:
-        """Have ranks exchange the rows of weights behind the step that has begun; see `agree`."""
+    def begin_exchange(self, bounds: list[BoundParameter]) -> None:
+        """Begin to exchange rows of weights, in buckets, while the step that has begun goes on; see `agree`."""
         if self.exchange is None:
             return
-        nbytes, filled = 0, list[list[BoundParameter]]([[]])
+        nbytes, buckets = 0, list[list[BoundParameter]]([[]])
         for bound in bounds:
             if nbytes >= BUCKET_BYTES:
-                filled.append([])
+                buckets.append([])
                 nbytes = 0
-            filled[-1].append(bound)
+            buckets[-1].append(bound)
             nbytes += bound.parameter.nbytes
-        self.exchange.begin(self._holder.engine, [self._bucket(bucket) for bucket in filled])
+        self.exchange.begin(self._holder.engine, [self._make_bucket(bucket) for bucket in buckets])
 
-    def _bucket(self, bounds: list[BoundParameter]) -> Bucket:
-        # Not through the parameters, whose versions count what their users change.
+    def _make_bucket(self, bounds: list[BoundParameter]) -> Bucket:
+        """Return weights as a bucket: dealt ones are broadcast, rows of the others gathered."""
+        # By `.data`: writes must not count in the parameters' versions, which show what users change.
         weights = [self.hidden_copies.get(bound, bound.parameter.data) for bound in bounds]
 
         def gather(mesh: Any) -> None:
@@ -162,7 +159,7 @@ class Overlap:
         return Bucket(bounds, [bound.position for bound in bounds], gather)
 
     def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
-        """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
+        """If a model checks its waits: bind copies of weights for the step to update, and fill the weights with NaN.
 
         Returns:
             The copies; `wait_for` and `finish` copy them back.
@@ -216,12 +213,12 @@ class Overlap:
                 self.hidden_copies.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
-        """Remove the hooks of all models."""
+        """Remove the hooks of all models, without waiting."""
         for model in [*self.models]:
             model.unhook()
 
     def after_close(self) -> None:
-        """Show all hidden weights, and raise an error that nobody was told of; the engine has been closed."""
+        """After the engine was closed: copy hidden weights back, and raise the last step's error unless it was."""
         if self.exchange is not None:
             self.exchange.close()
         self._show([*self.hidden_copies], closed=True)
@@ -230,11 +227,7 @@ class Overlap:
 
 
 class OptimizerLock:
-    """The lock of one optimizer; whoever takes it waits first until the last step is over.
-
-    Args:
-        owner: The optimizer, which this does not keep.
-    """
+    """The lock of one optimizer, which it does not keep alive; taking it waits until the last step is over."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner: Owner = weakref.proxy(owner)
@@ -253,10 +246,10 @@ class OptimizerLock:
 
 
 class Waiting(Protocol):
-    """What knows which weights are there, for a model whose modules wait for theirs: an `Overlap`, or another.
+    """What a `FollowedModel` calls to wait for weights: an `Overlap`, or an integration's own.
 
     Attributes:
-        models: The models that wait.
+        models: The models whose modules wait.
         has_ended: See `Overlap`.
     """
 
@@ -290,10 +283,10 @@ class FollowedModel:
         self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
         self._compiled_parts: set[torch.nn.Module] = set()
         self._called_modules: set[torch.nn.Module] = set()
-        self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
+        self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # parameters that each module waits for
         self._handles: list[Any] = []
         self._walk(model)
-        self.parameters = {parameter for own in self._parameters_of.values() for parameter in own}
+        self.parameters = {parameter for owned in self._parameters_of.values() for parameter in owned}
         for module in self._parameters_of:
             hook = _Hook(self, module, is_compiled_part=module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
@@ -312,7 +305,7 @@ class FollowedModel:
             self.unhook()
 
     def unhook(self) -> None:
-        """Remove the hooks, and wait for nothing."""
+        """Remove the hooks without waiting."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -321,9 +314,10 @@ class FollowedModel:
             overlap.models.remove(self)
 
     def _walk(self, module: torch.nn.Module, is_part: bool = False) -> None:
-        """Find all modules with their parameters and children.
+        """Note all modules below `module` with their parameters and children.
 
-        A compiled module waits as one without children. Its parts may be called by themselves, too.
+        A compiled module counts as one without children that owns all parameters in it. Modules in it (`is_part`) are
+        noted, too, as they may be called by themselves.
         """
         if module in self._parameters_of:
             return
@@ -338,31 +332,31 @@ class FollowedModel:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Wait for the weights that a module is about to use; a forward pre-hook."""
-        # What evaluation alone calls may be used past itself in training.
+        # Without gradients it does not count: a module that only evaluation calls may be bypassed in training.
         if module not in self._called_modules and torch.is_grad_enabled():
             self._called_modules.add(module)
             self._needs.clear()
-        needs = self._needs.get(module)  # another thread may empty it at any time
+        needs = self._needs.get(module)  # another thread may clear `_needs` at any time
         if needs is None:
             needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
         if (overlap := self._overlap()) is not None:
             overlap.note_use(needs)
 
     def unshard(self, group: Any, unshard: Callable[[bool], Any], async_op: bool = False) -> Any:
-        """Have FSDP2 gather a group, behind the step; for whoever has it gather: modules, prefetches, users."""
+        """Wait for a group's shards, then let FSDP2 gather it; stands in for the group's `unshard`."""
         if not group.is_unsharded:
             self.before_unshard(group, async_op)
         return unshard(async_op)
 
     def before_unshard(self, group: Any, async_op: bool) -> None:
-        """Wait for the shards that FSDP2 is about to gather; on an accelerator the stream that copies them waits."""
+        """Wait for the shards that FSDP2 is about to gather; on an accelerator FSDP2's stream waits for them."""
         overlap = self._overlap()
         if overlap is None:
             return
         parameters = shards.gathered_by(group)
         if group.device.type != "cpu":
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-            if overlap.has_ended or self.check:  # weights may be there on the caller's stream alone
+            if overlap.has_ended or self.check:  # perhaps only the caller's stream has waited for weights
                 overlap.wait_for_some(parameters)
                 stream.wait_stream(group.device_handle.current_stream())
             else:
@@ -387,13 +381,11 @@ class FollowedModel:
 
 
 class _Hook:
-    """Has a module of a followed model wait; in a copy of the model, or in another process, it does nothing.
+    """A module's hook, which waits for weights; in a copy of the model, or in another process, it does nothing.
 
     Args:
-        followed: The model.
-        module: The module.
-        for_all: Whether it waits for all weights, and not for those alone that it is about to use.
-        is_compiled_part: Whether the module is a part of a compiled one, which has waited for all of its parts.
+        for_all: Whether to wait for the whole step, and not only for the weights that the module is about to use.
+        is_compiled_part: Whether the module is inside a compiled one, which waits for all modules in it.
     """
 
     def __init__(
@@ -411,7 +403,7 @@ class _Hook:
         self._pid = os.getpid()
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        # Breaks of the compiled module's graph would cost time.
+        # While a compiled module is traced a call would break its graph, which costs time.
         if not (self._is_compiled_part and torch.compiler.is_compiling()):
             self._call(module)
 

@@ -1,7 +1,8 @@
-"""What a class of torch's kind keeps of a parameter, in one run of memory: found out, packed, and unpacked in place.
+"""The state that a wrapped optimizer class keeps of one parameter, packed into one run of memory.
 
-The first 8 bytes are two bits for each key, one of the marks below. A number follows in 8 bytes, a tensor in its own
-type, a large one at a multiple of 64 bytes. All of it 0: the class keeps nothing yet.
+The first 8 bytes have two bits for each key of the state: one of the marks below. After them each number takes 8
+bytes, and each tensor lies in its own dtype, a large one at a multiple of 64 bytes. If all bytes are 0, there is no
+state yet.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from offload.rules import BLOCK_NUMEL, plain_number
 FLAG_BYTES = 8
 MOST_KEYS = FLAG_BYTES * 8 // 2
 SMALL_BYTES, LARGE_BYTES = 8, 64
-"""What small and large values are aligned to; what has more bytes than `LARGE_BYTES` is large."""
+"""Alignment of small and of large values; a value of more than `LARGE_BYTES` is large."""
 
 VALUE, NONE, UNSIGNED = 1, 2, 3
-"""Marks of a key: there is a value; it is None; it is an integer from 2^63 on, and packed less 2^64."""
+"""Marks of a key: there is a value; the value is None; it is an integer of 2^63 or more, packed minus 2^64."""
 
 NUMBERS: dict[type, torch.dtype] = {bool: torch.int64, int: torch.int64, float: torch.float64}
-"""The types of plain numbers, and what they are packed as."""
+"""The types of plain numbers, and the dtypes that they are packed as."""
 
 INTEGERS = range(-(1 << 63), 1 << 64)
-"""Those that can be packed."""
+"""The integers that can be packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a value: of a plain number its type, of a tensor its element type, sizes and strides."""
+    """The form of a value of a state: a plain number's type (`number`), or a tensor's dtype, sizes and strides."""
 
     number: type | None
     dtype: torch.dtype
@@ -46,7 +47,7 @@ class Form:
         """Return the form of a value; None for None.
 
         Raises:
-            TypeError: It cannot be packed; says what it is.
+            TypeError: The value cannot be packed; the message says what it is.
         """
         if value is None:
             return None
@@ -62,31 +63,33 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of a value's elements."""
         return math.prod(self.size) * self.dtype.itemsize
 
     def cast(self, value: Any) -> Any:
-        """Return a value in this form, if it can have it; floats of tensors are rounded, all else is the same number.
+        """Return a value converted to this form: floats of tensors may be rounded, all else stays the same number.
+
+        A value of another kind or shape is returned as it is; `Packing.check` refuses it.
 
         Raises:
-            TypeError: It would be another number.
+            TypeError: The number would change.
         """
         plain = plain_number(value)
         try:
             if self.number is not None:
-                found = value if plain is None else self.number(plain)
-                if plain is None or found == plain or (found != found and plain != plain):
-                    return found
+                converted = value if plain is None else self.number(plain)
+                if plain is None or converted == plain or (converted != converted and plain != plain):
+                    return converted
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 given = value.detach().cpu() if is_tensor else torch.from_numpy(np.array(value))
                 if tuple(given.shape) != self.size:
                     return given
-                found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").copy_(given)
-                if found.dtype is given.dtype or (found.is_floating_point() and given.is_floating_point()):
-                    return found
-                if torch.equal(found.to(given.dtype), given):
-                    return found
+                converted = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").copy_(given)
+                if converted.dtype is given.dtype or (converted.is_floating_point() and given.is_floating_point()):
+                    return converted
+                if torch.equal(converted.to(given.dtype), given):
+                    return converted
         except (ValueError, OverflowError, RuntimeError) as cause:
             raise TypeError(f"no {self}: {cause}") from cause
         raise TypeError(f"no {self}: {value if plain is None else plain}")
@@ -96,10 +99,10 @@ class Form:
 
 
 class Packing:
-    """How the state of a parameter is packed.
+    """How the state of a parameter is packed: a place for each key.
 
     Args:
-        forms: Of each key; None where only None was seen.
+        forms: The form of each key's value; None if only None was seen.
         numel: Elements of the parameter.
 
     Attributes:
@@ -122,64 +125,60 @@ class Packing:
             self._places[key] = form, end
             end += nbytes
         words = -(-end // (4 * max(1, -(-numel // BLOCK_NUMEL))))
-        # Rounded up, so that parameters of many sizes have few: each number of words makes subgroups of its own.
+        # Rounded up so that few different numbers occur: parameters with different ones never share a subgroup.
         whole, rest = divmod(words, BLOCK_NUMEL)
         self.words = BLOCK_NUMEL * whole + (1 << (rest - 1).bit_length() if rest else 0)
 
     @property
     def keys(self) -> Iterable[Any]:
-        """The keys that there may be."""
+        """The keys that a state may have."""
         return self._places.keys()
 
     def cast(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return a state with values of the forms that are packed, where they can be: as from a state dict.
+        """Return a state, as from a state dict, with its values converted to the forms that are packed.
 
         Raises:
-            TypeError: A value would be another one; names it.
+            TypeError: A value would change; the message names it.
         """
-        found = dict(state)
-        for key in found.keys() & self._places.keys():
+        converted = dict(state)
+        for key in converted.keys() & self._places.keys():
             form = self._places[key][0]
-            if form is not None and found[key] is not None:
+            if form is not None and converted[key] is not None:
                 try:
-                    found[key] = form.cast(found[key])
+                    converted[key] = form.cast(converted[key])
                 except TypeError as cause:
                     raise TypeError(f"{key!r} is {cause}") from cause
-        return found
+        return converted
 
     def load(self, words: torch.Tensor) -> dict[Any, Any]:
-        """Return what is packed: tensors in place, plain numbers; flat words as `ClassRule` has them."""
-        flags, found = self._flags(words) if words.numel() else 0, {}
+        """Return the state packed in flat `words`: tensors are views of these, numbers are copies."""
+        flags, state = self._flags(words) if words.numel() else 0, {}
         for bit, (key, (form, start)) in enumerate(self._places.items()):
             mark = flags >> 2 * bit & 3
             if mark in (VALUE, UNSIGNED) and form is not None:
                 value = self._at(words, form, start)
-                found[key] = value if form.number is None else form.number(value.item())
+                state[key] = value if form.number is None else form.number(value.item())
                 if mark == UNSIGNED:
-                    found[key] += 1 << 64
+                    state[key] += 1 << 64
             elif mark:
-                found[key] = None
-        return found
+                state[key] = None
+        return state
 
     def check(self, state: Mapping[Any, Any]) -> None:
-        """Refuse a state that has not the forms that were found out.
-
-        Raises:
-            TypeError: As said; names the value.
-        """
+        """Raise `TypeError`, which names the value, if a state has other keys or forms than are packed."""
         for key, value in state.items():
             if key not in self._places:
                 raise TypeError(f"{key!r} is new")
             form = self._places[key][0]
             try:
-                found = Form.of(value)
+                form_now = Form.of(value)
             except TypeError as cause:
                 raise TypeError(f"{key!r} is {cause}") from cause
-            if found not in (None, form):
-                raise TypeError(f"{key!r} was {form or 'None'} and is {found}")
+            if form_now not in (None, form):
+                raise TypeError(f"{key!r} was {form or 'None'} and is {form_now}")
 
     def store(self, words: torch.Tensor, state: Mapping[Any, Any]) -> None:
-        """Pack a state; tensors that lie in place already are left alone.
+        """Pack a state into `words`; tensors that lie in their place already are not copied.
 
         Raises:
             TypeError: See `check`; nothing has been written then.
@@ -194,7 +193,7 @@ class Packing:
             is_packed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own
             return is_packed and not (key in targets and value.data_ptr() == targets[key].data_ptr())
 
-        # Read before anything is written there.
+        # A value in another key's place is copied before that place is written.
         state = {key: value.clone() if in_anothers_place(key, value) else value for key, value in state.items()}
         for bit, (key, (form, _)) in enumerate(self._places.items()):
             if key not in state:
@@ -214,7 +213,7 @@ class Packing:
         return int(self._bytes(words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
 
     def _at(self, words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
-        """Return a tensor in place, with a storage of its own, which `torch.save` saves whole, and as one type."""
+        """Return a tensor over a place in `words`, with a storage of its own: `torch.save` saves whole storages."""
         memory = torch.from_numpy(self._bytes(words).numpy()[start : start + form.nbytes])
         return memory.view(form.dtype).as_strided(form.size, form.stride)
 

@@ -1,9 +1,9 @@
 """Preemption: after a SIGTERM an optimizer's step commits a checkpoint, and then the process ends as it would have.
 
-A signal may interrupt any line, so its handler only notes it. The end of a call does the rest, where state is whole
-and all ranks meet: they tell each other of their notes, and all of them commit.
+A signal may interrupt any line, so its handler only notes it. The end of `step` does the rest, where state is whole
+and all ranks meet: they exchange whether one has noted a signal, and if so all of them commit.
 
-Not done here: saving; the exchange of weights that carries the notes, where ranks have one at every step.
+Not done here: saving; with `shard`, the exchange of weights, which carries the notes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger("offload")
 
 
 class SigtermHandler:
-    """The process's handler of SIGTERM from now on; made on the main thread. It keeps no optimizer.
+    """The process's handler of SIGTERM from now on; made on the main thread. It keeps no optimizer alive.
 
     Attributes:
-        has_signal: Whether a SIGTERM has come of which the handler before has not been told.
-        is_committing: Whether its checkpoint is being written: the next SIGTERM goes to the handler before at once.
+        has_signal: Whether a SIGTERM has come that has not been passed on to the earlier handler.
+        is_committing: Whether its checkpoint is being written: the next SIGTERM is passed on at once.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class SigtermHandler:
         signal.signal(signal.SIGTERM, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; run the handler before if one is dealt with already, and in a forked process."""
+        """Note a signal; during a commit, or in a forked process, run the earlier handler instead."""
         if self._is_in_use and os.getpid() == self._pid and not (self.has_signal and self.is_committing):
             self.has_signal = True
             return
@@ -67,22 +67,22 @@ class SigtermHandler:
             signal.raise_signal(number)
 
     def pass_on(self) -> None:
-        """Have the handler before told of a signal that was noted; it may end the process."""
+        """Run the earlier handler for a signal that was noted, on the main thread; it may end the process."""
         main = threading.main_thread()
         if not self.has_signal:
             self.is_committing = False
         elif threading.current_thread() is main:
             self(signal.SIGTERM, inspect.currentframe())
         elif main.ident is not None:
-            signal.pthread_kill(main.ident, signal.SIGTERM)  # which is handled there
+            signal.pthread_kill(main.ident, signal.SIGTERM)  # the main thread then calls this handler again
 
     def commit(self, save: Callable[[], object], wait_mirror: Callable[[], object], where: object) -> None:
-        """Save, and have the handler before told of a signal on this rank; what saving fails with is logged.
+        """Save, then pass on a signal that this rank has had; if saving fails, that is logged.
 
         Args:
             save: Returns when the checkpoint is committed.
-            wait_mirror: Returns when it is mirrored, too: the paths may go with the machine.
-            where: Named in the log.
+            wait_mirror: Returns when it is mirrored, too: the paths may be lost with the machine.
+            where: The folder, for the log.
         """
         log.warning("SIGTERM: committing a checkpoint to %s", where)
         self.is_committing = True
@@ -99,24 +99,24 @@ class SigtermHandler:
         self.pass_on_together()
 
     def pass_on_together(self) -> None:
-        """Do as `pass_on` once all ranks have come so far: a launcher ends others when one has ended. Collective."""
+        """Wait for all ranks, then `pass_on`: when one rank ends, a launcher ends the others. Collective."""
         any_rank(False)
         self.pass_on()
 
     def restore(self) -> None:
-        """Set the handler before again; tell it of a signal that nothing was committed for."""
+        """Install the earlier handler again; pass on a signal that nothing was committed for."""
         self._is_in_use = False
         current: object = signal.getsignal(signal.SIGTERM)
-        if current is self and threading.current_thread() is threading.main_thread():  # else it runs the one before
+        if current is self and threading.current_thread() is threading.main_thread():  # else `__call__` runs it
             signal.signal(signal.SIGTERM, self._before)
         self.pass_on()
 
 
 class Preemption:
-    """Has one optimizer commit at the end of a call, once a rank has had a SIGTERM.
+    """Commits one optimizer's checkpoint at the end of a `step`, once a rank has had a SIGTERM.
 
     Attributes:
-        is_late: Whether somebody else calls `commit`, after the call.
+        is_late: Whether an integration calls `commit` itself, after `step` has returned.
         is_due: Whether a checkpoint is to be committed.
     """
 
@@ -136,12 +136,12 @@ class Preemption:
         model: torch.nn.Module | None,
         extra: Callable[[], Any] | None,
     ) -> None:
-        """See `OffloadedOptimizer.commit_on_sigterm`."""
+        """Check the arguments of `OffloadedOptimizer.commit_on_sigterm`, and install the handler unless it is."""
         if callable(folder):
             if model is not None or extra is not None:
                 raise ConfigError("folder", folder, "leave model and extra out, which the function saves itself")
         elif isinstance(folder, str | os.PathLike):
-            open_folder(folder)  # raises where the name can be none
+            open_folder(folder)  # raises if this cannot be a folder's name
         else:
             raise ConfigError("folder", folder, "name a folder, or s3://bucket/prefix; None for no commits")
         if not isinstance(model, torch.nn.Module | None):
@@ -155,10 +155,10 @@ class Preemption:
             self._restore = finalizer = weakref.finalize(optimizer, self._handler.restore)
             finalizer.atexit = False
         self._folder, self._extra = folder, extra
-        self._model = _no_model if model is None else weakref.ref(model)  # whose hooks may hold the optimizer
+        self._model = _no_model if model is None else weakref.ref(model)  # its hooks may hold the optimizer
 
     def end(self) -> None:
-        """Commit no more; idempotent."""
+        """Restore the earlier handler, and commit no more; idempotent."""
         self._handler = self._extra = None
         self._restore()
 
@@ -168,15 +168,13 @@ class Preemption:
 
     @property
     def note(self) -> bool | None:
-        """Whether this rank has had a SIGTERM; None where that is nobody's affair."""
+        """Whether this rank has had a SIGTERM; None if this is not in use, so ranks do not exchange it."""
         return None if self._handler is None else self._handler.has_signal
 
     def after_call(self, optimizer: StatefulOptimizer, told: bool | None) -> None:
-        """Commit if a rank has had a SIGTERM, and have the handler before told of it there; not if that is for later.
+        """At the end of a step: commit if a rank has had a SIGTERM, and pass it on; with `is_late` only note it.
 
-        Args:
-            optimizer: Whose state is saved.
-            told: Whether any rank has noted one, if ranks have told each other in this call.
+        `told` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None.
         """
         handler = self._handler
         if handler is None or not (any_rank(handler.has_signal) if told is None else told):
@@ -186,12 +184,13 @@ class Preemption:
             self.commit(optimizer)
 
     def commit(self, optimizer: StatefulOptimizer) -> None:
-        """Commit if that is due, and have the handler before told of the signal."""
+        """Commit if that is due, and pass the signal on."""
         is_due, self.is_due = self.is_due, False
         if is_due and self._handler is not None:
             self._handler.commit(partial(self._save, optimizer), optimizer.wait_mirror, self._name)
 
     def _save(self, optimizer: StatefulOptimizer) -> None:
+        """Save as `commit_on_sigterm` was told, and wait until that is committed."""
         if callable(self._folder):
             self._folder()
             optimizer.wait_checkpoint()
@@ -201,7 +200,7 @@ class Preemption:
             extra = None if self._extra is None else self._extra()
         except Exception as error:
             failure = error
-        if any_rank(failure is not None):  # else others would wait for this rank
+        if any_rank(failure is not None):  # all ranks raise: others would wait for one that does not save
             raise failure or CheckpointError("another rank's extra could not be made")
         optimizer.save_checkpoint(self._folder, model=self._model(), extra=extra)
         optimizer.wait_checkpoint()

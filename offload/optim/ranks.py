@@ -1,4 +1,4 @@
-"""What ranks have to agree on: their number, and who saves which weights under which names."""
+"""What ranks have to agree on: whether one has failed, and which rank saves which weights under which names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.tiers.common import digest_of
 log = logging.getLogger("offload")
 
 DIGEST_NUMEL = 1024
-"""Elements at the beginning of each weight by which ranks find out whether they have the same."""
+"""Elements at the beginning of each weight by which ranks find out whether they have the same weight."""
 
 
 def world() -> tuple[int, int]:
@@ -32,7 +32,7 @@ def world() -> tuple[int, int]:
 
 
 def any_rank(note: bool) -> bool:
-    """Return whether any rank notes something; a collective."""
+    """Return whether `note` is true on any rank; a collective."""
     if world()[0] == 1:
         return note
     has_cpu = "cpu:" in torch.distributed.get_backend_config()
@@ -43,15 +43,15 @@ def any_rank(note: bool) -> bool:
 
 
 def on_all_ranks(work: Callable[[], object], other: str) -> None:
-    """Do one rank's work; what it fails with is raised on all ranks, so that none waits for ever. Collective.
+    """Do this rank's work; if it fails on one rank, raise on all, so that none waits for ever. Collective.
 
     Args:
         work: This rank's.
-        other: What this rank says where another one's work has failed.
+        other: The message of this rank's error if another rank's work has failed.
 
     Raises:
         CheckpointError: Another rank's work has failed.
-        Exception: This rank's has.
+        Exception: What `work` raised on this rank.
     """
     failure: Exception | None = None
     try:
@@ -66,11 +66,12 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> S
     """Agree on a save that all ranks make together.
 
     Returns:
-        The request, with what all ranks have alike and what this one does. Its metadata has the `prefix` of the names
-        where the weights are this rank's alone. A replica is a rank whose weights an earlier one has, too.
+        The request with id, names and number of ranks, alike on all ranks, and with this rank's part. It is a replica
+        if an earlier rank has the same weights. If ranks have weights of their own under the same names, as with
+        FSDP1, its metadata has a `prefix` of this rank's names.
 
     Raises:
-        CheckpointError: Ranks have other weights under the same names; raised on all of them.
+        CheckpointError: Ranks have different weights under the same names; raised on all of them.
     """
     size, rank = world()
     agreed = replace(request, rank=rank, ranks=size, metadata={"prefix": ""})
@@ -83,7 +84,7 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> S
     clash = _clash([weights for _, weights, _, _ in answers])
     find_ended = partial(_ended_ranks, [process for *_, process in answers])
     agreed = replace(agreed, id=answers[0][0], find_ended=find_ended)
-    names = bare_names(name for _, weights, _, _ in answers for name in weights)  # all ranks' alike
+    names = bare_names(name for _, weights, _, _ in answers for name in weights)  # made from all ranks' names
     if clash is None:
         replica = any(weights == answers[rank][1] for _, weights, _, _ in answers[:rank])
         return replace(agreed, names=names, replica=replica)
@@ -110,19 +111,19 @@ def _ended_ranks(processes: Sequence[Process | None]) -> list[int]:
 
 
 def _is_of_its_rank(bound: BoundParameter) -> bool:
-    """Return whether a plain tensor's name may mean another weight, or another piece, on each rank."""
+    """Return whether a parameter's name may mean another weight on each rank: FSDP1's, or a made-up name."""
     return bound.cut is None and (is_flattened(bound.parameter) or bound.name.startswith("param_groups["))
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is FSDP1's, so that this rank may have any part of it."""
+    """Return whether a parameter is FSDP1's flat one, of which this rank has some range."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
 def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int, int] | None:
     """Return a name under which two ranks have different weights, and these ranks; None if there is none.
 
-    Pieces of one weight have the same whole; pieces in the same place have the same digest, too.
+    Pieces of one weight agree in shape and dtype of the whole; the same pieces agree in their digest, too.
     """
     first: dict[tuple[Any, ...], tuple[int, Any]] = {}
     for rank, weights in enumerate(everyone):
@@ -134,8 +135,8 @@ def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int,
 
 
 def _digest(bound: BoundParameter) -> tuple[Any, ...]:
-    """Return what a weight is, which piece of it this rank has, and a digest of the piece's beginning."""
-    weight, mine = bound.parameter, bound.local.detach()
-    place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)
-    beginning = mine.as_strided((mine.numel(),), (1,))[:DIGEST_NUMEL].cpu()
+    """Return a weight's shape and dtype, which piece of it this rank has, and a digest of the piece's beginning."""
+    weight, piece = bound.parameter, bound.local.detach()
+    place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, piece.numel(), bound.cut.box)
+    beginning = piece.as_strided((piece.numel(),), (1,))[:DIGEST_NUMEL].cpu()
     return (tuple(weight.shape), weight.dtype), place, digest_of(beginning.view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""What an optimizer tells of itself for a page; `offload.pictures` draws it."""
+"""Collects what `OffloadedOptimizer.report` shows; `offload.pictures` draws it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offload.predict.explanation import what_helps
 from offload.session.engine import Engine
 
 LEAST_SHARE = 0.05
-"""Of a tier, below which a bar of its size would show nothing."""
+"""Used share of a tier, below which a bar of the tier's size would show nothing."""
 
 
 def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) -> Report:
-    """Return what a page shows of an engine whose plan is `told`, with its last step alone, of its `figures`."""
+    """Return a page's content: the engine's plan, as `told`, and its last step, as `figures` of metrics."""
     plan = engine.plan
     number, seconds = int(figures[metrics.STEP]), (figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
     steps = [Step(number, *seconds)] if number else []
@@ -49,18 +49,19 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
 
 
 def _tiers(plan: Plan, figures: Mapping[str, float]) -> list[Tier]:
+    """Return what lies in each tier: GPU memory if any, host memory, paths."""
     state, gradients, staging = plan.home_bytes[Home.HOST], plan.budgets.gradient_bytes, plan.staging_bytes
     rest = plan.host_bytes - state - gradients - staging
     host = {"state": state, "gradients": gradients, "staging": staging, "buffers and tables": rest}
-    found = [Tier("host memory", host, _whole(plan.host_bytes, psutil.virtual_memory().total))]
+    tiers = [Tier("host memory", host, _whole(plan.host_bytes, psutil.virtual_memory().total))]
     if device := plan.device_bytes:
-        found.insert(0, Tier("GPU memory", device, None))
+        tiers.insert(0, Tier("GPU memory", device, None))
     for number, path in enumerate(plan.budgets.paths):
         stored = int(figures.get(metrics.of(metrics.LIVE_BYTES, number), 0))
-        found.append(Tier(f"path {number}", {"state": stored}, _whole(stored, path.available_bytes)))
-    return found
+        tiers.append(Tier(f"path {number}", {"state": stored}, _whole(stored, path.available_bytes)))
+    return tiers
 
 
 def _whole(used_bytes: int, nbytes: int) -> int | None:
-    """Return a tier's size where a part of it can be seen beside that."""
+    """Return a tier's size, to be drawn, if the used bytes can be seen beside it; else None."""
     return nbytes if used_bytes >= LEAST_SHARE * nbytes else None

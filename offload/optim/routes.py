@@ -1,7 +1,7 @@
 """How gradients get from autograd to the engine. An optimizer has one route, chosen when it is made.
 
-A route owns the hooks, and knows who reduces gradients and when. Hooks run on autograd's threads, one backward pass
-at a time, and keep neither a route nor a parameter alive.
+A route owns the hooks, and knows who reduces gradients over ranks (the engine's caller, DDP, FSDP2) and when. Hooks
+run on autograd's threads, one backward pass at a time, and keep neither a route nor a parameter alive.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ NO_PASS = -1
 def choose_route(
     holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
 ) -> Route:
-    """Return the route for the device and the parameters; close the holder if its settings allow for none."""
+    """Return the route for the device and the parameters; if settings allow for none, close the holder and raise."""
     parameters = [*parameters]
-    leaves = holder.config.gradient_memory is not None
+    has_gradient_memory = holder.config.gradient_memory is not None
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
-    # Where ranks reduce gradients after backward, the step finds other bits than an update has read.
+    # If ranks reduced gradients after backward, the step would find other bits than an update in backward has read.
     can_be_final = is_alone or not any(map(is_flattened, parameters))
     try:
-        check_reduced(holder.config, parameters)
+        check_gradients_arrive_reduced(holder.config, parameters)
         if not can_be_final:
             combinations.FSDP1_BACKWARD.check("overlap", holder.config.overlap)
     except ConfigError:
@@ -52,7 +52,7 @@ def choose_route(
         raise
     arrive_reduced = is_alone or all(map(_arrives_reduced, parameters))
     kind: type[Route]
-    if leaves:
+    if has_gradient_memory:
         kind, can_be_final = DepartureRoute, False
     elif isinstance(holder.device, NoDevice):
         kind = SlotRoute if is_alone else ReducedRoute
@@ -65,21 +65,23 @@ def choose_route(
     return route
 
 
-def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients ranks reduce only after their hooks have run, where gradients leave in them.
+def check_gradients_arrive_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse `gradient_memory` and `keep_grads=False` if ranks reduce gradients only after our hooks have run.
 
-    The gradient of a `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or as a partial one.
-    Frozen ones have none; this is asked again when they are thawed.
+    With these settings our hooks take gradients out of `.grad`, and DDP would not find them. The gradient of a
+    `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or is a partial one. Frozen parameters
+    are left out; call this again when they are thawed.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    leaves = config.gradient_memory is not None
+    has_gradient_memory = config.gradient_memory is not None
     if not config.keeps_grads and not all(map(_arrives_reduced, parameters)):
-        name, value = ("gradient_memory", config.gradient_memory) if leaves else ("keep_grads", False)
-        instead = "leave it out" if leaves else "use true"
+        name, value = ("gradient_memory", config.gradient_memory) if has_gradient_memory else ("keep_grads", False)
+        instead = "leave it out" if has_gradient_memory else "use true"
         combinations.REDUCED_LATER.refuse(name, value, instead=instead, ranks=world()[0])
 
 
 def _arrives_reduced(parameter: torch.Tensor) -> bool:
+    """Return whether a gradient is reduced over all ranks when its hook runs."""
     mesh, ranks = getattr(parameter, "device_mesh", None), world()[0]
     return ranks == 1 or (mesh is not None and mesh.size() >= ranks)
 
@@ -92,15 +94,15 @@ class Route:
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
     is_early: bool = False
-    """Whether gradients are known to come reduced, so that what is made of them before the step is of use."""
+    """Whether gradients are known to arrive reduced, so that updates from them before the step can be confirmed."""
     is_deaf: bool = False
-    """Whether gradients are copied to the host by FSDP2, and no model has been given that says when."""
+    """Whether FSDP2 copies gradients to the host, and no model has been hooked to learn when they have come."""
     announcer: Announcer | None = None
     """Is told of each gradient before the engine."""
 
     @property
     def arrives_early(self) -> bool:
-        """Whether gradients come during backward as the step will find them, which is of use to updates there."""
+        """Whether gradients arrive during backward with the bits that the step will find, as updates there need."""
         return self.is_early and not self.is_deaf
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
@@ -108,51 +110,51 @@ class Route:
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
-        self._forget_brought = weights.forget_gradients
+        self._forget_dealt_gradients = weights.forget_gradients
         self._handles: list[Any] = []
-        self._frozen: dict[BoundParameter, None] = {}  # which torch does not let be hooked
-        self._tensors: list[torch.Tensor] = []  # that the step reads
+        self._frozen: dict[BoundParameter, None] = {}  # without a hook yet: torch refuses hooks of frozen parameters
+        self._tensors: list[torch.Tensor] = []  # gradients that the step reads
 
     def attach(self, bound: BoundParameter) -> None:
-        """Hook a parameter: each of its gradients is given to `arrived` from now on; see `hook_thawed`."""
-        self._engine = self._holder.engine  # which is open now
+        """Hook a parameter, so that each of its gradients is passed to `arrived`; a frozen one once it is thawed."""
+        self._engine = self._holder.engine  # which is open by now
         self._frozen[bound] = None
         self.hook_thawed()
 
     def hook_thawed(self) -> None:
-        """Hook parameters that were frozen when they were attached; the step finds gradients from before."""
+        """Hook attached parameters that are not frozen any more; the step binds gradients that came before."""
         for bound in [bound for bound in self._frozen if bound.parameter.requires_grad]:
             self._hook(bound)
-            del self._frozen[bound]  # last: to be hooked twice, after an interrupt, does no harm
+            del self._frozen[bound]  # last: after an interrupt a second hook does no harm
 
     def _hook(self, bound: BoundParameter) -> None:
         if shards.is_copied(bound.parameter):
-            return  # FSDP2 would wait for each copy to the host if there were a hook: its groups say when it has come
+            return  # with a hook FSDP2 would wait for each copy to the host; `StepRoute.follow` hooks its groups
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
     def arrived(self, bound: BoundParameter, builds_graph: bool = False) -> None:
-        """Handle a gradient that has been accumulated; `builds_graph` says whether backward makes a graph of it."""
+        """Handle a gradient that autograd has accumulated; `builds_graph`: in a backward with `create_graph=True`."""
         gradient = bound.parameter.grad
         if gradient is None:
             return
         if self.announcer is not None:
             self.announcer.arrives(self._engine.gradients, bound.position)
-        if self._overlap.models:  # the last step may still read the parameter's previous one
+        if self._overlap.models:  # the last step may still read the parameter's previous gradient
             self._overlap.wait_for([bound])
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
         if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
-        if not bound.is_brought:  # else its rank needs all shards of it
+        if not bound.is_brought:  # a dealt matrix: the step sends this shard to the rank that updates it
             self._handle(bound, gradient)
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Do what this route does with a gradient before the step begins."""
+        """Do this route's part with a gradient before the step begins; here nothing."""
 
     def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
-        """Tell the engine that a gradient is final where it lies, unless the step will copy it.
+        """Tell the engine that a gradient is final where it lies, unless `bind` will have to copy or reduce it.
 
         Args:
             bound: The parameter.
@@ -174,13 +176,14 @@ class Route:
         return [bound for bound in self._bound.values() if self._bind(bound)]
 
     def _bind(self, bound: BoundParameter) -> bool:
-        found = bound.gradient()
-        if found is None:
+        """Tell the engine where a gradient lies, copied if its strides differ; return whether there is one."""
+        pair = bound.gradient()
+        if pair is None:
             return False
-        gradient, parameter = found
+        gradient, parameter = pair
         rows = bound.cut
         if rows is not None and shards.is_sharded(bound.parameter):
-            rows = None  # the gradient is cut, too
+            rows = None  # the gradient is this rank's shard already
         _check_gradient(gradient, parameter, bound)
         self._tensors.append(gradient)
         is_gathered = self._is_gathered(bound, gradient)
@@ -192,7 +195,7 @@ class Route:
         return True
 
     def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
-        """Return whether the gradient's norm was gathered when it arrived."""
+        """Return whether the engine took the gradient's norm when it arrived, and nobody has written to it since."""
         return False
 
     def gradient_id(self, bound: BoundParameter) -> GradientId | None:
@@ -216,23 +219,24 @@ class Route:
     def clear_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
         """Set `.grad` of parameters to None; the caller keeps the tensors that `tensors_read` returned.
 
-        Runs on the engine thread, where no interrupt comes in between: autograd must not add to what the step reads.
+        Autograd must not add to gradients that the step reads. Runs on the engine thread, so that no interrupt comes
+        in between.
 
         Returns:
-            Parameters whose gradient somebody else can still reach, and so write to.
+            Parameters whose gradient somebody else still holds, and so could write to.
         """
         gradients = []
         for bound in active:
             gradient, bound.parameter.grad = bound.parameter.grad, None
             if gradient is not None:
-                # Not `untyped_storage`, whose Python object would be one more owner from then on.
+                # Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
                 own = shards.local(gradient)
                 storage = None if self._is_slot(own) else torch._C._storage_address(own)  # type: ignore[attr-defined]
                 gradients.append((bound, weakref.ref(gradient), storage))
                 del own
             del gradient
         self._tensors.clear()
-        owners = Counter(storage for _, _, storage in gradients if storage is not None)  # FSDP2 cuts one for a group
+        owners = Counter(storage for _, _, storage in gradients if storage is not None)  # FSDP2's gradients share one
         return [
             bound
             for bound, gradient, storage in gradients
@@ -244,34 +248,30 @@ class Route:
         ]
 
     def note_used(self, active: Iterable[BoundParameter]) -> None:
-        """Note the gradients that a step has used."""
+        """Note the gradients that a step has used, so that `park` may drop them."""
         for bound in active:
             gradient = bound.parameter.grad
             bound.used_gradient = None if gradient is None else (weakref.ref(gradient), _version(gradient))
 
     def drop_used(self) -> None:
-        """Drop gradients that a step has used, on the engine thread.
+        """Drop gradients that a step has used; on the engine thread.
 
-        One that another thread has set since `check_used` belongs to the next step, and stays.
+        A gradient that another thread has set since `check_used` belongs to the next step, and stays.
         """
         self.clear_grads(bound for bound in self._bound.values() if self._is_used(bound))
 
     def held_slots(self) -> list[tuple[int, int]]:
-        """Return address and size of slots that somebody holds; `.grad` is not looked at, which torch may change."""
+        """Return address and size of gradient slots that somebody holds, without a look at `.grad`: any thread."""
         return []
 
     @staticmethod
     def _is_used(bound: BoundParameter) -> bool:
-        """Whether no gradient is there but one that a step has used."""
+        """Return whether a parameter has no gradient, or one that a step has used."""
         gradient, used = bound.parameter.grad, bound.used_gradient
         return gradient is None or (used is not None and used[0]() is gradient and used[1] == _version(gradient))
 
     def check_used(self) -> None:
-        """Refuse gradients that no step has used.
-
-        Raises:
-            ConfigError: There is one; names its parameter.
-        """
+        """Raise `ConfigError` if a parameter has a gradient that no step has used."""
         for bound in self._bound.values():
             if not self._is_used(bound):
                 allowed = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
@@ -281,13 +281,13 @@ class Route:
         """Drop gradients that left `.grad` during backward; the caller keeps the tensors of `tensors_read`."""
 
     def forget(self) -> None:
-        """Forget gradients that are not in `.grad` any more, so that the next ones are the first."""
+        """Forget gradients that were taken out of `.grad`, so that the next one of each parameter is the first."""
         self.release()
 
     def release(self) -> None:
-        """Let go of all tensors: no lane reads them any more."""
+        """Drop all references to gradients; called when no lane reads them any more."""
         self._tensors.clear()
-        self._forget_brought()
+        self._forget_dealt_gradients()
 
     def detach(self) -> None:
         """Remove the hooks of all parameters."""
@@ -300,74 +300,82 @@ class Route:
 class StepRoute(Route):
     """Leaves gradients where they lie until the step begins; updates in backward read those that are final.
 
-    The gradient of a shard is final when its hook runs: FSDP2 has reduced it. So is that of the only process. DDP
-    writes reduced gradients to `.grad` in a callback at the end of a backward pass; before, they lie in its buckets,
-    of which it tells those who ask. Where others reduce them after that, the step finds them changed. Where FSDP2
-    copies a shard's gradient to the host it is final when the copy has come: nobody waits for it here, but after each
-    group's reduction, and at the end of the pass, this looks which copies have.
+    When a gradient is final, so that this tells the engine:
+
+    * in a single process, or of FSDP2's shards, which are reduced by then: when its hook runs;
+    * of shards whose gradients FSDP2 copies to the host: when the copy has ended. Nothing waits for that in backward:
+      after each group's reduction, and at the end of the pass, this looks which copies have ended;
+    * with DDP: when its bucket has been reduced, if a communication hook tells that (`hear`); else at the end of the
+      pass, when DDP has written reduced gradients to `.grad`.
+
+    If somebody reduces gradients after that, the step finds them changed and revokes the updates.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._is_alone = world()[0] == 1
         self._pass = NO_PASS
-        self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients have arrived in it, and are not final
+        self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients of this pass are not final yet
         self._buckets: list[Buckets] = []
-        self._groups: list[Any] = []  # of FSDP2, that copy gradients to the host
-        # An event behind copies to the host, or None where FSDP2 has waited for them; and whose gradients they bring.
+        self._groups: list[Any] = []  # FSDP2's groups that copy gradients to the host
+        # An event after copies to the host, or None if FSDP2 has waited for them; and whose gradients are copied.
         self._copies: deque[tuple[torch.Event | None, list[BoundParameter]]] = deque()
 
     def follow(self, model: torch.nn.Module) -> bool:
-        """Take gradients that FSDP2 copies to the host, as soon as they are there; return whether it copies some."""
-        groups = [each for each in shards.unsharders(model) if any(map(shards.is_copied, shards.gathered_by(each)))]
+        """Hook the groups of a model whose gradients FSDP2 copies to the host; return whether there are any."""
+        groups = [g for g in shards.unsharders(model) if any(map(shards.is_copied, shards.gathered_by(g)))]
         for group in groups:
             if group not in self._groups:
                 self._groups.append(group)
-                self._handles.append(shards.StandIn(group, "post_backward", self._reduce))
+                self._handles.append(shards.StandIn(group, "post_backward", self._after_reduction))
                 self.is_deaf = False
         return bool(groups)
 
-    def _reduce(self, group: Any, post_backward: Callable[..., Any], *arguments: Any) -> None:
-        """Have FSDP2 reduce a group, and note the gradients that this has set, or added to."""
-        bounds = [(each, bound) for each in group.fsdp_params if (bound := self._bound.get(each.sharded_param))]
+    def _after_reduction(self, group: Any, post_backward: Callable[..., Any], *arguments: Any) -> None:
+        """Call FSDP2's reduction of a group, note which gradients it has set or added to, and handle ended copies.
+
+        Stands in for the group's `post_backward`, which reduces its gradients and begins to copy them to the host.
+        """
+        bounds = [(p, bound) for p in group.fsdp_params if (bound := self._bound.get(p.sharded_param))]
         ids = [self.gradient_id(bound) for _, bound in bounds]
         post_backward(*arguments)
         event, reduced = None, list[BoundParameter]()
-        for (managed, bound), old in zip(bounds, ids, strict=True):
+        for (fsdp_param, bound), old in zip(bounds, ids, strict=True):
             new = self.gradient_id(bound)
             if new is not None and (old is None or not new.is_same(old)):
-                event = managed.grad_offload_event  # the last one's is behind all, on one stream
+                event = fsdp_param.grad_offload_event  # all are on one stream, so the last comes after all copies
                 reduced.append(bound)
         if reduced:
             self._copies.append((event, reduced))
             if torch._C._current_graph_task_id() != NO_PASS:
-                _when_backward_ends(self._take_copies)  # behind FSDP2's callback, which waits for the events
-        self._take_copies()
+                _when_backward_ends(self._handle_ended_copies)  # after FSDP2's callback, which waits for the events
+        self._handle_ended_copies()
 
     @torch.no_grad()
-    def _take_copies(self) -> None:
-        """Handle the gradients whose copies have come, without waiting for others."""
+    def _handle_ended_copies(self) -> None:
+        """Handle the gradients whose copies to the host have ended, without waiting for others."""
         while self._copies and ((event := self._copies[0][0]) is None or event.query()):
             for bound in self._copies.popleft()[1]:
                 self.arrived(bound)
 
     def release(self) -> None:
-        """See `Route.release`."""
+        """Drop all references to gradients, and copies that have not been handled."""
         super().release()
         self._copies.clear()
 
     @property
     def listens(self) -> bool:
-        """See `buckets.Listener`."""
+        """Whether reduced buckets are wanted now, for updates in backward; see `buckets.Listener`."""
         return self._engine.speculates
 
     def hear(self, buckets: Buckets) -> None:
-        """Take gradients from buckets of DDP, as soon as these have been reduced."""
+        """Take gradients from DDP's buckets from now on, as soon as these have been reduced."""
         buckets.tell(self)
         self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
         self.is_early = True
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
         if not self._engine.speculates:
             return
         if self._is_alone or shards.is_sharded(bound.parameter):
@@ -385,16 +393,17 @@ class StepRoute(Route):
         for buckets in self._buckets:
             for parameter, reduced in buckets.take_reduced():
                 of_pass = self._bound.get(parameter)
-                # One that this rank did not use may be used by none, and have no gradient then.
+                # A parameter that no rank has used has no gradient, though DDP reduces its part of the bucket.
                 if of_pass is not None and of_pass in self._pass_bounds:
                     del self._pass_bounds[of_pass]
                     self._mark_final(of_pass, reduced)
 
     def _queue_end_of_pass(self) -> None:
-        _when_backward_ends(self._end_pass)  # behind DDP's callback, which was queued behind this one
+        _when_backward_ends(self._end_pass)  # after DDP's callback, which was queued after this one
 
     @torch.no_grad()
     def _end_pass(self) -> None:
+        """Mark the gradients of a pass final that are still left: DDP has written them to `.grad`."""
         bounds, self._pass_bounds = self._pass_bounds, {}
         for buckets in self._buckets:
             buckets.forget()
@@ -403,13 +412,13 @@ class StepRoute(Route):
 
 
 class ReducedRoute(StepRoute):
-    """Reads gradients from host memory when the step begins: where ranks have reduced them, and in their dtype."""
+    """Reads gradients in host memory where ranks have reduced them, in the dtype that they are reduced in."""
 
     widens = False
 
 
 class SlotRoute(Route):
-    """Gathers norms of gradients in host memory on arrival, while they are in cache; `.grad` becomes a slot."""
+    """Takes norms of gradients in host memory on arrival, while they are in cache, and makes `.grad` the slot."""
 
     has_slots = True
 
@@ -418,23 +427,24 @@ class SlotRoute(Route):
         self._slot_addresses: set[int] = set()
 
     def attach(self, bound: BoundParameter) -> None:
-        """See `Route.attach`."""
+        """Give a parameter a gradient slot, and hook it."""
         bound.slot = GradientSlot(self._holder.engine.gradients.slot(bound.position), bound.local)
         if bound.local.numel():
             self._slot_addresses.add(bound.slot.address)
         super().attach(bound)
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Let the engine copy a gradient to its slot, and set `.grad` to that; or leave the gradient to `bind`."""
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
         if shards.is_sharded(parameter):
-            return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
+            return  # FSDP2 adds to a gradient in the memory that its reduction has written
         _check_gradient(gradient, parameter, bound)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
         elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
-            return  # part of a graph, or accumulated in another dtype than its slot's: `step` looks at it
+            return  # part of a graph, or accumulated in another dtype than its slot's: `step` binds it as it is
         elif gradient.dtype not in (slot.dtype, parameter.dtype):
-            return  # wider than its slot: it is not narrowed
+            return  # wider than its slot, and not to be narrowed
         else:
             lent = slot.lend()
             if lent is None:
@@ -449,7 +459,7 @@ class SlotRoute(Route):
         bound.gathered_version = gradient._version
 
     def held_slots(self) -> list[tuple[int, int]]:
-        """See `Route.held_slots`."""
+        """Return address and size of gradient slots whose gradient somebody holds."""
         slots = (bound.slot for bound in self._bound.values())
         return [(slot.address, slot.nbytes) for slot in slots if not slot.is_free]
 
@@ -469,17 +479,18 @@ class DepartureRoute(Route):
         """Parameters whose gradients have left `.grad`; with the tensor if the GPU reads it and adds to it until the
         step. This only holds the memory: the engine knows which gradients there are.
         """
-        self._storages: dict[BoundParameter, StorageWeakRef] = {}
+        self._storages: dict[BoundParameter, StorageWeakRef] = {}  # of each parameter's last gradient
         self._leaves = holder.config.gradient_memory is not None
         self._pass = NO_PASS
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Send a gradient off, and end the pass for the engine when autograd does."""
         if not shards.placed_as(gradient, bound.parameter):
-            return  # tensor parallelism reduces it when the step asks for it
+            return  # a partial gradient of tensor parallelism, which `bind` reduces
         gradient = shards.local(gradient)
         _check_gradient(gradient, shards.local(bound.parameter), bound)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
-            self._depart(bound, gradient)
+            self._send_off(bound, gradient)
             number: int = torch._C._current_graph_task_id()
             if number not in (NO_PASS, self._pass):
                 self._pass = number
@@ -489,16 +500,16 @@ class DepartureRoute(Route):
         if self._engine.broken is None:
             self._engine.gradients.end_backward()
 
-    def _depart(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Have a gradient leave the GPU, or at least `.grad`."""
+    def _send_off(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Pass a gradient to the engine, which copies it off the GPU or adds it there, and set `.grad` to None."""
         parameter, engine = shards.local(bound.parameter), self._engine
-        is_first = not engine.gradients.has_arrived(bound.position)  # an interrupt does not change that
+        is_first = not engine.gradients.has_arrived(bound.position)  # right after interrupts, too
         if not is_first:
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
         last_storage = None if is_first else self._storages.get(bound)
         if last_storage is not None and last_storage == storage and not self._leaves:
-            # A replayed CUDA graph always writes to one memory, and waits for nobody who still reads it.
+            # A replayed CUDA graph writes each pass's gradient to the same memory, and does not wait for readers.
             where = "in the same memory as that of the pass before"
             combinations.GRAPHS_ACCUMULATE.refuse(f"gradient of {bound.name}", where)
         self._storages[bound] = storage  # a weak reference keeps allocators from using the address again
@@ -506,7 +517,7 @@ class DepartureRoute(Route):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         if is_first:
             self.departures[bound] = gradient if engine.gradients.stays(bound.position) else None
-        if self._leaves:  # else an interrupt in between would have it counted, and be counted again
+        if self._leaves:  # `.grad` is None first: an interrupt in between must not leave it to be counted twice
             engine.gradients.announce(bound.position)
             bound.parameter.grad = None
         mark = engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
@@ -520,37 +531,37 @@ class DepartureRoute(Route):
         if bound.parameter.grad is not None:
             gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
             _check_gradient(shards.local(gradient), shards.local(bound.parameter), bound)
-            self._depart(bound, shards.local(gradient).detach())
+            self._send_off(bound, shards.local(gradient).detach())
         return self._engine.gradients.has_arrived(bound.position)
 
     def gradient_id(self, bound: BoundParameter) -> GradientId | None:
-        """See `Route.gradient_id`."""
+        """Return the id of a parameter's gradient, by the number of arrivals if it has left `.grad`."""
         if not self._engine.gradients.has_arrived(bound.position):
             return super().gradient_id(bound)
         return GradientId(weakref.ref(bound.parameter), bound.arrivals, 0)
 
     def forget(self) -> None:
-        """See `Route.forget`."""
+        """Let the engine forget gradients that were taken out of `.grad`, and drop those that it has forgotten."""
         try:
             if self.departures:
                 gradients = [gradient for gradient in self.departures.values() if gradient is not None]
                 self._engine.gradients.forget(gradients)
-        finally:  # an interrupt may come before the engine has forgotten them, and still reads and adds to them
+        finally:  # after an interrupt the engine may not have forgotten them, and still reads and adds to them
             if not any(self._engine.gradients.has_arrived(bound.position) for bound in self.departures):
                 self.release()
 
     def tensors_read(self) -> list[torch.Tensor]:
-        """See `Route.tensors_read`."""
+        """Return the tensors that the step reads gradients from, those included that the GPU reads where they lie."""
         gradients = [gradient for gradient in self.departures.values() if gradient is not None]
         return [*super().tensors_read(), *gradients]
 
     def drop_departed(self) -> None:
-        """See `Route.drop_departed`."""
+        """Drop gradients that left `.grad` during backward, as the step has begun."""
         self._engine.gradients.forget()
         self.release()
 
     def release(self) -> None:
-        """See `Route.release`."""
+        """Drop all references to gradients, those that have left `.grad` included."""
         super().release()
         self.departures.clear()
         self._storages.clear()
@@ -573,7 +584,7 @@ class _ArrivalHook:
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
-    """Have autograd call a function at the end of the backward pass under way, behind earlier ones."""
+    """Queue a call for the end of the backward pass under way, after calls that were queued before."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
@@ -584,17 +595,17 @@ def _version(gradient: torch.Tensor) -> int:
 
 
 def _owners_of(storage: int) -> int:
-    """Return how many tensors have a storage, given torch's address of it."""
+    """Return how many owners a storage has, given torch's address of it."""
     return int(torch._C._storage_Use_Count(storage))
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a gradient's memory holds its elements, in the order of the parameter's."""
+    """Return whether a gradient's elements lie in memory in the order of the parameter's, not as a negated view."""
     return gradient.stride() == parameter.stride() and not gradient.is_neg()
 
 
 def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, bound: BoundParameter) -> None:
-    """Verify that the engine can read a gradient: its layout, dtype, device and shape, and those of its weight."""
+    """Refuse a gradient that the engine cannot read: by layout, dtype, device, shape, or its weight's form."""
     name = bound.name
     check_form(bound)
     if gradient.layout != torch.strided:

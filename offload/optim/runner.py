@@ -1,7 +1,8 @@
-"""Runs a class of torch's kind on views of state that lies elsewhere, one parameter at a time.
+"""Runs an optimizer class of torch's kind on views of packed state, one parameter at a time; for `wrap`.
 
-What the class keeps is found out on tensors without memory, over two steps, as some of it appears at the first. Every
-update starts from the group as it was before the step; all have to leave it equal, and it is changed once.
+Which state the class keeps is found out by two steps on fake tensors (without memory), as some state appears only in
+the first step. Every update starts from the group (hyperparameters) as it was before the step. A class may change its
+group in a step; then all parameters' updates must leave it equal, and the change is made once.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ REFUSED = {
     torch.optim.SparseAdam: "its gradients are sparse",
 }
 NOT_HERE = ("fused", "capturable", "differentiable")
-"""Options of torch's own classes that only work where the state lies for good."""
+"""Options of torch's own classes that need state which stays at its address."""
 
 STEPS = 2
-"""In which the state is found out."""
+"""Steps on fake tensors in which the state is found out."""
 
 TRIAL_SCALES = (1e-4, 1.0, 30.0, 1 / 30)
-"""Of the gradients of a trial's steps: some classes do more to large ones, or to small ones."""
+"""Scales of gradients in a trial's steps: some classes treat large or small ones differently."""
 
 MOST_TRIAL_NUMEL = 1 << 16
-"""Elements of the parameters, twins of the smallest ones, that a class is tried on for real."""
+"""Most elements of a parameter in a trial with real tensors."""
 
 OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has values that decide something be 1, where tensors have none."""
+    """Lets fake tensors be read as numbers, which control flow of a class may do: each reads as 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -64,18 +65,19 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
+    """Make tensors in this block fake: they have forms, and no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True), _Numbers():  # type: ignore[no-untyped-call]
         yield
 
 
 class ClassRunner:
-    """See the module; a `Runner`.
+    """Runs one optimizer class on packed state, for `ClassRule`, whose `Runner` it is.
 
     Args:
         kind: The class.
-        args: What it is made with, after the parameters.
-        kwargs: Likewise.
-        masters: Whether 16-bit weights have fp32 masters, and the class sees those.
+        args: The class's arguments after the parameters.
+        kwargs: Its keyword arguments.
+        masters: Whether 16-bit weights have fp32 masters, which the class then updates.
         widens: Whether gradients of 16-bit weights are fp32.
 
     Attributes:
@@ -83,7 +85,7 @@ class ClassRunner:
         of_class, masters, widens: As given.
 
     Raises:
-        ConfigError: It is no such class, or cannot be run so.
+        ConfigError: It is no optimizer class, or cannot be run in this way.
     """
 
     def __init__(
@@ -103,27 +105,30 @@ class ClassRunner:
                 raise ConfigError("wrap", self.name, f"use another class: {why}")
         self.of_class, self._args, self._kwargs = kind, args, dict(kwargs)
         self.masters, self.widens = masters, widens
-        self._packings: dict[tuple[Any, ...], Packing] = {}
-        self._groups: dict[int, Group] = {}  # as they were first
-        self._starts_with_state = self._changes_groups = False
-        self._left: dict[int, tuple[Mapping[str, Any], Group]] = {}
-        self._tried: set[tuple[Any, ...]] = set()
+        self._packings: dict[tuple[Any, ...], Packing] = {}  # by group's number, size, stride, dtype of the master
+        self._groups: dict[int, Group] = {}  # as they were at first, by number
+        self._starts_with_state = self._changes_groups = False  # what the class does: in its constructor; in a step
+        self._groups_after: dict[int, tuple[Mapping[str, Any], Group]] = {}  # before and after this step, by number
+        self._tried_forms: set[tuple[Any, ...]] = set()  # group's number and kinds of parameters in a trial
 
     def begin_step(self) -> None:
-        """Forget what the updates of the last step have left of the groups."""
-        self._left.clear()
+        """Forget the groups as the last step's updates have left them."""
+        self._groups_after.clear()
 
     def _make(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
+        """Make an optimizer of the class."""
         return self.of_class(groups, *self._args, **self._kwargs)
 
     def groups(self, params: Iterable[Any]) -> tuple[list[Group], dict[str, Any]]:
         """Return groups with all hyperparameters that the class adds, and its defaults; nothing is allocated.
 
+        The class is made with *twins*: tensors of the parameters' shapes, without memory.
+
         Args:
-            params: What the class would be made with.
+            params: The parameters or groups, as for the class.
 
         Raises:
-            ConfigError: An option cannot be had here.
+            ConfigError: An option cannot be used here, or the class has tensors outside of its state.
         """
         given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
         groups = [{"params": given}] if given and not isinstance(given[0], Mapping) else [*map(dict, given)]
@@ -133,9 +138,9 @@ class ClassRunner:
             if isinstance(item, tuple):
                 return (*item[:-1], twin_of(item[-1]))
             if not isinstance(item, torch.Tensor):
-                return item  # which torch refuses
+                return item  # torch will refuse it
             if id(item) not in twins:
-                dtype = item.dtype if item.is_floating_point() else torch.float32  # of frozen ones it may be any
+                dtype = item.dtype if item.is_floating_point() else torch.float32  # frozen ones may be integers
                 twin = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
                 twins[id(item)] = twin.requires_grad_()
             return twins[id(item)]
@@ -156,26 +161,20 @@ class ClassRunner:
                     raise self._refusal(f"a tensor of its own, {name!r}, as {place}")
         self._starts_with_state = bool(made.state)
         pairs = zip(made.param_groups, groups, strict=True)
-        found = [{**_without_parameters(own), "params": group["params"]} for own, group in pairs]
-        for group in found:
+        full_groups = [{**_without_parameters(own), "params": group["params"]} for own, group in pairs]
+        for group in full_groups:
             for option in NOT_HERE:
                 if group.get(option):
                     raise ConfigError(option, True, f"leave it out: {self.name} runs on views of state on its way")
-        return found, dict(made.defaults)
+        return full_groups, dict(made.defaults)
 
     # What is kept
 
     def rule_of(self, parameter: torch.Tensor, name: str, group: Mapping[str, Any], number: int) -> ClassRule:
-        """Return the rule of a parameter, whose state is found out.
-
-        Args:
-            parameter: The parameter.
-            name: Its name, for errors.
-            group: Its group.
-            number: The group's.
+        """Return the rule of a parameter in a group, after finding out which state the class keeps of its form.
 
         Raises:
-            ConfigError: The class keeps what cannot be packed.
+            ConfigError: The class keeps a value that cannot be packed; names the parameter.
         """
         dtype = torch.float32 if self.masters else parameter.dtype
         self._groups.setdefault(number, deepcopy(_without_parameters(group)))
@@ -191,18 +190,18 @@ class ClassRunner:
             except TypeError as cause:
                 raise self._refusal(cause, name) from cause
         packing = self._packings[key]
-        kept = ", ".join(map(str, packing.keys))  # a checkpoint with others, or in another order, is of another rule
-        return ClassRule(f"{self.name}({kept})", packing.words, DTYPE_CODES[dtype], self)
+        keys = ", ".join(map(str, packing.keys))  # in the rule's name: other keys, or another order, are another rule
+        return ClassRule(f"{self.name}({keys})", packing.words, DTYPE_CODES[dtype], self)
 
     def forget(self, number: int) -> None:
-        """Forget what was found out of a group that could not be added: another one may have its number."""
+        """Forget a group that could not be added, as another one may get its number."""
         self._groups.pop(number, None)
         for key in [key for key in self._packings if key[0] == number]:
             del self._packings[key]
-        self._tried = {tried for tried in self._tried if tried[0] != number}
+        self._tried_forms = {tried for tried in self._tried_forms if tried[0] != number}
 
     def packing_of(self, parameter: Parameter) -> Packing:
-        """Return how the state of a parameter is packed; as the layout describes it."""
+        """Return how the state of a parameter of the layout is packed."""
         dtype = known(parameter.rule, "a parameter without a rule").master_dtype
         return self._packings[parameter.group, parameter.shape, parameter.stride, dtype]
 
@@ -211,8 +210,8 @@ class ClassRunner:
         """The keys that any state may have."""
         return {key for packing in self._packings.values() for key in packing.keys}
 
-    def _seen(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which the class sees gradients of weights of a type."""
+    def _gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the gradients that the class gets for weights of a dtype."""
         return torch.float32 if self.widens else dtype
 
     def _refusal(self, what: object, parameter: str = "") -> ConfigError:
@@ -222,7 +221,7 @@ class ClassRunner:
 
     @contextmanager
     def _errors_of(self, parameter: str) -> Iterator[None]:
-        """Have what the class itself raises name it, and the parameter."""
+        """Raise errors of the class within this as a `ConfigError` that names the class and the parameter."""
         try:
             yield
         except OffloadError:
@@ -234,7 +233,10 @@ class ClassRunner:
     def _forms(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any], name: str
     ) -> dict[Any, Form | None]:
-        """Return the forms of what the class keeps of a parameter."""
+        """Return the forms of the state that the class keeps of a parameter, by key, after `STEPS` fake steps.
+
+        Also notes whether the class changes its group in a step.
+        """
         forms: dict[Any, Form | None] = {}
         before, own = _without_parameters(group), deepcopy(_without_parameters(group))
         with _without_memory():
@@ -242,7 +244,9 @@ class ClassRunner:
             made = self._make([{**own, "params": [twin]}])
             for step in range(STEPS + 1):
                 if step:
-                    _set_grad(twin, torch.empty_strided(size, stride, dtype=self._seen(dtype), device="cpu"))
+                    _set_grad(
+                        twin, torch.empty_strided(size, stride, dtype=self._gradient_dtype(dtype), device="cpu")
+                    )
                     step_alone(made)
                 if others := [key for key in made.state if key is not twin]:
                     raise self._refusal(f"{others[0]!r} of none")
@@ -269,18 +273,14 @@ class ClassRunner:
     def check_alone(
         self, parameters: Iterable[tuple[str, torch.Tensor]], group: Mapping[str, Any], number: int
     ) -> None:
-        """Refuse a class that does another thing here than in memory, where there are other parameters and groups.
+        """Refuse a class whose update of a parameter depends on other parameters or groups, as here it runs alone.
 
-        Twins of the smallest parameter of each type and number of dimensions, one more of the first, and one in a
-        second group whose rate is half, are updated by the class in memory, and each by itself as it is here.
-
-        Args:
-            parameters: Of the group, with names; those that are not trained are left out.
-            group: Their group.
-            number: The group's.
+        A trial with real tensors: twins of the smallest parameter of each dtype and number of dimensions, one more of
+        the first, and one in a second group with half the rate. One optimizer of the class updates them together, and
+        this runner each by itself. The results have to be equal.
 
         Raises:
-            ConfigError: As said; or the class keeps something itself, which is no state.
+            ConfigError: The results differ; or the class keeps something in attributes of its own.
         """
         smallest: dict[tuple[torch.dtype, int], tuple[str, torch.Tensor]] = {}
         for name, parameter in parameters:
@@ -289,11 +289,11 @@ class ClassRunner:
                 continue
             if kind not in smallest or parameter.numel() < smallest[kind][1].numel():
                 smallest[kind] = name, parameter
-        if not smallest or (number, *smallest) in self._tried:
+        if not smallest or (number, *smallest) in self._tried_forms:
             return
         first, *others = [(name, _small(parameter)) for name, parameter in smallest.values()]
         values = _without_parameters(group)
-        if plain_number(values.get("lr")) == 0:  # a schedule raises it, and it would hide all that is tried
+        if plain_number(values.get("lr")) == 0:  # a schedule will raise it; with 0 all results would be equal
             values["lr"] = values["lr"] + 0.01
         has_rate = isinstance(values.get("lr"), int | float | torch.Tensor)
         slower = {**values, "lr": values["lr"] * 0.5} if has_rate else values
@@ -302,7 +302,7 @@ class ClassRunner:
             self.rule_of(like, name, group, number)
         with torch.random.fork_rng(devices=[]):
             made, wanted = self._together(twins)
-            alone = copy(self)  # others may be running it
+            alone = copy(self)  # another thread may be using `self._inner`
             alone._inner = made
             has_types = len({dtype for dtype, _ in smallest}) > 1
             for at, (twin, expected) in enumerate(zip(twins, wanted, strict=True)):
@@ -313,25 +313,28 @@ class ClassRunner:
                         f"{'; or give weights of each type a group of their own' if has_types else ''}"
                     )
                     raise ConfigError("wrap", self.name, allowed)
-        self._tried.add((number, *smallest))
+        self._tried_forms.add((number, *smallest))
 
     def _drawn(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the weight of a twin, and its gradient in each step, flat."""
+        """Return random values for twin number `at`: its weight, and its gradient in each step, flat."""
         generator = torch.Generator().manual_seed(at)
         dtype = torch.float32 if self.masters else like.dtype
         draws = [
             torch.empty(like.numel(), dtype=torch.float32, device="cpu").normal_(generator=generator).to(dtype)
             for _ in (None, *TRIAL_SCALES)
         ]
-        scaled = [(draw * scale).to(self._seen(dtype)) for draw, scale in zip(draws[1:], TRIAL_SCALES, strict=True)]
+        scaled = [
+            (draw * scale).to(self._gradient_dtype(dtype))
+            for draw, scale in zip(draws[1:], TRIAL_SCALES, strict=True)
+        ]
         return draws[0], scaled
 
     def _together(self, twins: Sequence[_Twin]) -> tuple[torch.optim.Optimizer, list[Any]]:
-        """Return the class's own optimizer of all twins, and weight, state and group of each after the steps."""
+        """Update all twins by one optimizer of the class; return it, and each twin's weight, state and group."""
         torch.default_generator.manual_seed(0)
         drawn = [self._drawn(like, at) for at, (_, like, _) in enumerate(twins)]
         forms = [(like.size(), like.stride()) for _, like, _ in twins]
-        weights = [torch.nn.Parameter(own.as_strided(*form)) for (own, _), form in zip(drawn, forms, strict=True)]
+        weights = [torch.nn.Parameter(flat.as_strided(*form)) for (flat, _), form in zip(drawn, forms, strict=True)]
         names, slower = ", ".join(dict.fromkeys(name for name, _, _ in twins)), twins[-1][2]
         with self._errors_of(names):
             made = self._make(
@@ -340,17 +343,17 @@ class ClassRunner:
                     {**deepcopy(dict(slower)), "params": weights[-1:]},
                 ]
             )
-            kept = {name: _copied(value) for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
+            before = {name: _copied(value) for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
             for step in range(len(TRIAL_SCALES)):
                 for weight, (_, gradients), form in zip(weights, drawn, forms, strict=True):
                     _set_grad(weight, gradients[step].as_strided(*form))
                 step_alone(made)
         for name, value in vars(made).items():
-            if name not in OWN_ATTRIBUTES and not _same(kept.get(name), value):
+            if name not in OWN_ATTRIBUTES and not _same(before.get(name), value):
                 allowed = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
                 raise ConfigError("wrap", self.name, allowed)
-        left = [_without_parameters(group) for group in made.param_groups]
-        groups = [*[left[0]] * (len(twins) - 1), left[1]]
+        after = [_without_parameters(group) for group in made.param_groups]
+        groups = [*[after[0]] * (len(twins) - 1), after[1]]
         return made, [
             (weight.detach(), dict(made.state.get(weight, {})), group)
             for weight, group in zip(weights, groups, strict=True)
@@ -358,7 +361,7 @@ class ClassRunner:
 
     @torch.no_grad()
     def _alone(self, name: str, like: torch.Tensor, values: Mapping[str, Any], number: int, at: int) -> Any:
-        """Return weight, state and group of one twin after the steps, updated as parameters are."""
+        """Update one twin by `update`, as the engine's parameters are; return its weight, state and group."""
         torch.default_generator.manual_seed(0)
         own, gradients = self._drawn(like, at)
         rule = self.rule_of(like, name, values, number)
@@ -366,51 +369,51 @@ class ClassRunner:
         twin = Parameter(name, own.numel(), code, number, shape=(*like.shape,), stride=like.stride(), rule=rule)
         words = torch.zeros(rule.numel_of(PACKED, own.numel()), dtype=torch.float32, device="cpu")
         for gradient in gradients:
-            self._left = {}
+            self._groups_after = {}
             segment = SegmentTensors(own, (), gradient.clone(), None, SegmentFlag(0), rule.row(1, values, 1.0))
             self.update(Piece(twin, segment, words), number, values)
             values = {**values, **self.changes(number, values)}
         return own.as_strided(like.size(), like.stride()), self.packing_of(twin).load(words), values
 
     def kept_of_nothing(self, parameter: Parameter, count: int) -> dict[Any, Any]:
-        """Return the state that the class makes of a parameter without elements in a step, with a count of steps."""
+        """Return the state that the class makes in a step of a parameter without elements, with this step count."""
         dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
         twin, step = self._twin(known(parameter.shape, "a parameter without a shape"), dtype, parameter.group)
         step()
         state = dict(step.args[0].state.get(twin, {}))
-        with suppress(TypeError):  # it is no count
+        with suppress(TypeError):  # the class's "step" is no count
             state |= self.packing_of(parameter).cast({"step": float(count)} if "step" in state else {})
         return state
 
     def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
-        """See `Runner.trial`."""
+        """Return a function that makes one update of a new tensor, to be timed; see `Runner.trial`."""
         return self._twin(shape, torch.float32 if self.masters else dtype, group)[1]
 
     def _twin(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> tuple[torch.Tensor, partial[None]]:
-        """Return a tensor of a shape and type, and a step of an optimizer of the class that has it alone."""
+        """Return a tensor of a shape and dtype, and a call that steps an optimizer of the class with it alone."""
         twin = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
-        _set_grad(twin, torch.ones(shape, dtype=self._seen(dtype), device="cpu"))
+        _set_grad(twin, torch.ones(shape, dtype=self._gradient_dtype(dtype), device="cpu"))
         return twin, partial(step_alone, self._make([{**deepcopy(self._groups.get(group, {})), "params": [twin]}]))
 
     # Updates
 
     def update(self, piece: Piece, group: int, values: Mapping[str, Any]) -> None:
-        """See `ClassRule.update`.
+        """Run a step of the class on one parameter, in place; `values` are its group's before the step.
 
         Raises:
-            ConfigError: The class does here what it did not when it was looked at.
+            ConfigError: The class keeps other state than was found out, or leaves the group unlike other parameters.
         """
         master, given = piece.segment.master, known(piece.segment.gradient, "an update without a gradient")
-        seen, view = self._seen(master.dtype), torch.nn.Parameter(piece.shaped(master))
+        seen, view = self._gradient_dtype(master.dtype), torch.nn.Parameter(piece.shaped(master))
         if given.dtype.itemsize > seen.itemsize:
             name = piece.parameter.name
             raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
         _set_grad(view, piece.gradient(seen))
         words = known(piece.packed, "a parameter without packed state")
-        left = self.run(view, piece.parameter, words, values, step_alone)
-        if view.data_ptr() != master.data_ptr():
+        after = self.run(view, piece.parameter, words, values, step_alone)
+        if view.data_ptr() != master.data_ptr():  # the class has replaced the parameter's memory
             piece.shaped(master).copy_(view)
-        if not _same(self._left.setdefault(group, (values, left))[1], left):
+        if not _same(self._groups_after.setdefault(group, (values, after))[1], after):
             allowed = f"use one that changes its groups by the step alone: {piece.parameter.name} left another one"
             raise ConfigError("wrap", self.name, allowed)
 
@@ -422,17 +425,12 @@ class ClassRunner:
         values: Mapping[str, Any],
         call: Callable[[torch.optim.Optimizer], Any],
     ) -> Group:
-        """Run something of the class on a view of one parameter and its state; return its group afterwards.
+        """Call a method of the class on a view of one parameter and its packed state; return its group afterwards.
 
-        Args:
-            view: The parameter.
-            parameter: What the layout says of it.
-            words: Its packed state.
-            values: Its group.
-            call: What to run, given an optimizer of the class that has this parameter alone.
+        `call` is given an optimizer of the class that has this parameter alone, in a group of `values`.
 
         Raises:
-            ConfigError: The class keeps something else than when it was looked at.
+            ConfigError: The class keeps other state than was found out.
         """
         packing = self.packing_of(parameter)
         state, inner = packing.load(words), self._inner
@@ -463,41 +461,30 @@ class ClassRunner:
     def walk(
         self, method: str, parameter: Parameter, master: torch.Tensor, words: torch.Tensor, groups: Sequence[Group]
     ) -> None:
-        """Call a method of the class for one parameter.
-
-        Args:
-            method: Its name.
-            parameter: What the layout says of the parameter.
-            master: Its master, flat and fp32; changed in place.
-            words: Its packed state.
-            groups: Hyperparameters of all groups.
-        """
-        own = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
-        piece = Piece(parameter, SegmentTensors(own, (), None, None, SegmentFlag(0), None))
-        values, view = groups[parameter.group], torch.nn.Parameter(piece.shaped(own))
-        left = self.run(view, parameter, words, values, methodcaller(method))
-        self._left.setdefault(parameter.group, (values, left))
+        """Call a method such as `train` for one parameter; its master and packed state change in place."""
+        weight = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
+        piece = Piece(parameter, SegmentTensors(weight, (), None, None, SegmentFlag(0), None))
+        values, view = groups[parameter.group], torch.nn.Parameter(piece.shaped(weight))
+        after = self.run(view, parameter, words, values, methodcaller(method))
+        self._groups_after.setdefault(parameter.group, (values, after))
         piece.shaped(master).copy_(view)
 
     def changes(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
-        """Return what a step has changed of a group; of one that no parameter was updated of, too.
+        """Return the hyperparameters of a group that a step, or another method, has changed.
 
-        Args:
-            number: The group's.
-            values: Its hyperparameters.
-            method: What was called in the place of a step.
+        `values` are those before. If no parameter of the group was updated, the class is called without any.
         """
-        if number not in self._left and (self._changes_groups or method != "step"):
+        if number not in self._groups_after and (self._changes_groups or method != "step"):
             self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
             (step_alone if method == "step" else methodcaller(method))(self._inner)
-            self._left[number] = values, _without_parameters(self._inner.param_groups[0])
+            self._groups_after[number] = values, _without_parameters(self._inner.param_groups[0])
             self._inner.param_groups = []
-        before, left = self._left.get(number, ({}, {}))
-        return {name: value for name, value in left.items() if name not in before or not _same(before[name], value)}
+        before, after = self._groups_after.get(number, ({}, {}))
+        return {name: value for name, value in after.items() if name not in before or not _same(before[name], value)}
 
 
 def _small(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a parameter's form, cut where it is large; its values are of no use."""
+    """Return an uninitialized tensor of a parameter's form, smaller if that is large."""
     most = int(MOST_TRIAL_NUMEL ** (1 / max(1, parameter.dim())))
     if parameter.numel() > MOST_TRIAL_NUMEL:
         return torch.empty([min(size, most) for size in parameter.shape], dtype=parameter.dtype, device="cpu")
@@ -505,7 +492,7 @@ def _small(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _set_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Give a parameter a gradient, which may be wider."""
+    """Set a parameter's gradient, whose dtype may be wider than the parameter's."""
     if gradient.dtype is not parameter.dtype:
         parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
@@ -516,17 +503,17 @@ def _without_parameters(group: Mapping[str, Any]) -> Group:
 
 
 def _is_fake(value: Any) -> bool:
-    """Return whether a value has a tensor that was made where tensors have no memory."""
+    """Return whether a value is or contains a fake tensor, made in `_without_memory`."""
     if isinstance(value, Mapping):
         return any(map(_is_fake, value.values()))
     return isinstance(value, FakeTensor) or (isinstance(value, list | tuple) and any(map(_is_fake, value)))
 
 
 def _copied(value: Any) -> Any:
-    """Return a value as it is now, whatever is done to it, where it can be copied."""
+    """Return a deep copy of a value, or the value itself if it cannot be copied."""
     try:
         return deepcopy(value)
-    except Exception:  # a lock, a module that is no value
+    except Exception:  # of a lock, say
         return value
 
 

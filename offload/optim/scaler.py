@@ -13,9 +13,9 @@ from offload.optim.optimizer import OffloadedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose `unscale_` and overflow check write no gradient of this package's optimizers.
 
-    Gradients keep their scale: the update divides by it. The overflow check looks at their norm, which is gathered as
-    they arrive, and again for gradients that have changed since, however that was done. So it works where gradients
-    have left the GPU (`keep_grads=False`). With any other optimizer it is torch's own.
+    Gradients keep their scale: the update divides by it. The overflow check looks at their norm, which is taken as
+    they arrive, and anew for gradients that have changed since in any way. So it also works if gradients have left
+    the GPU (`keep_grads=False`). For any other optimizer this is torch's own.
     `optimizer.clip_grad_norm_` after `unscale_` clips unscaled gradients. When a step is skipped, gradients that have
     left the GPU are forgotten, as `model.zero_grad()` would not find them.
 
@@ -23,7 +23,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `torch.amp.GradScaler.unscale_`.
+        """Check gradients for overflow, and let `step` divide them by the scale; see `torch.amp.GradScaler.unscale_`.
 
         Raises:
             RuntimeError: It was called already since the last `update`, or after `step`.

@@ -1,7 +1,7 @@
 """The factors that the next step applies to gradients: of clipping, and of the loss scale.
 
-torch multiplies the gradients by these factors; here the step applies them. If a gradient is changed in between,
-nobody can tell whether the factors are meant for its new value, and the step refuses it.
+torch multiplies the gradients by these factors; here the step applies them. If a gradient is changed in between, it
+cannot be known whether the factors are meant for its new value, so the step refuses it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CLIP_EPS = 1e-6
 
 
 class GradientId(NamedTuple):
-    """Identifies a parameter's gradient, so that a replaced or changed one can be told from it.
+    """Identifies a parameter's gradient and its content, so that a replaced or changed one is recognised.
 
-    If the gradient has left the GPU, `tensor` is the parameter, and `version` the number of arrivals.
+    If the gradient has left `.grad`, `tensor` is the parameter, and `version` the number of arrivals.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -41,11 +41,11 @@ GradientIds = Iterable[tuple[BoundParameter, GradientId | None]]
 
 
 class Scaling:
-    """Factors, and the gradients that they are for.
+    """The factors for the next step, and the gradients that they are for.
 
     Attributes:
-        clip: Factor of clipping.
-        loss_scale: The scale by which gradients were multiplied.
+        clip: Factor of clipping; gradients are multiplied by it.
+        loss_scale: The scale of the loss; gradients are divided by it.
         norm: Norm of the gradients when they were clipped last.
         scaled_ids: Ids of the gradients that the factors are for.
     """
@@ -68,7 +68,7 @@ class Scaling:
         self.scaled_ids = {bound: id for bound, id in pairs if id is not None}
 
     def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
-        """Clip gradients of a norm, which `unscaled` has returned."""
+        """Set the factor that clips gradients to `max_norm`; `norm` is what `unscaled` has returned."""
         self.norm = norm
         factor = self.clip
         if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
@@ -82,29 +82,33 @@ class Scaling:
         return math.sqrt(norm_sq) / abs(self.loss_scale) * self.clip
 
     def unscale(self, scale: float, ids: GradientIds) -> None:
-        """Have the step divide gradients by a scale."""
+        """Let the step divide gradients by `scale`."""
         self._remember(ids)
         self.loss_scale = scale
 
     def arrived(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
-        """Note that autograd has accumulated a gradient.
+        """Note that autograd has accumulated a gradient, perhaps onto one that the factors are for.
 
-        It was accumulated onto the scaled one, unless somebody changed (zeroed, say) that in between. If backward
-        builds a graph, the gradient is another tensor each time; it counts as accumulated, as nobody can tell.
+        That is so if the version has grown by this one addition; if by more, somebody has changed (zeroed, say) the
+        gradient in between. If backward builds a graph, the gradient is a new tensor each time; then it counts as
+        accumulated, as it cannot be known.
         """
         id = self.scaled_ids.get(bound)
         if id is not None:
             added = shards.version(gradient) - id.version
-            # Shards of one group of FSDP2 are views of one tensor, whose counter counts all of them.
+            # FSDP2's gradients of one group are views of one tensor, and share its version counter.
             is_onto = id.tensor() is gradient and (added > 0 if shards.is_sharded(gradient) else added == 1)
             self._has_accumulated |= is_onto or builds_graph or gradient.requires_grad
 
     def added(self, bound: BoundParameter) -> None:
-        """Note that a gradient is added to one that has left the GPU."""
+        """Note that a gradient is added to one that has left `.grad`."""
         self._has_accumulated |= bound in self.scaled_ids
 
     def check(self, ids: GradientIds) -> None:
-        """Forget the factors if their gradients are gone (the step was skipped, say); refuse other gradients."""
+        """Before a step: refuse gradients that were changed or added to since the factors were set.
+
+        If none of the gradients that the factors are for is there (as their step was skipped), forget the factors.
+        """
         if not self.scaled_ids:
             return
         has_same, has_new, changed_bound = False, self._has_accumulated, None

@@ -1,4 +1,4 @@
-"""Tensors that are cut over ranks: which elements this rank has, and where these lie in the whole.
+"""Tensors that are cut over ranks: which elements this rank has, and which part of the whole these are.
 
 A parameter is cut if it is torch's `DTensor`, a wrapper around a local tensor whose memory the engine binds; or if it
 is a plain tensor, whole on every rank, of which each rank updates its rows (`OffloadConfig.shard`).
@@ -32,7 +32,7 @@ GATHER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut over a mesh of ranks, and this rank's piece of it.
+    """How a parameter is cut over a mesh of ranks, and which piece of it this rank has.
 
     Attributes:
         mesh: torch's `DeviceMesh`.
@@ -40,7 +40,7 @@ class Cut:
         box: First index and size of the piece in each dimension.
         start: First element of the piece in the whole, in row-major order.
         is_run: Whether the piece is a single run of the whole.
-        owner: The rank of the mesh that has all of it, of a parameter that is dealt to one; None where each has rows.
+        owner: If the parameter is dealt, so that one rank updates it whole, that rank's number in the mesh.
     """
 
     mesh: Any
@@ -59,7 +59,7 @@ class Cut:
 
 def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # imported by whoever has one; importing it takes long
+    module = sys.modules.get("torch.distributed.tensor")  # imported if there is any; importing it takes long
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -78,7 +78,7 @@ def unsharders(model: torch.nn.Module) -> list[Any]:
 
 def gathered_by(unsharder: Any) -> list[torch.Tensor]:
     """Return the parameters that one of `unsharders` gathers."""
-    return [managed.sharded_param for managed in unsharder.fsdp_params]
+    return [fsdp_param.sharded_param for fsdp_param in unsharder.fsdp_params]
 
 
 def is_copied(parameter: torch.Tensor) -> bool:
@@ -88,18 +88,16 @@ def is_copied(parameter: torch.Tensor) -> bool:
 
 
 class StandIn:
-    """Stands in for a method of one of `unsharders` until `remove`; in another process it only calls the method.
+    """Replaces a method of one of `unsharders` until `remove`; in another process it only calls the method.
 
     Args:
-        group: The group.
-        name: The method's name.
-        call: A method, which is not kept alive: called with the group, its own method, and the arguments.
+        call: A method, which is not kept alive: it is called with the group, the replaced method, and its arguments.
     """
 
     def __init__(self, group: Any, name: str, call: Callable[..., Any]) -> None:
         self._call: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(call)
         self._group, self._name = group, name
-        self._is_first = name not in vars(group)  # else something else stands in already
+        self._is_first = name not in vars(group)  # else something else has replaced the method before
         self._method = getattr(group, name)
         self._pid = os.getpid()
         setattr(group, name, self)
@@ -112,12 +110,12 @@ class StandIn:
         return call(self._group, self._method, *arguments, **options)
 
     def remove(self) -> None:
-        """Give the group its method back; if others of ours stand in for it by now, leave their line.
+        """Restore the group's method; if another `StandIn` has replaced this one since, let that one skip this.
 
-        If something else does, this calls the method from then on.
+        If something else has replaced this one, it still calls this, which only calls the method from then on.
         """
         self._call = lambda: None
-        above = vars(self._group).get(self._name)
+        above = vars(self._group).get(self._name)  # the newest replacement
         if above is self:
             if self._is_first:
                 delattr(self._group, self._name)
@@ -136,7 +134,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         parameter: The parameter.
         name: Its name.
         rows_over: A mesh over which the rows of plain tensors are cut; None if they are not.
-        owner: The rank of that mesh, or of a `DTensor`'s, that gets all rows; None where each gets some.
+        owner: The rank of that mesh, or of a `DTensor`'s, to which the parameter is dealt; None if it is not.
 
     Raises:
         ConfigError: It is cut in a way that cannot be updated.
@@ -151,11 +149,11 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         if any(kind.is_partial() for kind in placements):
             raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
         box = box_of(parameter)
-        mine = local(parameter)
-        if type(mine) not in (torch.Tensor, torch.nn.Parameter):
-            raise ConfigError(name, f"DTensor of {type(mine).__name__}", "use plain tensors as shards")
-        if tuple(mine.shape) != (sizes := tuple(size for _, size in box)):
-            raise ConfigError(name, f"a shard of {tuple(mine.shape)}", f"its placements {placements} say {sizes}")
+        piece = local(parameter)
+        if type(piece) not in (torch.Tensor, torch.nn.Parameter):
+            raise ConfigError(name, f"DTensor of {type(piece).__name__}", "use plain tensors as shards")
+        if tuple(piece.shape) != (sizes := tuple(size for _, size in box)):
+            raise ConfigError(name, f"a shard of {tuple(piece.shape)}", f"its placements {placements} say {sizes}")
     elif rows_over is not None and parameter.dim():
         from torch.distributed.tensor import Shard
 
@@ -164,36 +162,36 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
         if owner is not None:
             box = dealt_box(parameter.shape, mesh, owner)
-        mine = own(parameter, Cut(mesh, placements, box, 0, True))
+        piece = own(parameter, Cut(mesh, placements, box, 0, True))
     else:
         return None
     strides = row_major(parameter.shape)
     ways = zip(parameter.shape, parameter.stride(), strides, strict=True)
     if parameter.numel() and not all(size == 1 or stride == row_stride for size, stride, row_stride in ways):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
-    if not mine.is_contiguous():
-        raise ConfigError(name, f"a shard of strides {mine.stride()}", "use a contiguous sharded parameter")
+    if not piece.is_contiguous():
+        raise ConfigError(name, f"a shard of strides {piece.stride()}", "use a contiguous sharded parameter")
     if owner is not None and is_sharded(parameter):
         from torch.distributed.tensor import Shard
 
         mesh = dealing_mesh(mesh, name)
         return Cut(mesh, (Shard(0),), dealt_box(parameter.shape, mesh, owner), 0, True, owner)
-    if not mine.numel():
+    if not piece.numel():
         return Cut(mesh, placements, box, 0, True, owner)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
-    return Cut(mesh, placements, box, start, last + 1 - start == mine.numel(), owner)
+    return Cut(mesh, placements, box, start, last + 1 - start == piece.numel(), owner)
 
 
 def box_of(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """Return first index and size of this rank's shard of a `DTensor`, in each dimension."""
     dtensor: Any = parameter
-    (chunk,) = dtensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+    (chunk,) = dtensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     return tuple(zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def dealing_mesh(mesh: Any, name: str) -> Any:
-    """Return a mesh of one dimension of the ranks of a parameter's mesh.
+    """Return a mesh of one dimension with the ranks of a parameter's mesh, over which it can be dealt.
 
     Raises:
         ConfigError: There is no process group of these ranks.
@@ -207,7 +205,7 @@ def dealing_mesh(mesh: Any, name: str) -> Any:
 
 
 def mesh_of_all(device: str) -> Any:
-    """Return torch's mesh of all ranks; it has the default process group, and makes no other.
+    """Return torch's mesh of all ranks, which uses the default process group.
 
     Args:
         device: The kind of device that weights are on.
@@ -219,7 +217,7 @@ def mesh_of_all(device: str) -> Any:
 
 
 def dealt_box(shape: Sequence[int], mesh: Any, owner: int) -> tuple[tuple[int, int], ...]:
-    """Return the piece that this rank of a mesh has of what was dealt to its owner: all, or no rows."""
+    """Return this rank's piece of a parameter that is dealt to `owner`: all rows there, none elsewhere."""
     rows = shape[0] if mesh.get_local_rank() == owner else 0
     return ((0, rows), *((0, size) for size in shape[1:]))
 
@@ -236,12 +234,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     elements: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
-    wait = getattr(elements, "wait", None)  # only the result of a collective that is under way has it
+    wait = getattr(elements, "wait", None)  # the result of a collective under way has this method
     return elements if wait is None else wait()  # type: ignore[no-any-return]
 
 
 def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return this rank's elements of a tensor: a `DTensor`, or one whole on every rank that `cut` cuts."""
+    """Return this rank's elements of a tensor: a `DTensor`'s shard, or the piece by `cut` of a whole one."""
     if cut is None or is_sharded(tensor):
         return local(tensor)
     return tensor.detach()[tuple(slice(first, first + size) for first, size in cut.box)]
@@ -258,7 +256,7 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def free_memory(tensor: torch.Tensor) -> None:
-    """Give up a detached tensor's memory; its version counter stays."""
+    """Free a detached tensor's memory; its version counter stays."""
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if is_sharded(tensor):
         tensor._local_tensor = empty  # type: ignore[attr-defined]
@@ -273,7 +271,7 @@ def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient cut as its parameter is; a collective if it is not yet, as under tensor parallelism."""
+    """Return a gradient cut as its parameter is; a collective if it is not, as with tensor parallelism."""
     if placed_as(gradient, parameter):
         return gradient
     mesh, weight_mesh = (getattr(tensor, "device_mesh", "no mesh") for tensor in (gradient, parameter))
@@ -289,8 +287,8 @@ def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> tor
     """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory."""
     if cut is not None and cut.owner is not None:
         combinations.DEALT_STATE.refuse("state", "read on several ranks")
-    mine = own(parameter, cut)
-    values = flat.as_strided(mine.size(), mine.stride())
+    elements = own(parameter, cut)
+    values = flat.as_strided(elements.size(), elements.stride())
     return values if cut is None else _placed(values, parameter, cut.mesh, cut.placements)
 
 
@@ -324,7 +322,7 @@ def own_part(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
 
 
 def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
-    """Return a sum over all ranks and parameters: each rank has one number for its piece of each parameter.
+    """Return the sum, over all ranks and parameters, of a number that each rank has for its piece of each parameter.
 
     Replicated pieces count once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of
     them, rounded once. That takes one collective for each process group of several ranks over which parameters are
@@ -350,12 +348,12 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
 
 
 def content(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of this rank's elements, in host memory: uint8, flat; a copy where they do not lie so."""
+    """Return this rank's elements as bytes in host memory, flat uint8; copied unless contiguous there."""
     return local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
-    """Have all ranks get the weights that were dealt to one of them; return the others, for `gather`."""
+    """Broadcast each weight that was dealt from its rank to all ranks; return the others, for `gather`."""
     others = []
     for weight, cut in weights:
         if cut is None or cut.owner is None:
@@ -367,29 +365,32 @@ def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[
 
 
 def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
-    """Have all ranks exchange weights that are whole on every rank, of which each rank has updated its rows."""
+    """Exchange rows of weights that are whole on every rank, and of which each rank has updated its rows.
+
+    Bucket by bucket: each rank packs its parts into a buffer, all ranks gather all buffers, and unpack them.
+    """
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for bucket in _buckets(weights, ranks):
         width = sum(stop - start for _, _, start, stop in bucket)
-        mine = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
-        place = 0
+        packed = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
+        offset = 0
         for flat, size, start, stop in bucket:
             part = flat[rank * size + start : rank * size + stop]  # shorter or empty on the last ranks
-            mine[place : place + part.numel()].copy_(part)
-            place += stop - start
-        everyone = all_gather(mine, mesh)
-        place = 0
+            packed[offset : offset + part.numel()].copy_(part)
+            offset += stop - start
+        everyone = all_gather(packed, mesh)
+        offset = 0
         for flat, size, start, stop in bucket:
-            rows, full = everyone[:, place : place + stop - start], flat.numel() // size
+            rows, full = everyone[:, offset : offset + stop - start], flat.numel() // size
             flat[: full * size].view(full, size)[:, start:stop].copy_(rows[:full])
             rest = flat[full * size + start : full * size + stop]
             if rest.numel():
                 rest.copy_(rows[full, : rest.numel()])
-            place += stop - start
+            offset += stop - start
 
 
 _Part = tuple[torch.Tensor, int, int, int]
-"""A weight as bytes, the number of bytes of one rank's rows, and first and last byte of a part of these."""
+"""A weight as bytes, the number of bytes of one rank's rows, and the range of a part of these."""
 
 
 def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:

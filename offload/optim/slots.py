@@ -1,4 +1,4 @@
-"""Gradient slots as `.grad`: the life of a storage, not a count, tells whether somebody may still use a slot."""
+"""Gradient slots as `.grad`: a slot is free when the storage of the last `.grad` over it has been freed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import torch
 
 
 class GradientSlot:
-    """Memory for a parameter's gradient, lent to one `.grad` at a time.
+    """Memory for a parameter's gradient, used by one `.grad` at a time.
 
-    Each `.grad` is a tensor with a storage of its own over the slot. That storage alone holds a token.
-    Whoever can reach the gradient holds the storage: the tensor, slices and other views of it, NumPy arrays, DLPack
-    capsules, tensors saved in a graph. So the slot is free when the token is gone. The token also keeps the slot's
-    memory, for gradients that outlive the session.
+    Each `.grad` is a tensor with a storage of its own over the slot. That storage alone keeps a *token* alive, an
+    array over the slot. Everything from which the gradient can be reached keeps the storage alive: the tensor, slices
+    and other views of it, NumPy arrays, DLPack capsules, tensors saved in a graph. So the slot is free when the token
+    has been freed. The token also keeps the slot's memory, for gradients that outlive the session.
 
     Args:
         flat: The slot's memory; see `GradientStore.slot`.
-        parameter: The parameter.
 
     Attributes:
-        address: Address of the memory.
-        nbytes: Its size.
-        dtype: Dtype of the gradient.
-        stride: Strides of the parameter.
+        address: The memory's address.
+        nbytes: The memory's size.
+        dtype: The gradient's dtype.
+        stride: The parameter's strides.
     """
 
     def __init__(self, flat: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -38,7 +37,7 @@ class GradientSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds the gradient that was lent last."""
+        """Whether nothing holds the last gradient that `lend` has returned."""
         return self._token is None or self._token() is None
 
     def lend(self) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""`optimizer.state`: the dict of dicts that torch's own optimizers have, over state that lives elsewhere.
+"""`optimizer.state`: a dict of dicts as torch's own optimizers have it, over state that lives elsewhere.
 
-Reading gives copies. An assignment is written to where the state lives. A change in place reaches the copy alone, so
-it is found by the copy's version counter, and refused when the optimizer is next used.
+Reading gives copies. An assignment is written to where the state lives. A change in place would change only the copy,
+so it is detected by the copy's version counter, and refused when the optimizer is next used.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from offload.rules import MASTER, NAMED, UpdateRule, checked_step
 from offload.session.state_copy import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
-"""What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""
+"""One parameter's state, ready to be written: tensors, in row-major order that of its memory, and its step count."""
 
 
 class Copies:
-    """Watches copies of state that users have, to find those that were changed in place."""
+    """Watches copies of state that users hold, to detect changes in place."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int, str]] = {}
@@ -35,7 +35,7 @@ class Copies:
     def watch(self, copy: torch.Tensor, name: str) -> None:
         """Note a copy as it is now."""
         for part in shards.counting_tensors(copy):
-            # Shares the copy's version counter, and none of its memory: it outlives the copy.
+            # Shares the copy's version counter, and none of its memory; stays when the copy is gone.
             witness = part.detach()
             shards.free_memory(witness)
             self._watched[id(witness)] = weakref.ref(part), witness, witness._version, name
@@ -48,15 +48,15 @@ class Copies:
         )
 
     def forget(self, copy: torch.Tensor | None = None) -> None:
-        """Forget a copy, or all."""
+        """Stop watching a copy, or all."""
         parts = [] if copy is None else [id(part) for part in shards.counting_tensors(copy)]
         self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
 
     def check(self) -> None:
-        """Forget the copies that nobody has any more.
+        """Stop watching copies that nobody holds any more.
 
         Raises:
-            ConfigError: One was changed in place; said once.
+            ConfigError: A copy was changed in place; raised once.
         """
         changed = [name for _, now, then, name in self._watched.values() if now._version != then]
         if changed:
@@ -71,24 +71,24 @@ class Copies:
 
 
 class StateEntry(dict[str, torch.Tensor]):
-    """One parameter's state as it was read; an assignment to an item is written to where the state lives."""
+    """A copy of one parameter's state; an assignment to an item is written to where the state lives."""
 
     def __init__(self, state: StateView, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         super().__init__(values)
         self._state = state
         self._parameter = parameter
-        self._changes = state.changes
+        self._seen_changes = state.changes
         for name, copy in values.items():
-            if isinstance(copy, torch.Tensor):  # all, but for numbers of other classes
+            if isinstance(copy, torch.Tensor):  # wrapped classes may keep plain numbers
                 state.copies.watch(copy, name)
 
-    def _is_there(self, name: str, value: object) -> bool:
-        """Return whether a value is what was read, perhaps moved to another device, and still lies there."""
+    def _is_unchanged(self, name: str, value: object) -> bool:
+        """Return whether a value equals what was read (perhaps on another device), and no state has changed since."""
         copy = self.get(name)
         return (
             isinstance(value, torch.Tensor)
             and copy is not None
-            and self._changes == self._state.changes
+            and self._seen_changes == self._state.changes
             and self._state.copies.is_as_watched(copy)
             and (value.dtype, value.shape) == (copy.dtype, copy.shape)
             and shards.placed_as(value, copy)
@@ -96,21 +96,22 @@ class StateEntry(dict[str, torch.Tensor]):
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Write the step count, `master` or a moment.
+        """Write the step count, `master` or a moment to where the state lives.
 
         Raises:
             ConfigError: It is none of these, or not of the parameter's shape.
         """
-        if self._is_there(name, value):
+        if self._is_unchanged(name, value):
             return
         state = self._state
         if isinstance(self.get(name), torch.Tensor):
-            state.copies.forget(self[name])  # `state[p][name] *= 2` has changed it and assigns it
+            # `state[p][name] *= 2` has changed the old copy in place, which `check` would refuse, and assigns it.
+            state.copies.forget(self[name])
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
         if isinstance(copy, torch.Tensor):
             state.copies.watch(copy, name)
-        self._changes = state.changes
+        self._seen_changes = state.changes  # this write counted as a change, after which the entry is still current
 
     def update(self, *others: Any, **values: Any) -> None:
         """Assign several items."""
@@ -122,7 +123,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return self
 
     def clear(self) -> None:
-        """See `OffloadedOptimizer.reset_state`."""
+        """Reset the parameter's state; see `StatefulOptimizer.reset_state`."""
         self._state.reset([self._parameter])
         super().clear()
 
@@ -136,18 +137,11 @@ class StateEntry(dict[str, torch.Tensor]):
 
 
 class StateView(MutableMapping[Any, Any]):
-    """State of all parameters that have been updated, read from wherever it lives when it is asked for.
-
-    Args:
-        holder: Holds the engine that keeps the state.
-        weights: The parameters.
-        rule: The optimizer's rule.
-        lock: Held while the engine is used.
-        owner: The optimizer, which this does not keep.
+    """State of all parameters that have been updated, read at each access from where it lives.
 
     Attributes:
-        copies: Watches the copies that users have.
-        changes: The number of changes of any state.
+        copies: Watches the copies that users hold.
+        changes: How many times any state has changed.
         others: Entries that users have added under keys of their own.
     """
 
@@ -162,8 +156,9 @@ class StateView(MutableMapping[Any, Any]):
         self.copies = Copies()
         self.changes = 0
         self.others: dict[Any, Any] = {}
-        self._shown_parameters: set[torch.Tensor] = set()
-        self._left_masters: set[torch.Tensor] = set()
+        self._shown_parameters: set[torch.Tensor] = set()  # see `show`
+        # Parameters that state dicts contain for their master alone, though their step count is 0.
+        self._masters_without_state: set[torch.Tensor] = set()
         self._holder = holder
         self._weights = weights
         self._rule = rule
@@ -172,7 +167,7 @@ class StateView(MutableMapping[Any, Any]):
         self._owner_name = type(owner).__name__
 
     def check(self) -> None:
-        """Notice copies and weights that were changed from outside."""
+        """Refuse changes in place of copies, and take note of weights that were changed from outside."""
         self.copies.check()
         self._weights.check()
 
@@ -183,16 +178,16 @@ class StateView(MutableMapping[Any, Any]):
         return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
 
     def show(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Show state of bound parameters that were never updated, too: zeros, and a step count of 0."""
+        """Include bound parameters that were never updated: their state is zeros, and a step count of 0."""
         self._shown_parameters.update(parameters)
 
-    def changed(self) -> None:
+    def note_change(self) -> None:
         """Note that all state may have changed: a step was taken, or state was loaded."""
         self.changes += 1
         self._shown_parameters.clear()
 
     def _start_values(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
-        """Return the values that state starts from, for the parameters where they are not 0."""
+        """Return the values that state starts from, for parameters where they are not 0."""
         owner = self._owner()
         return {} if owner is None else owner._start_values()
 
@@ -218,16 +213,16 @@ class StateView(MutableMapping[Any, Any]):
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
             states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
-            return [self._entry(*found, own_masters) for found in zip(bounds, states, strict=True)]
+            return [self._entry(*pair, own_masters) for pair in zip(bounds, states, strict=True)]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
-        """Return what `read` returns of a parameter, of which the engine has read this."""
+        """Return a parameter's entry for users, made from the flat tensors that the engine has read."""
         names = [name for name in (*self.rule_of(bound).state, MASTER) if name in state]
-        found = {name: shards.in_form(state[name], bound.parameter, bound.cut) for name in names}
-        return {"step": _step_tensor(self._holder.engine.step_count(bound.position)), **found}
+        tensors = {name: shards.in_form(state[name], bound.parameter, bound.cut) for name in names}
+        return {"step": _step_tensor(self._holder.engine.step_count(bound.position)), **tensors}
 
     def _has_master(self, bound: BoundParameter) -> bool:
-        """Return whether a parameter has a master that is no copy of its weight, nor the weight."""
+        """Return whether a parameter has a master beside its weight: an fp32 weight is its own."""
         return bound.parameter.dtype is not torch.float32
 
     def rule_of(self, bound: BoundParameter) -> UpdateRule:
@@ -235,14 +230,14 @@ class StateView(MutableMapping[Any, Any]):
         return self._layout.state_of(self._layout.parameters[bound.position]).rule
 
     def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `state_for` gives of an entry that `read` has returned: no step count."""
+        """Return an entry of `read` as `state_for` returns it: master first, no step count."""
         return {
             MASTER: entry[MASTER],
             **{name: value for name, value in entry.items() if name not in (MASTER, "step")},
         }
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-        """Replace a parameter's step count or one of its state tensors; return what is there now."""
+        """Replace a parameter's step count or one of its state tensors; return a copy of the new value."""
         bound = self._weights.of(parameter)
         names = self.rule_of(bound).names
         with self._lock:
@@ -254,14 +249,17 @@ class StateView(MutableMapping[Any, Any]):
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
             values = in_order(f"state {name}", value, bound)
-            mine = bound.local
-            copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
+            weight = bound.local
+            copy = torch.empty_strided(weight.size(), weight.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
             self._write({bound: ({name: values}, None)})
-            return shards.in_form(copy.as_strided((mine.numel(),), (1,)), parameter, bound.cut)
+            return shards.in_form(copy.as_strided((weight.numel(),), (1,)), parameter, bound.cut)
 
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
-        """Return one parameter's whole state, ready to be written; without a master if `entry` has none."""
+        """Check one parameter's whole state that a user gives, and return it ready to be written.
+
+        It has no master if `entry` has none. Errors name `what`.
+        """
         entry = entry if isinstance(entry, Mapping) else {}
         rule = self.rule_of(bound)
         others = {name for other in NAMED.values() for name in other.state}.difference(rule.names)
@@ -281,8 +279,8 @@ class StateView(MutableMapping[Any, Any]):
         with self._lock:
             self.copies.forget()
             self._weights.check()
-            self.changed()
-            self._left_masters.clear()
+            self.note_change()
+            self._masters_without_state.clear()
             self._replace(entries)
             for position in positions_to_reset:
                 engine.reload_master(position)
@@ -290,26 +288,28 @@ class StateView(MutableMapping[Any, Any]):
                 engine.state.reset(positions_to_reset)
 
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
-        """See `OffloadedOptimizer.reset_state`."""
+        """Forget moments and step counts, of all parameters if None; see `StatefulOptimizer.reset_state`."""
         with self._lock:
             self.copies.forget()
             if self._holder.engine_if_open is None and parameters is None:
                 return  # nothing has been updated
             bounds = [self._weights.of(p) for p in (self._weights.bound if parameters is None else parameters)]
             self._weights.check()
-            self.changed()
+            self.note_change()
             updated = {*self.updated()}
-            self._left_masters.update(b.parameter for b in bounds if b.parameter in updated and self._has_master(b))
+            self._masters_without_state.update(
+                b.parameter for b in bounds if b.parameter in updated and self._has_master(b)
+            )
             self._holder.engine.state.reset([bound.position for bound in bounds])
-            self.write_start_values(bounds)
+            self.write_start_values(bounds)  # the engine zeroed all moments, and some rules start from other values
 
     def note_loaded(self, bounds: Iterable[BoundParameter]) -> None:
-        """Take in that a checkpoint's state has taken the place of all state; these have none there."""
+        """Note that a checkpoint has replaced all state; it has no state of `bounds`, which begin with new state."""
         anew = {*bounds}
-        engine, own = self._holder.engine, self._weights.bound.values()
-        self._left_masters = {
+        engine, all_bounds = self._holder.engine, self._weights.bound.values()
+        self._masters_without_state = {
             bound.parameter
-            for bound in own
+            for bound in all_bounds
             if bound not in anew and self._has_master(bound) and not engine.step_count(bound.position)
         }
         self.write_start_values(anew)
@@ -320,13 +320,16 @@ class StateView(MutableMapping[Any, Any]):
         for bound, (tensors, _) in entries.items():
             if MASTER not in tensors:
                 self._holder.engine.reload_master(bound.position)
-        self._left_masters.update(bound.parameter for bound, (tensors, _) in entries.items() if MASTER in tensors)
+        self._masters_without_state.update(
+            bound.parameter for bound, (tensors, _) in entries.items() if MASTER in tensors
+        )
 
     def _write(self, entries: Mapping[BoundParameter, Entry]) -> None:
+        """Write tensors and step counts to the engine; weights follow masters, and ranks exchange their rows."""
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
         if masters:
-            self._weights.refresh(gradients=False)  # all are exchanged afterwards
+            self._weights.refresh(gradients=False)  # first brings users' changes: `gather` below sends all weights
         different = differing(masters)
         self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
@@ -355,14 +358,14 @@ class StateView(MutableMapping[Any, Any]):
         return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, start_values))
 
     def saved(self) -> list[torch.Tensor]:
-        """Return the parameters that a state dict has: those with state, and with a master that `reset` has left."""
+        """Return the parameters that a state dict has: with state, or after `reset` with a master alone."""
         updated = {*self.updated()}
-        return [parameter for parameter in self._weights.bound if parameter in updated | self._left_masters]
+        return [parameter for parameter in self._weights.bound if parameter in updated | self._masters_without_state]
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
-        own = {rule for rule in [self._rule, *(p.rule for p in self._layout.parameters)] if rule is not None}
-        names = {"step", *(name for rule in own for name in rule.names)}
+        rules = {rule for rule in [self._rule, *(p.rule for p in self._layout.parameters)] if rule is not None}
+        names = {"step", *(name for rule in rules for name in rule.names)}
         return isinstance(entry, Mapping) and not names.isdisjoint(entry)
 
     @property
@@ -391,15 +394,17 @@ class StateView(MutableMapping[Any, Any]):
         raise ConfigError("optimizer", self._owner_name, "copy or save optimizer.state_dict() instead")
 
     def items(self) -> Any:
-        """Return all (parameter, state) pairs, read in one sweep over all tiers."""
+        """Return all (parameter, state) pairs; all state is read in one sweep over all tiers."""
         updated = [*self.updated()]
         return {**dict(zip(updated, self._entries(updated), strict=True)), **self.others}.items()
 
     def __setitem__(self, parameter: Any, entry: Any) -> None:
-        """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it. Keep other keys.
+        """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it.
+
+        A key that is no tensor is stored in `others`.
 
         Raises:
-            ConfigError: It is not a parameter's whole state.
+            ConfigError: The entry is not a parameter's whole state.
         """
         if not isinstance(parameter, torch.Tensor):
             self.others[parameter] = entry
@@ -425,12 +430,12 @@ class StateView(MutableMapping[Any, Any]):
         self.reset([parameter])
 
     def clear(self) -> None:
-        """See `OffloadedOptimizer.reset_state`; other keys go, too."""
+        """Reset the state of all parameters, and delete entries under other keys."""
         self.reset(None)
         self.others.clear()
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        """Return the entry of a key, or `default`; makes none."""
+        """Return the entry of a key, or `default`; unlike `[]` this adds no entry."""
         if parameter not in self:
             return default
         return self[parameter]
@@ -446,16 +451,16 @@ class StateView(MutableMapping[Any, Any]):
         return entry
 
     def setdefault(self, parameter: Any, default: Any = None) -> Any:
-        """Return the entry of a key; makes one of `default`, but not for a parameter without state.
+        """Return the entry of a key, after adding `default` if there is none; not for parameters.
 
         Raises:
-            KeyError: It has not been updated.
+            KeyError: A parameter has not been updated.
         """
         return self[parameter] if isinstance(parameter, torch.Tensor) else self.others.setdefault(parameter, default)
 
 
 def is_empty(entry: object) -> bool:
-    """Return whether an entry is that of a parameter without an update: empty, or with None for values, as SGD's."""
+    """Return whether an entry is that of a parameter never updated: empty, or with None as each value, as SGD's."""
     return isinstance(entry, Mapping) and all(value is None for value in entry.values())
 
 
@@ -469,11 +474,14 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
-    """Return this rank's elements as a view in the order of the weight's memory; nothing is copied."""
+    """Return this rank's elements of a user's tensor as a view in the order of the weight's memory; no copy.
+
+    Errors name `what`.
+    """
     parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, given, f"it must be a tensor of {tuple(parameter.shape)}")
-    strides, mine = bound.local.stride(), shards.own_part(what, tensor.detach(), bound.cut)
-    refuse_uncopied(mine, what)
-    return mine.permute(sorted(range(mine.dim()), key=lambda axis: -strides[axis]))
+    strides, own_part = bound.local.stride(), shards.own_part(what, tensor.detach(), bound.cut)
+    refuse_uncopied(own_part, what)
+    return own_part.permute(sorted(range(own_part.dim()), key=lambda axis: -strides[axis]))

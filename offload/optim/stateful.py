@@ -47,7 +47,7 @@ _log = logging.getLogger("offload")
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state an engine keeps. Not here: gradients, and what is done with them."""
+    """An optimizer whose state an engine keeps. Gradients and steps are `OffloadedOptimizer`'s."""
 
     rule: UpdateRule
     """The state of each parameter, and how a step changes it."""
@@ -75,11 +75,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return self._holder.engine
 
     def _open(self, config: OffloadConfig) -> None:
-        """See `Owner`."""
+        """Open the engine; see `Owner`."""
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """See `Owner`."""
+        """Wait until the last step is over; see `Owner`."""
         self._overlap.finish()
 
     # The rule
@@ -97,21 +97,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._check_group(group)
 
     def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have the engine, which is open, keep state of parameters of groups; they may be frozen."""
+        """Add those of some parameters of groups, which may be frozen, to the engine that it does not have yet."""
         raise NotImplementedError
 
     def _view_of_state(self) -> StateView:
-        """Return what shows the state."""
+        """Return the view that `state` is."""
         return StateView(self._holder, self._weights, self.rule, self._lock, self)
 
     _ignored: ClassVar[tuple[str, ...]] = NOT_LOADED
 
     def _start_values_of(self, group: Group) -> Mapping[str, float]:
-        """Return the values that a group's state starts from, by name of the state; none where all are 0."""
+        """Return the values that a group's state starts from, by name of the state tensor; nothing if all are 0."""
         return {}
 
     def _start_values(self) -> dict[torch.Tensor, Mapping[str, float]]:
-        """Return the values that parameters' state starts from, where they are not 0."""
+        """Return the values that state starts from, for parameters where they are not 0; see `Owner`."""
         pairs = ((self._start_values_of(group), group["params"]) for group in self.param_groups)
         return {parameter: values for values, params in pairs if any(values.values()) for parameter in params}
 
@@ -119,20 +119,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[torch.Tensor, dict[str, torch.Tensor]]:
-        """State of all parameters that have been updated, as torch's optimizers have it; read when asked for.
+        """State of all parameters that have been updated, in the form of torch's optimizers; read at each access.
 
-        What is read is a copy. An assignment (`state[p] = ...`, `state[p]["exp_avg"] = ...`) is written to where the
+        Reading gives copies. An assignment (`state[p] = ...`, `state[p]["exp_avg"] = ...`) is written to where the
         state lives. `state = {}`, `state.clear()`, `state[p] = {}` and `del state[p]` are `reset_state`. After a
-        change of a copy in place (`state[p]["exp_avg"].zero_()`) the next step, save, or look at the state raises
+        change of a copy in place (`state[p]["exp_avg"].zero_()`) the next step, save, or access to the state raises
         `ConfigError`; writes that torch's version counter does not see (through `.data` or numpy) are not noticed.
-        `state_for` and `state_dict` give copies that are the caller's. Keys that are no tensors are kept as they are,
-        and are part of state dicts, not of checkpoints.
+        `state_for` and `state_dict` return copies that are the caller's. Keys that are no tensors are kept as they
+        are, and are part of state dicts, not of checkpoints.
         """
         return self._state
 
     @state.setter
     def state(self, value: Any) -> None:
-        if value is self._state:  # as where a wrapper hands on what it has read
+        if value is self._state:  # as when a wrapper assigns what it has read
             return
         if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
@@ -142,8 +142,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
 
         16-bit weights have a `master` beside the moments; an fp32 weight is its own. Where a 16-bit weight was
-        written to, and is not what its master rounds to, it is shown as the master. More than 64 MiB lies in a file
-        without a name, on a path or where temporary files go (`TMPDIR`), and takes no memory of the process's own.
+        written to, and is not what its master rounds to, it is shown as the master. A copy of more than 64 MiB lies
+        in a file without a name, on a path or in the directory for temporary files (`TMPDIR`), and takes no memory of
+        the process's own.
 
         Raises:
             InfeasiblePlanError: Neither a disk nor memory has room for the copy; nothing was taken.
@@ -155,7 +156,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             defaults = torch_defaults(self.torch_class)
             numbers: dict[torch.Tensor, int] = {}
             for number, (parameter, _, _) in enumerate(names(self.param_groups)):
-                numbers.setdefault(parameter, number)  # one that is in two groups has its first number in both
+                numbers.setdefault(parameter, number)  # a parameter in two groups has its first number in both
             groups = [
                 {**defaults, **{name: value for name, value in group.items() if name != "params"}}
                 | {"params": [numbers[parameter] for parameter in group["params"]]}
@@ -183,33 +184,33 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def reset_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Forget moments and step counts, as if the parameters had never been updated; weights stay.
 
-        Training goes on as with a new optimizer, bit for bit. There is one difference with 16-bit weights: masters
-        stay, too, which are more exact than the weights that a new optimizer would take them from. So `state_dict`
+        Training goes on as with a new optimizer, bit for bit, with one difference: masters of 16-bit weights stay,
+        too, which are more exact than the weights that a new optimizer would take them from. So `state_dict` still
         has these parameters, with zeros and a step count of 0.
 
         Args:
             parameters: Which ones; None for all.
 
         Raises:
-            ConfigError: One has no state here; nothing has changed then.
+            ConfigError: A parameter has no state here; nothing has changed then.
         """
         self._state.reset(parameters)
 
     def refresh_masters(self) -> None:
-        """Take all masters from the weights with the next step, whole.
+        """Set all masters from the weights with the next step.
 
-        For writes to 16-bit weights that torch's version counter does not see, and where a master is to give up what
-        it has beyond a weight that has the same bits.
+        For writes to 16-bit weights that torch's version counter does not see; or to drop the bits that masters have
+        beyond the weights that they round to.
         """
         self._weights.reload_masters()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of this class or of torch's own of that rule.
+        """Load what `state_dict` returned, of this class or of torch's own optimizer with the same rule.
 
-        State is never cast down, and copied piece by piece to where it lives. A weight becomes what its master says,
+        State is never cast down, and copied piece by piece to where it lives. A weight is set to its master, rounded,
         as in `load_checkpoint`; a missing master is taken from the weight. Load the model's weights, too, before or
-        after: those that are fp32 are left as they are, unless there is a master for them.
+        after: fp32 weights are not changed, unless there is a master for them.
 
         Raises:
             ConfigError: If groups, parameters or shapes do not match; nothing has changed then.
@@ -227,7 +228,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 strict=True,
             )
         )
-        if state_dict["state"]:  # else the engine stays deferred until backward has shown what is free on the GPU
+        if state_dict["state"]:  # else opening stays deferred until backward has shown how much of the GPU is free
             self._holder.open()
             full = (key for key, entry in state_dict["state"].items() if key in parameters and not is_empty(entry))
             self._bind(parameters[key] for key in full)
@@ -260,9 +261,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _warn_of_left_out(self, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> None:
-        """Warn of frozen parameters whose state `torch.distributed.checkpoint`'s functions may have left out.
+        """Warn of frozen parameters whose state `torch.distributed.checkpoint`'s functions may have omitted.
 
-        What these load has parameters' names for keys, where others have numbers.
+        State dicts that these functions load have names of parameters as keys; others have numbers.
         """
         if not any(isinstance(key, str) and key in parameters for key in state):
             return
@@ -301,17 +302,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Args:
             path: Folder, or "s3://bucket/prefix"; made if it is not there. A checkpoint that is already there
                 stays valid until the new one is committed.
-            model: Save what it has and the state does not give, too: buffers, frozen weights, weights of other
-                optimizers. Frozen weights are written behind training, and must not change before
+            model: Also save all of it that the state does not give: buffers, frozen weights, weights of other
+                optimizers. Frozen weights are written in the background, and must not change before
                 `wait_checkpoint`; all else is copied now.
-            extra: Whatever else the training loop needs to go on: random states, position in the data, a gradient
-                scaler's `state_dict()`. `torch.save` has to take it; saved as it is now.
+            extra: Anything else that the training loop needs to go on: random states, position in the data, a
+                gradient scaler's `state_dict()`. `torch.save` has to take it; saved as it is now.
             copy: Make the checkpoint self-contained.
-            on_done: Called from a thread of its own when it has ended, with the error or None.
+            on_done: Called from a thread of its own when the save has ended, with the error or None.
 
         Raises:
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
-                `TierError` is the `__cause__`; training may go on. What goes wrong later is logged, and raised by
+                `TierError` is the `__cause__`; training may go on. Later errors are logged, and raised by
                 `wait_checkpoint`.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
@@ -333,7 +334,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             positions = {bound.parameter: bound.position for bound in bounds}
             given: bytes | Callable[[], bytes] | None = content
             rest = None if model is None else ModelRest.of(model, [*positions])
-            # What is whole on each rank, the first one saves for all.
+            # A model that is whole on each rank is saved by the first rank alone.
             is_first = not agreed.replica and (agreed.rank == 0 or self._weights.rows_over is None)
             saves_model = rest is not None and (rest.is_shared or is_first)
             if rest is not None and saves_model:
@@ -351,30 +352,30 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Wait until the checkpoint that was started last has been committed.
 
         Raises:
-            CheckpointError: It was not; a `TierError` that it failed with is the `__cause__`. Training may go on.
-            TimeoutError: It has not been by then.
+            CheckpointError: It failed; if a tier has failed, its `TierError` is the `__cause__`. Training may go on.
+            TimeoutError: It has not been committed by then.
         """
         self.engine.checkpoints.wait(timeout_s)
 
     def checkpoint_folder(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a folder is written that is one checkpoint of everything.
+        """Return a context in which a folder is written that is one checkpoint of model, optimizer and anything else.
 
             with optimizer.checkpoint_folder("run/step-100"):
                 torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id="run/step-100")
                 optimizer.save_checkpoint("run/step-100/optimizer")
 
-        When it ends, the checkpoint of this optimizer in it, if there is one, has been committed, all files are
-        durable, a marker says that the folder is whole, and `OffloadConfig.mirror` copies it behind training, with
-        all that is in it; see `wait_mirror`. Where an exception ends it, or a kill, the folder stays marked as one
-        that is not whole, as `offload verify` says. All ranks enter and leave it together.
+        When the context ends, this optimizer's checkpoint in the folder, if there is one, has been committed, all
+        files are durable, and a marker says that the folder is whole. Then `OffloadConfig.mirror` copies the folder
+        in the background, with all that is in it; see `wait_mirror`. If an exception or a kill ends the context, the
+        folder stays marked as not whole, as `offload verify` says. All ranks enter and leave the context together.
 
         Args:
             folder: A directory, made if it is not there. Its name is that of its copy in the mirror.
 
         Raises:
-            ConfigError: It is in a bucket, or its name can be none.
-            CheckpointError: The folder cannot be written, or from the end: a file cannot be made durable, or see
-                `wait_checkpoint`.
+            ConfigError: The folder is in a bucket, or has no possible name.
+            CheckpointError: The folder cannot be written, or, when the context ends: a file cannot be made durable,
+                or see `wait_checkpoint`.
         """
         return folders.checkpoint_folder(self, os.fspath(folder))
 
@@ -382,23 +383,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed; see `wait_checkpoint`.
 
         Raises:
-            CheckpointError: It could not be mirrored. It is a checkpoint all the same, and training may go on.
+            CheckpointError: It could not be mirrored. The checkpoint itself is whole, and training may go on.
             TimeoutError: It has not been by then.
         """
         self.engine.checkpoints.wait_mirror(timeout_s)
 
     def release_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Release a checkpoint that is kept: it is none from then on, and its slots are free.
+        """Release a checkpoint that is kept: it can no longer be loaded, and its store slots are free.
 
-        Older checkpoints than `OffloadConfig.checkpoints_kept` are released by themselves, but not those whose folder
-        was moved or deleted: nobody can tell which. Call this before or after deleting the folder of a checkpoint
-        that is still kept. With `torch.distributed`, all ranks call it together.
+        Checkpoints older than the newest `OffloadConfig.checkpoints_kept` are released by themselves. One whose
+        folder is missing is not, as it may have been moved or deleted: call this before or after deleting the folder
+        of a checkpoint that is still kept. With `torch.distributed`, all ranks call it together.
 
         Args:
             path: The folder that it was saved to.
 
         Raises:
-            CheckpointError: None in that folder is kept by this optimizer, or somebody is reading it.
+            CheckpointError: This optimizer keeps no checkpoint in that folder, or somebody is reading it.
         """
         self.engine.checkpoints.release(path)
 
@@ -413,14 +414,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Go on from a checkpoint: state, step counts, hyperparameters, and the weights, derived from their masters.
 
-        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. With the same subgroups,
-        tiles and ranks nothing is copied: state that is not at home in memory stays in its slots. Parameters are
-        told by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
-        order. Those of the groups that are frozen get their state, too; those that have none there begin anew.
+        Tiers, budgets, subgroups, paths and ranks may differ from when it was written. If subgroups, tiles and ranks
+        are the same, nothing is copied: state that is not at home in memory stays in its store slots. Parameters are
+        matched by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
+        order. Frozen parameters of the groups get their state, too; parameters that the checkpoint has no state of
+        begin with new state.
 
         Args:
-            path: Its folder.
-            model: Restore what was saved of it, too.
+            path: The checkpoint's folder.
+            model: Restore what was saved of the model, too.
             hyperparameters: Take the groups' hyperparameters from it, too.
             weights_only: See `torch.load`; False for an `extra` of arbitrary objects, which may run code.
 
@@ -428,12 +430,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
             The `extra` of the rank of this number, or of rank 0 if there was none; None if no `extra` was given.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged, or of another model, as where no group has a
-                parameter that it has state of. Nothing has changed then, unless damage was found while the state was
-                read, which breaks the session. State that stays where it lies is read, and verified, when it is
-                next used.
+            CheckpointError: There is no checkpoint, or it is damaged, or of another model, as when it has state of a
+                parameter that no group has. Nothing has changed then, unless damage was found while the state was
+                read, which breaks the session. State that stays in its store slots is read, and verified, when it
+                is next used.
         """
-        with self._lock, self._gathering(), self.engine.checkpoints.open(path) as checkpoint:
+        with self._lock, self._loading_on_all_ranks(), self.engine.checkpoints.open(path) as checkpoint:
             world, rank = ranks.world()
             rank = rank if rank < len(checkpoint.manifests) else 0
             metadata = checkpoint.manifests[rank].metadata
@@ -480,19 +482,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def import_state(self, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
         """Go on from optimizer state of another format, streamed: safetensors, or `torch.distributed.checkpoint`.
 
-        Parameters are told by their names. A master that is missing is taken from the weight, so load the model's
-        weights first; where it is there, the weight is derived from it.
+        Parameters are matched by their names. A missing master is taken from the weight, so load the model's weights
+        first; where there is a master, the weight is derived from it.
 
         Args:
             path: A file, as `offload.checkpoint.exchange.export_safetensors` writes them, or the folder of a
-                distributed checkpoint, for which a file as large as the state is made meanwhile where temporary
-                files go (`TMPDIR`).
+                distributed checkpoint, for which a file as large as the state is made meanwhile in the directory for
+                temporary files (`TMPDIR`).
             hyperparameters: Take the groups' hyperparameters from it, too, where it has them.
 
         Raises:
             CheckpointError: It cannot be read, or is of another model.
         """
-        with self._lock, self._gathering(), contextlib.ExitStack() as ends:
+        with self._lock, self._loading_on_all_ranks(), contextlib.ExitStack() as ends:
             if os.path.isdir(path):
                 scratch = ends.enter_context(tempfile.TemporaryDirectory())
                 source = import_distributed(path, os.path.join(scratch, "state"))
@@ -505,9 +507,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group, self._ignored)
 
     @contextlib.contextmanager
-    def _gathering(self) -> Iterator[None]:
-        """Have ranks exchange the rows of weights that each has loaded, or raise on all what one has failed with."""
-        self._weights.refresh(gradients=False)  # of weights that are not loaded
+    def _loading_on_all_ranks(self) -> Iterator[None]:
+        """After a block that loads, exchange the rows of weights that each rank has loaded; if one failed, all raise.
+
+        An `AnotherRankFailedError` has been raised on all ranks already, so no exchange follows.
+        """
+        self._weights.refresh(gradients=False)  # brings users' changes of weights that are not loaded to their owners
         error: Exception | None = None
         try:
             yield
@@ -522,10 +527,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Args:
             source: The checkpoint.
-            prefix: Of this rank's names there.
+            prefix: What this rank's names in the checkpoint begin with.
 
         Returns:
-            What parameters of the groups are called there, by their names; and which bound ones begin anew.
+            Names in the checkpoint, by the names of groups' parameters; and the bound names that it has no state of.
 
         Raises:
             CheckpointError: It has state of a parameter that no group has, which would be dropped.
@@ -533,31 +538,31 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._holder.open()
         bound = self._weights.bound
         own_names = {p: bound[p].name if p in bound else name for p, name, _ in names(self.param_groups)}
-        there = {name: prefix + bare for name, bare in bare_names(own_names.values()).items()}
-        alike = matching_names(there.values(), source.names)
-        there = {name: alike.get(bare, bare) for name, bare in there.items()}
-        known, taken = set(source.names), set(there.values())
-        found = [parameter for parameter, name in own_names.items() if there[name] in known]
-        anew = {own_names[parameter] for parameter in bound}.difference(own_names[parameter] for parameter in found)
+        saved_names = {name: prefix + bare for name, bare in bare_names(own_names.values()).items()}
+        alike = matching_names(saved_names.values(), source.names)
+        saved_names = {name: alike.get(bare, bare) for name, bare in saved_names.items()}
+        known, taken = set(source.names), set(saved_names.values())
+        saved = [parameter for parameter, name in own_names.items() if saved_names[name] in known]
+        anew = {own_names[parameter] for parameter in bound}.difference(own_names[parameter] for parameter in saved)
         world, rank = ranks.world()
         of_rank = source.names_of(rank, world) if isinstance(source, Checkpoint) else source.names
-        left = [name for name in of_rank or source.names if name not in taken and source.step_of(name)]
-        if left and anew:
-            return there, set()  # it is of another model, as is said when it is loaded
-        if left and (world == 1 or (of_rank and not taken.isdisjoint(of_rank))):  # else another rank may have them
+        unused = [name for name in of_rank or source.names if name not in taken and source.step_of(name)]
+        if unused and anew:
+            return saved_names, set()  # it is of another model, as loading it will say
+        if unused and (world == 1 or (of_rank and not taken.isdisjoint(of_rank))):  # else another rank may have them
             raise CheckpointError(
-                f"{source.path} has state of {listed(left)}, which no parameter group has: give the optimizer all "
+                f"{source.path} has state of {listed(unused)}, which no parameter group has: give the optimizer all "
                 "that was trained, frozen or not"
             )
-        if left:
-            _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(left))
-        if any(parameter not in bound for parameter in found):
-            self._weights.agree_on_load()  # ranks meet as they bind
-            self._bind(found)
+        if unused:
+            _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(unused))
+        if any(parameter not in bound for parameter in saved):
+            self._weights.agree_on_load()  # before `_bind`, which is a collective if matrices are dealt
+            self._bind(saved)
         if anew:
             which = "it begins" if len(anew) == 1 else "they begin"
             _log.warning("%s has no state of %s: %s anew", source.path, listed(sorted(anew)), which)
-        return there, anew
+        return saved_names, anew
 
     def _load(
         self,
@@ -566,12 +571,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
         saved_names: Mapping[str, str],
         anew: Collection[str],
     ) -> None:
+        """Load state, and hyperparameters unless `groups` is None; names and `anew` are `_bind_saved`'s."""
         bounds = self._weights.bound.values()
         _check_forms(source, bounds, saved_names)
         self._weights.check()
         world, rank = ranks.world()
         self._state.copies.forget()
-        self._state.changed()
+        self._state.note_change()
         self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world, anew=anew)
         self._weights.note_written(bounds)
         self._state.note_loaded(bound for bound in bounds if bound.name in anew)
@@ -583,7 +589,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
 
 def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], names: Mapping[str, str]) -> None:
-    """Verify that parameters lie in memory in the order in which their state was saved."""
+    """Verify that parameters have the shapes and strides, so the order in memory, that their state was saved in."""
     for bound in bounds:
         name = names[bound.name]
         saved_form = source.shape_of(name) if name in source.names else None
@@ -599,7 +605,7 @@ def _why_unread(extra: bytes, cause: Exception) -> str:
     """Return, in one line, why `torch.load` does not read a checkpoint's `extra`."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(extra))
-    except Exception:  # it is damaged, or of another version
+    except Exception:  # `extra` is damaged, or of another version
         unsafe = []
     if not unsafe:
         return str(cause).partition("\n")[0]

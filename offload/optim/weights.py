@@ -46,9 +46,9 @@ class BoundParameter:
         slot: Memory for the gradient; only where gradients have slots.
         gathered_version: Version of the gradient in the slot when its norm was gathered.
         used_gradient: The gradient that the last step has used, and its version then.
-        was_different: Whether a master was set that rounds to another 16-bit weight; until somebody writes to that.
-        dealt: The copy of a `DTensor` that was dealt to one rank whole.
-        is_brought: Whether ranks bring weight and gradients to the one that updates it, when they meet in the step.
+        was_different: Whether a master was loaded that rounds to another 16-bit weight; until the weight is written.
+        dealt: For a `DTensor` that one rank updates whole: the copy on that rank.
+        is_brought: Whether that is so: ranks send their shards of weight and gradient to that rank, in the step.
     """
 
     parameter: torch.Tensor
@@ -67,11 +67,11 @@ class BoundParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements of the parameter that this rank updates, where they are now."""
+        """The elements of the parameter that this rank updates, where they lie now."""
         return shards.own(self.parameter, self.cut) if self.dealt is None else self.dealt.copy
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the gradient that this rank's step reads, reduced, and the weight that it is of; None without."""
+        """Return the gradient that this rank's step reads, reduced, and its weight; None if there is no gradient."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -79,7 +79,7 @@ class BoundParameter:
             return known(self.dealt.gradient, "a gradient that was not brought"), self.dealt.copy
         reduced = shards.reduced_gradient(gradient, self.parameter, self.name)
         if reduced is not gradient:
-            self.parameter.grad = reduced  # so that nobody reduces it again
+            self.parameter.grad = reduced  # so that it is not reduced twice
         return shards.local(reduced), shards.local(self.parameter)
 
     def current_stamp(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class BoundParameter:
 
 
 class AnotherRankFailedError(CheckpointError):
-    """Another rank could not load, as all ranks know."""
+    """Another rank could not load; raised on all ranks that could, so no further exchange is needed."""
 
 
 class Weights:
@@ -99,10 +99,10 @@ class Weights:
     Attributes:
         bound: The records by parameter, in the engine's order.
         required_device: The device that all weights must be on; None for any.
-        rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
-        owners: The ranks that update all of a weight, where one does: of that mesh, or of a `DTensor`'s.
-        dealt: Who deals weights, by the name of the process group of a mesh.
-        are_in_file: Whether some lie in a mapped file.
+        rows_over: With `shard`, the mesh of ranks that each update some rows of every weight; else None.
+        owners: For weights that one rank updates whole, its number in that mesh, or in the `DTensor`'s.
+        dealt: By name of a mesh's process group: the weights that are dealt to its ranks whole.
+        are_in_file: Whether some weights lie in a mapped file.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
@@ -124,10 +124,7 @@ class Weights:
     ) -> tuple[Parameter, ...]:
         """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be.
 
-        Args:
-            groups: The optimizer's.
-            parameters: Which.
-            kept_as: See `OffloadedOptimizer`.
+        `groups` are the optimizer's, for names; `kept_as` is `OffloadedOptimizer._kept_as`.
         """
         labels = {parameter: (name, group) for parameter, name, group in names(groups)}
         for parameter in parameters:
@@ -142,19 +139,16 @@ class Weights:
         )
 
     def deal(self, mesh: Any, works: Mapping[torch.Tensor, float], names: Mapping[torch.Tensor, str]) -> None:
-        """Have each of some weights be updated by one rank of a mesh, whose ranks call this together.
+        """Deal weights to the ranks of a mesh: each is updated whole by one rank. A collective.
 
-        Args:
-            mesh: Of one dimension: `rows_over`, or that of `DTensor`s.
-            works: What the update of each takes.
-            names: Of weights.
+        `mesh` has one dimension: `rows_over`, or the `DTensor`s'. `works` has each weight's work in an update.
         """
         dealt = self.dealt.setdefault(mesh.get_group().group_name, Dealt(mesh))
         self.owners.update(dealt.deal(works))
         dealt.add({weight: names[weight] for weight in works if shards.is_sharded(weight)}, self.owners)
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget that weights were dealt that were not bound then."""
+        """Undo `deal` for weights that were not bound after it."""
         for parameter in parameters:
             if parameter not in self.bound:
                 self.owners.pop(parameter, None)
@@ -162,16 +156,17 @@ class Weights:
                     dealt.weights.pop(parameter, None)
 
     def is_dealt(self, parameter: torch.Tensor) -> bool:
-        """Return whether one rank updates all of a weight."""
+        """Return whether a weight was dealt: one rank updates it whole."""
         return parameter in self.owners
 
     def _describe(self, parameter: torch.Tensor, name: str, group: int, rule: UpdateRule | None) -> Parameter:
+        """Return the engine's description of the elements of a parameter that this rank updates."""
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
-        dealt = self._copy_of(parameter)
-        mine = shards.own(parameter, cut) if dealt is None else dealt.copy
+        dealt = self._dealt_weight_of(parameter)
+        elements = shards.own(parameter, cut) if dealt is None else dealt.copy  # that this rank updates
         return Parameter(
             name,
-            mine.numel(),
+            elements.numel(),
             DTYPE_CODES[parameter.dtype],
             group,
             cut.start if cut is not None else 0,
@@ -180,17 +175,16 @@ class Weights:
             tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
             rule=rule,
-            brought_bytes=0 if dealt is None or mine.device.type != "cpu" else 2 * mine.nbytes,
+            brought_bytes=0 if dealt is None or elements.device.type != "cpu" else 2 * elements.nbytes,
         )
 
-    def _copy_of(self, parameter: torch.Tensor) -> DealtWeight | None:
-        found = (dealt.weights[parameter] for dealt in self.dealt.values() if parameter in dealt.weights)
-        return next(found, None)
+    def _dealt_weight_of(self, parameter: torch.Tensor) -> DealtWeight | None:
+        return next((dealt.weights[parameter] for dealt in self.dealt.values() if parameter in dealt.weights), None)
 
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
         """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
-        dealt = self._copy_of(parameter)
+        dealt = self._dealt_weight_of(parameter)
         bound = BoundParameter(
             parameter, len(self.bound), name, _form(parameter), (0, 0), cut, dealt=dealt, is_brought=dealt is not None
         )
@@ -210,7 +204,11 @@ class Weights:
         return bound
 
     def check(self) -> None:
-        """Notice weights that were moved or changed since the last check; refuse those that cannot be updated now."""
+        """Bind weights that were moved since the last check, and reload masters of those that were written to.
+
+        Raises:
+            ConfigError: A weight cannot be updated any more.
+        """
         changed_names = []
         if not self.are_where_bound():
             shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
@@ -220,54 +218,51 @@ class Weights:
                 continue
             check_form(bound)
             check_parameter(parameter, bound.name, self.required_device)
-            if bound.dealt is None:  # else when ranks meet
+            if bound.dealt is None:  # a dealt one is bound to its copy, which `refresh` makes anew
                 self._holder.engine.bind_weight(bound.position, stamp[0])
-                if self._match(bound):
+                if self._reload_changed(bound):
                     changed_names.append(bound.name)
             bound.stamp = stamp
         self._note_changes(changed_names)
 
     def refresh(self, *, gradients: bool) -> None:
-        """Bring weights that were changed to the ranks that they were dealt to, if any were; a collective.
-
-        Args:
-            gradients: Bring gradients, too.
-        """
+        """Send dealt weights that were changed, with `gradients` also their gradients, to their ranks. Collective."""
         if self.dealt:
-            self._holder.check_open()  # else other ranks would wait, or take it for another exchange
+            self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
-            anew = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
-            self._note_changes([bound.name for bound in anew if bound is not None and self._match(bound)])
+            copied = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
+            self._note_changes([bound.name for bound in copied if bound is not None and self._reload_changed(bound)])
 
     def reload_masters(self) -> None:
-        """Have the next step take all masters from the weights, whole."""
+        """Let the next step set all masters from the weights, whole."""
         for bound in self.bound.values():
             if bound.dealt is not None:
-                bound.dealt.is_changed()  # and brought when ranks meet
+                bound.dealt.note_stale()  # so that `refresh` sends the shards to its rank
             self._holder.engine.reload_master(bound.position)
 
     def forget_gradients(self) -> None:
-        """Let go of gradients that were brought to the ranks of their weights."""
+        """Free gradients that were sent to the ranks of dealt weights."""
         for dealt in self.dealt.values():
             dealt.forget()
 
     def free_copies(self) -> None:
-        """Give up the memory of weights that were brought here; the engine is closed."""
+        """Free the copies of weights that were dealt to this rank; the engine has been closed."""
         for dealt in self.dealt.values():
             for weight in dealt.weights.values():
                 weight.free()
 
-    def _match(self, bound: BoundParameter) -> bool:
-        """Have a master follow a weight that was written to; return whether it may lose bits by that."""
+    def _reload_changed(self, bound: BoundParameter) -> bool:
+        """Let the next step set a master where its weight was written to; return whether the master may lose bits."""
         bound.was_different = False
         self._holder.engine.reload_master(bound.position, whole=False)
-        # It loses its bits beyond the weight's 16 where that has changed; a float32 weight is its own master.
+        # Where the weight has changed, the master loses its bits beyond 16; a float32 weight is its own master.
         return bound.parameter.dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
 
     def _note_changes(self, changed_names: Sequence[str]) -> None:
+        """Log, once, that weights were written to outside the optimizer."""
         if changed_names and not self._has_noted_changes:
             self._has_noted_changes = True
-            # Whether anything differs is known to the update alone, on whatever device.
+            # Whether a weight differs from its rounded master is found out only in the update.
             log.info(
                 "%d weights (%s, ...) were written to outside the optimizer; where they are not what their masters "
                 "round to, the masters become the weights; moments stay (said once)",
@@ -280,18 +275,18 @@ class Weights:
         return all(bound.current_stamp()[0] == bound.stamp[0] for bound in self.bound.values())
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
-        """Return fp32 weights, which updates read as masters; None if a weight is not where the engine knows it."""
+        """Return fp32 weights, which updates read as masters; None if a weight does not lie where it is bound."""
         if not self.are_where_bound():
             return None
         return [bound.local.detach() for bound in self.bound.values() if bound.form[0] is torch.float32]
 
     def note_different(self, bounds: Iterable[BoundParameter]) -> None:
-        """Note weights that were not what masters say that were set; see `differing`."""
+        """Note weights that differed from the masters that were loaded; see `differing`."""
         for bound in bounds:
             bound.was_different = self._has_differences = True
 
     def warn_of_differences(self) -> None:
-        """Warn, before the first update after a load, of weights that were not those that the masters make."""
+        """Warn, before the first update after a load, of weights that differed from the loaded masters."""
         if not self._has_differences:
             return
         self._has_differences = False
@@ -307,7 +302,7 @@ class Weights:
             )
 
     def note_written(self, bounds: Iterable[BoundParameter]) -> None:
-        """Let torch know of weights that the engine has written to."""
+        """Count the engine's writes to weights in torch's version counters, and note weights as unchanged since."""
         bounds = [*bounds]
         increment_version([bound.parameter for bound in bounds])
         for bound in bounds:
@@ -316,7 +311,7 @@ class Weights:
 
     @property
     def groups(self) -> list[Any]:
-        """The process groups of a mesh that weights are cut over; empty where this rank has all of each."""
+        """The process groups of a mesh that weights are cut over; empty if this rank has all of each weight."""
         meshes = (bound.cut.mesh for bound in self.bound.values() if bound.cut is not None)
         mesh = next(meshes, None) if self.rows_over is None else self.rows_over
         return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
@@ -327,28 +322,16 @@ class Weights:
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
     def gather_loaded(self, error: Exception | None) -> None:
-        """Have all ranks exchange the rows that each has loaded, if weights are cut by rows.
-
-        Args:
-            error: Why this rank has none.
-
-        Raises:
-            Exception: This one.
-            CheckpointError: Another rank has none.
-        """
+        """Exchange the rows that each rank has loaded; if one could not, raise on all. `error` is this rank's."""
         self.agree_on_load(error)
         if error is not None:
             raise error
         self.gather()
 
     def agree_on_load(self, error: Exception | None = None) -> None:
-        """Have all ranks fail where one cannot load; a collective, if weights are cut by rows.
+        """Raise `AnotherRankFailedError` if this rank could load (`error` is None) and another could not.
 
-        Args:
-            error: Why this one cannot.
-
-        Raises:
-            AnotherRankFailedError: This one could, and another could not.
+        A collective, if weights are cut by rows or dealt.
         """
         if self.rows_over is None and not self.dealt:
             return
@@ -359,13 +342,13 @@ class Weights:
             raise AnotherRankFailedError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
 
     def gather(self, note: bool | None = None) -> bool | None:
-        """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows.
+        """Exchange the weights that each rank has updated; a collective, if weights are cut by rows or dealt.
 
         Args:
-            note: What else this rank has to say; None on all ranks if there is nothing.
+            note: A flag that is exchanged with them (has this rank had a SIGTERM?); None on all ranks for none.
 
         Returns:
-            Whether any rank's note is True; None without notes, and where nothing was exchanged.
+            Whether any rank's note is True; None without notes, or if no rows were exchanged.
         """
         bounds = self.shared
         if bounds or self.dealt:
@@ -389,15 +372,12 @@ class Weights:
 
 
 def differing(masters: Mapping[BoundParameter, torch.Tensor]) -> list[BoundParameter]:
-    """Return the parameters whose 16-bit weights are not what these masters round to.
-
-    Args:
-        masters: In the order of the weights' memory.
-    """
+    """Return the parameters whose 16-bit weights are not what these masters, in the order of memory, round to."""
     return [bound for bound, master in masters.items() if _differs(bound, master)]
 
 
 def _differs(bound: BoundParameter, master: torch.Tensor) -> bool:
+    """Return whether a 16-bit weight is not what a master rounds to, bit for bit; compared piece by piece."""
     weight = bound.local.detach()
     numel, dtype = weight.numel(), weight.dtype
     if dtype is torch.float32:
@@ -421,7 +401,7 @@ def _form(parameter: torch.Tensor) -> Form:
 
 
 def check_form(bound: BoundParameter) -> None:
-    """Refuse a weight that is not what it was when its state was laid out: memory beside it would be used."""
+    """Refuse a weight whose form has changed since its state was laid out: an update would touch memory beside it."""
     form = _form(bound.parameter)
     if form != bound.form:
         text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}, on {form[4]}"

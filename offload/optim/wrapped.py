@@ -21,16 +21,11 @@ from offload.optim.weights import BoundParameter, check_parameter
 from offload.rules import MASTER, MOST_STEPS, PACKED, ClassRule, number
 
 WALKS = ("train", "eval")
-"""Methods of schedule-free optimizers: they change every weight by its state."""
+"""Methods of schedule-free optimizers, which change every weight by its state."""
 
 
 class PackedState(StateView):
-    """State as a class of torch's kind has it: its keys, types and shapes.
-
-    Args:
-        runner: Runs the class.
-        parts: See `StateView`.
-    """
+    """State of a wrapped class, with the keys, types and shapes that the class uses; `parts` as for `StateView`."""
 
     def __init__(self, runner: ClassRunner, *parts: Any) -> None:
         super().__init__(*parts)
@@ -43,11 +38,11 @@ class PackedState(StateView):
         return self._layout.parameters[bound.position]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
-        """See `StateView._entry`; a master only where it is no weight."""
+        """Return a parameter's entry for users, unpacked; with a master if there is one beside the weight."""
         parameter = self._layout_of(bound)
         entry = self.runner.packing_of(parameter).load(state[PACKED])
         count = self._holder.engine.step_count(bound.position)
-        if not parameter.numel and count:  # nothing is stored of it, and it makes no difference
+        if not parameter.numel and count:  # without elements nothing is stored: the class makes its state again
             entry = self.runner.kept_of_nothing(parameter, count)
         if (self._has_master(bound) or own_masters) and MASTER not in entry:
             entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
@@ -58,18 +53,18 @@ class PackedState(StateView):
         return has_state and bool(self.runner.packing_of(self._layout_of(self._weights.bound[parameter])).keys)
 
     def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """See `StateView.shown`; a step count is one of the class's own."""
+        """Return an entry of `read` as `state_for` returns it: all of it, as a step count is the class's own."""
         return dict(entry)
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
-        """Replace an item of a parameter's state; return what is there now."""
+        """Replace an item of a parameter's state; return a copy of the new value."""
         with self._lock:
             (entry,) = self.read([parameter])
             self[parameter] = {**entry, name: value}
             return self.read([parameter])[0][name]
 
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
-        """Return one parameter's whole state, ready to be written; values get the types that the class has."""
+        """Check one parameter's whole state, and return it packed, with values of the types that the class uses."""
         entry = dict(entry) if isinstance(entry, Mapping) else {}
         packing = self.runner.packing_of(self._layout_of(bound))
         words = self._layout.numel_of(bound.position, PACKED)
@@ -84,8 +79,8 @@ class PackedState(StateView):
         if master is not None and self._has_master(bound):
             tensors[MASTER] = in_order(f"{what}.{MASTER}", master, bound)
         if not entry:
-            return tensors, 0  # it has a master alone, or nothing
-        step = number(entry.get("step"))  # which is the class's own, and perhaps no count
+            return tensors, 0  # nothing, or a master alone
+        step = number(entry.get("step"))  # the class's own, which may be no count: then 1
         return tensors, int(step) if 1 <= step <= MOST_STEPS else 1
 
     def is_of_parameter(self, entry: object) -> bool:
@@ -94,7 +89,7 @@ class PackedState(StateView):
 
 
 class WrappedOptimizer(OffloadedOptimizer):
-    """An optimizer whose state is offloaded, and whose updates another class makes; see `wrap`."""
+    """An optimizer with offloaded state whose updates are made by another class; see `wrap`."""
 
     _ignored = ("params", "param_names", *NOT_HERE)
     _state: PackedState
@@ -103,7 +98,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         self._runner, self.kind = runner, runner.name
         groups, defaults = runner.groups(params)
         largest = 0
-        self.rule = ClassRule(runner.name, 1)  # subgroups are sized by that of the largest parameter
+        self.rule = ClassRule(runner.name, 1)  # then the largest parameter's: it sizes subgroups
         for at, group in enumerate(groups):
             named = [
                 item if isinstance(item, tuple) else (f"param_groups[{at}].params[{n}]", item)
@@ -136,8 +131,8 @@ class WrappedOptimizer(OffloadedOptimizer):
         return group, self._runner.rule_of(parameter, name, self.param_groups[group], group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer.add_param_group`; a step that goes on changes the groups that it began with."""
-        self.finish()
+        """Add a group; see `OffloadedOptimizer.add_param_group`."""
+        self.finish()  # the end of a pending step writes to the groups that it began with
         try:
             super().add_param_group(param_group)
         except BaseException:
@@ -149,7 +144,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         super()._add(parameters)
 
     def _try_groups(self) -> None:
-        """Try the class on groups, and types of parameters, that were not there when it was tried last."""
+        """Try the class on groups, and types of parameters, that are new since it was tried last."""
         named = names(self.param_groups)
         for at, group in enumerate(self.param_groups):
             own = [(name, parameter) for parameter, name, number in named if number == at]
@@ -165,7 +160,7 @@ class WrappedOptimizer(OffloadedOptimizer):
     # Steps
 
     def _is_asked_for_state(self) -> bool:
-        return False  # the class makes its state in such a step
+        return False  # such a step is taken: the class makes its state in it
 
     def _step(self) -> bool | None:
         self._runner.begin_step()
@@ -183,7 +178,7 @@ class WrappedOptimizer(OffloadedOptimizer):
 
     @torch.no_grad()
     def _walk(self, name: str) -> None:
-        """Call a method of the class that changes weights and state of every parameter."""
+        """Call a method in `WALKS` of the class on every parameter, whose weight and state it changes."""
         runner, groups = self._runner, self._values()
         with self._lock:
             self._holder.open()
@@ -196,7 +191,7 @@ class WrappedOptimizer(OffloadedOptimizer):
 
             self.engine.state.change(walk, masters=True)
             self._weights.note_written(bounds)
-            self._state.changed()
+            self._state.note_change()
             for at, group in enumerate(self.param_groups):
                 group.update(runner.changes(at, groups[at], name))
 
@@ -211,22 +206,22 @@ def wrap(
 ) -> WrappedOptimizer:
     """Return an optimizer with offloaded state whose updates are made by a class of `torch.optim`'s, or of your own.
 
-    Each update of a parameter runs the class on views of its weight, gradient and state, on the CPU, so all bits are
-    the class's own. Groups, schedulers, hooks and `state_dict` are as the class has them. Parameters are not cut: a
-    subgroup is at least as large as the largest one.
+    Each update of a parameter runs the class on views of its weight, gradient and state, on the CPU, so all results
+    have the class's own bits. Groups, schedulers, hooks and `state_dict` are as with the class itself. Parameters are
+    not cut, so a subgroup is at least as large as the largest parameter.
 
     Args:
         kind: A class that keeps tensors and numbers for each parameter in `state`, and updates each by itself.
         params: As for the class.
         args: Further arguments of the class.
         offload: Where state may live; None for host memory.
-        masters: Keep fp32 masters of 16-bit weights: the class updates those, with gradients in fp32, and weights are
-            what they round to. By default it updates the weights, with state as it keeps it for them.
+        masters: Keep fp32 masters of 16-bit weights: the class updates the masters, with gradients in fp32, and
+            weights are their roundings. By default the class updates the weights, with the state it keeps for these.
         kwargs: Keyword arguments of the class.
 
     Raises:
-        ConfigError: The class cannot be run so, or an argument or parameter cannot be used; raised before any file is
-            touched.
+        ConfigError: The class cannot be run in this way, or an argument or parameter cannot be used; raised before
+            any file is touched.
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
     config = parse_config(offload)

@@ -20,95 +20,95 @@ from offload.protocols import ACTIVATIONS, SECTOR_BYTES, Owner, ScratchKind, Til
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
-"""One fetching, one updating, one flushing, and one to spare so that none waits for another."""
+"""One is fetched, one updated, one flushed; a fourth keeps each of these from waiting for another."""
 
 GPU_STAGING_SLOTS = 4
-"""On the GPU: one coming in, one being updated, one going out, and one to spare."""
+"""On the GPU: one is copied in, one updated, one copied out; a fourth keeps these from waiting for another."""
 
 WEIGHT_SLOTS = 20
-"""In host memory, for new weights on their way to the GPU, each a sixth of its subgroup's state with 16-bit weights.
-A push waits behind state on its way to the GPU, of which `GPU_STAGING_SLOTS` copies may be ahead; meanwhile a CPU
-that is fast beside the link makes the weights of many subgroups. Simulated steps of 7e9 parameters on the machine
-"h100-node", CPU and GPU sharing the work, over their bound: 8 slots 1.28, 12 1.18, 16 1.09, 20 1.003."""
+"""Most slots in host memory for new weights that are pushed to the GPU. With 16-bit weights each takes a sixth of its
+subgroup's state (2 of 12 bytes). A push is queued after copies of state to the GPU, up to `GPU_STAGING_SLOTS` of
+them; meanwhile a CPU that is fast beside the link makes the weights of many subgroups. Simulated steps of 7e9
+parameters on the machine "h100-node", CPU and GPU sharing the work, over their bound: 1.28 with 8 slots, 1.18 with
+12, 1.09 with 16, 1.003 with 20."""
 
 LEAST_COPY_BYTES = 1 << 20
-"""Pieces of GPU memory of that size are copied to and from the host each on its own: the link takes 20 us or more
-for one, about as long as a copy takes to be enqueued. Smaller ones are gathered into a buffer there, or scattered."""
+"""Pieces of GPU memory of at least that size are copied to and from the host each on its own: the link takes 20 us or
+more for one, about as long as enqueuing a copy. Smaller ones pass through a buffer on the GPU, in one copy."""
 
 HIDDEN_PIECE_BYTES = 32 << 20
-"""Of copies while a step is hidden behind the user's work: what the user copies meanwhile waits for the one in
-flight, and for one of another lane. A link of 50e9 bytes a second takes 0.7 ms for one."""
+"""Most bytes of one copy while a step goes on beside the user's work: the user's own copies wait for the one in
+flight, and for one of another lane. A link of 50e9 bytes a second takes 0.7 ms for it."""
 
 KERNEL_COPIES = 4
-"""Copies that take as long to enqueue as gathering does: a kernel, its table, and what orders both."""
+"""Number of copies whose enqueuing takes as long as that of gathering: a kernel, its table, events to order both."""
 
 PIECE_BUFFERS = 4
-"""Buffers on the GPU for small pieces: one being filled and one being emptied, each way."""
+"""Buffers on the GPU for small pieces: for each direction one that is filled and one that is emptied."""
 
 MOST_PIECE_BUFFER_BYTES = 16 << 20
-"""The link takes 300 us for a buffer of that size, several times as long as its work takes to be enqueued."""
+"""The link takes 300 us for a buffer of that size, several times as long as enqueuing its copy and kernel."""
 
 PIECE_ALIGNMENT = 256
-"""Of pieces that lie beside each other in host memory: what segments are aligned to, in bytes of the widest dtype."""
+"""Of pieces beside each other in host memory, in bytes: segments' own alignment with the widest dtype."""
 
 BROUGHT_AHEAD = 16
-"""Visits on the CPU whose gradients are fetched from a GPU before they begin. State leaves the GPU through the same
-copy engine, and over a slow link a subgroup's takes as long as several visits.
-"""
+"""For how many coming visits on the CPU gradients are fetched from a GPU in advance. State is copied from the GPU by
+the same copy engine, and over a slow link a subgroup's state takes as long as several visits."""
 
 CHECKPOINT_BUFFERS = 4
-"""In host memory, for tiles on their way to or from a checkpoint: two being read, two being written or taken over."""
+"""In host memory, for tiles copied to or from a checkpoint: two are read while two are written or taken over."""
 
 SPARE_BUFFERS = 3
-"""Gradient buffers that hold nothing which lies nowhere else, or are being written: backward finds one while others
-leave, and a step has so many subgroups' gradients on their way to it."""
+"""Gradient buffers whose content is on the paths, or is being written there: backward always finds one of them, and a
+step reads this many subgroups' gradients at once."""
 
 LEAST_BUFFERS = SPARE_BUFFERS + 2
-"""Gradient buffers where no gradients stay: one that is being filled, and the one before, to which the order of
-backward may come back."""
+"""Gradient buffers if none stays in memory: the spare ones, one that is filled, and the one filled before it, as
+backward may add to that again."""
 
 MOVING_ACTIVATIONS = 4
-"""Tiles of activations, for each path and direction, that keep a drive busy."""
+"""Number of activation tiles in flight, for each path and direction, that keeps a drive busy."""
 
 LEAST_ACTIVATION_BUFFERS = 16
-"""Some are written, some read, some filled, and the others hold what backward needs first."""
+"""Some are written, some read and some filled; the others keep what backward needs first."""
 
 MOST_ACTIVATION_TILE_BYTES = 4 << 20
 LEAST_ACTIVATION_TILE_BYTES = 64 << 10
 
 MEASURABLE_BYTES = 4 << 20
-"""What every path should move in a step, so that its rate stays known."""
+"""Bytes that every path should move in a step, so that its rate can be measured again."""
 
 FIXED_OVERHEAD_BYTES = 32 << 20
-"""Threads' stacks, tables, the library's code: what a session costs whatever the model's size."""
+"""Threads' stacks, tables, the library's code: a session's memory that does not depend on the model's size."""
 
 
 AUTO_SUBGROUPS = 16
 AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
-"""Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
+"""Defaults: enough subgroups to pipeline; least and most elements of one, so that its tiles suit a disk."""
 
 
 def least_slot_bytes(state: StateSpec) -> int:
-    """Return what a staging slot has at least: the smallest subgroup fits, so that parameters can be added later.
+    """Return the least bytes of a staging slot: the smallest subgroup of a parameter that is added later fits.
 
     Args:
-        state: What the layout says of state; parameters that are kept exact have that of three tensors in fp32.
+        state: The layout's; parameters that are kept exact have three fp32 tensors instead.
     """
     return max(EXACT_ADAMW.nbytes(EXACT_ADAMW.sector_numel), state.nbytes(state.sector_numel))
 
 
 def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: Layout | None = None) -> int:
-    """Return a subgroup size that suits a model of so many elements and the staging memory.
+    """Return the elements of a subgroup that suit a model of so many elements and the staging memory.
 
     Args:
         numel: Elements of one rank's shard.
-        staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
-        layout: What it joins, which says what is kept for each element, and how; None for AdamW, exact.
+        staging_bytes: Memory that `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
+        layout: The layout to extend, with its rule and format; None for AdamW, exact.
     """
     state = (layout or Layout((), ())).state
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
-    # With less than a slot `make_plan` says that it is too little.
+    # Less memory than for one slot is refused by `make_plan`.
     if staging_bytes is not None and staging_bytes >= least_slot_bytes(state):
         chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * state.item_bytes)))
     return max(state.sector_numel, chosen // state.sector_numel * state.sector_numel)
@@ -135,9 +135,9 @@ class ScratchBuffers:
 
     Attributes:
         count: How many there are.
-        alone: Of these, how many may hold what lies nowhere else.
-        staying: To how many that is brought down as soon as others can be written.
-        moving: Tiles that are read, and written, at once before there is need.
+        alone: Most buffers that may hold data which lies nowhere else.
+        staying: Number of buffers whose data need not be written; what is beyond is written as soon as possible.
+        moving: Most tiles that are read ahead at once, and as many written early.
         is_promised: Whether the plan counts the room on the paths; else it is what state and checkpoints leave.
     """
 
@@ -190,25 +190,25 @@ class Budgets:
         staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
         paths: What each path offers.
         gradient_bytes: Bytes of the gradient slots or buffers, named in the plan.
-        gradients_kept_bytes: Host memory for gradients that need not leave, where they pass through buffers, and lie
-            on the paths until the step as far as they do not fit there; None where all lie in slots.
+        gradients_kept_bytes: If gradients pass through buffers: host memory for those that need not be written to the
+            paths until the step. None if all have slots in memory.
         gradient_item_bytes: Bytes of a gradient's element there; 0 for those of its weight.
-        activation_bytes: Host memory for the buffers of activations, which leave for the paths beyond.
+        activation_bytes: Host memory for the buffers of activations; further ones are written to the paths.
         activation_tile_bytes: Size of one of those buffers, and of a tile of activations.
-        speculates: Whether memory is for new weights of what is streamed, which updates during backward make.
+        speculates: Whether there is memory for the new weights that updates of streamed state during backward make.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
         gpu_staging_bytes: GPU memory for staging slots: state at home elsewhere passes through them to be updated.
-        borrows: Whether that memory is taken when backward has ended, and given back before forward.
+        borrows: Whether that memory is allocated only from the end of backward until forward.
         weights_on_gpu: Whether the weights lie on the GPU, so that those updated on the CPU are pushed there.
-        gradients_on_gpu: Whether gradients lie there, too, when a step begins: those of what the CPU updates are
-            fetched during it. Else they have left during backward.
+        gradients_on_gpu: Whether gradients lie there, too, when a step begins: those that the CPU needs are fetched
+            during the step. Else they were copied to host memory during backward.
         checkpoints: How many checkpoints are kept on the paths.
-        checkpoints_required: Whether a plan without room for them is none.
-        mirrors: Whether checkpoints are copied elsewhere; the one that is being copied is kept besides.
-        leftover_bytes: What stores of ended sessions take on the paths, as checkpoints need them. A session that
-            resumes goes on in them, or deletes them with its first checkpoint, so this is room for checkpoints.
-        nodes: What of `host_bytes` is on each memory node, the fastest first; empty where host memory is of one kind.
+        checkpoints_required: Whether a plan without room for them is refused.
+        mirrors: Whether checkpoints are copied elsewhere; one more is then kept while it is copied.
+        leftover_bytes: Bytes on the paths of ended sessions' stores that checkpoints need. A session that resumes
+            goes on in them, or deletes them with its first checkpoint, so they count as room for checkpoints.
+        nodes: The part of `host_bytes` on each memory node, the fastest first; empty if there is only one.
     """
 
     host_bytes: int
@@ -238,15 +238,15 @@ class Budgets:
         return self.gpu_staging_bytes // SECTOR_BYTES if self.borrows else GPU_STAGING_SLOTS
 
     def with_more_host(self, nbytes: int) -> Budgets:
-        """Return budgets with so much more host memory for state, on the fastest memory node."""
+        """Return budgets with `nbytes` more host memory for state, on the fastest memory node."""
         nodes = self.nodes and (self.nodes[0]._replace(nbytes=self.nodes[0].nbytes + nbytes), *self.nodes[1:])
         return replace(self, host_bytes=self.host_bytes + nbytes, nodes=nodes)
 
     def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold; the sum is 1.
 
-        A step reads what a path holds and writes as much, both ways at once, so all paths end together if each
-        holds in proportion to what it moves each way.
+        A step reads all tiles of a path and writes as many bytes, at the same time. A path with part p of B bytes and
+        rate r (read while as much is written) takes p * B / r, equal for all paths if p is proportional to r.
         """
         weights = [path.share for path in self.paths]
         if self.follow_rates and rates is not None:
@@ -261,13 +261,13 @@ class Plan:
     Attributes:
         layout: What is placed.
         homes: For each subgroup, where its state is at home.
-        placements: For each subgroup, what updates it: the GPU whatever is at home there.
+        placements: For each subgroup, the device that updates it: the GPU if its home is there.
         staging_slots: Number of staging slots, each as large as the largest streamed subgroup.
         slot_bytes: Bytes of one staging slot.
         budgets: What the plan was made from.
         gpu_slots: Number of staging slots on the GPU.
-        nodes: For each subgroup, the memory node of its home; None for those that have none in host memory. Empty
-            where that is of one kind.
+        nodes: For each subgroup, the memory node of its home; None if that is not in host memory. Empty if there is
+            only one node.
     """
 
     layout: Layout
@@ -284,10 +284,10 @@ class Plan:
         return self.homes[subgroup] is not Home.STREAMED
 
     def may_speculate(self, subgroup: int) -> bool:
-        """Return whether a subgroup can be updated before its step: streamed, and not with whole parameters.
+        """Return whether a subgroup can be updated before its step: if it is streamed, by an elementwise rule.
 
-        The CPU does it, whose cores wait for a GPU in backward; what the GPU would update in the step included, where
-        its gradients are to come to host memory, too.
+        The CPU does it, whose cores wait for a GPU in backward. With `Budgets.speculates` that includes subgroups
+        that the GPU would update in the step: their gradients are copied to host memory, too.
         """
         if self.is_resident(subgroup) or self.layout.subgroups[subgroup].state.rule.is_whole:
             return False
@@ -295,7 +295,7 @@ class Plan:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether backward may update state: there is some on paths, and gradients do not leave for them."""
+        """Whether backward may update state: some is streamed, and gradients are not written to the paths."""
         return self.home_bytes[Home.STREAMED] > 0 and not self.gradient_buffers
 
     @cached_property
@@ -304,23 +304,23 @@ class Plan:
         return tuple(subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
 
     def with_updates_in_backward(self, gradient_item_bytes: int) -> Plan:
-        """Return it with updates in backward: gradients of what the GPU updates then come to host memory, too.
+        """Return this plan with updates in backward: gradients of what the GPU updates are copied to the host, too.
 
         Args:
-            gradient_item_bytes: Size of their elements there.
+            gradient_item_bytes: Size of their elements in host memory.
         """
-        ahead = replace(self, budgets=replace(self.budgets, speculates=True))
-        of_gpu = (s.numel for s in ahead.updated_in_backward if self.weights_on_gpu and self.updates_on_gpu(s.index))
+        plan = replace(self, budgets=replace(self.budgets, speculates=True))
+        of_gpu = (s.numel for s in plan.updated_in_backward if self.weights_on_gpu and self.updates_on_gpu(s.index))
         nbytes = self.budgets.gradient_bytes + gradient_item_bytes * sum(of_gpu)
-        return replace(ahead, budgets=replace(ahead.budgets, gradient_bytes=nbytes))
+        return replace(plan, budgets=replace(plan.budgets, gradient_bytes=nbytes))
 
     def taken_by_updates_in_backward(self, gradient_item_bytes: int) -> tuple[int, int]:
-        """Return bytes of host memory, and of paths, that these take besides; see `with_updates_in_backward`."""
-        ahead = self.with_updates_in_backward(gradient_item_bytes)
-        return ahead.host_bytes - self.host_bytes, ahead.speculative_storage_bytes
+        """Return the further bytes of host memory, and of paths, that `with_updates_in_backward` takes."""
+        plan = self.with_updates_in_backward(gradient_item_bytes)
+        return plan.host_bytes - self.host_bytes, plan.speculative_storage_bytes
 
     def needs_gradients(self, subgroup: int) -> bool:
-        """Return whether the CPU updates a subgroup, in the step or in backward, so that its gradients come to it."""
+        """Return whether the CPU updates a subgroup, in the step or in backward, and needs its gradients."""
         return not self.updates_on_gpu(subgroup) or self.may_speculate(subgroup)
 
     def at_home_on_gpu(self, subgroup: int) -> bool:
@@ -339,7 +339,7 @@ class Plan:
     def passing_bytes(self, subgroup: int) -> int:
         """Return the bytes of weights that pass through a weight slot when the CPU visits a subgroup.
 
-        0 where weights lie in host memory, as the CPU's visits reach them there.
+        0 if weights lie in host memory: the CPU's visits use them in place.
         """
         return self.layout.subgroups[subgroup].weight_bytes if self.budgets.weights_on_gpu else 0
 
@@ -349,7 +349,7 @@ class Plan:
         return self.budgets.gradients_on_gpu
 
     def leaving_bytes(self, subgroup: int) -> int:
-        """Return what leaves a GPU for an update on the CPU: gradients that backward has not sent, and fp32 weights.
+        """Return the bytes copied from a GPU for an update on the CPU: gradients that are still there, fp32 weights.
 
         A gradient has its weight's dtype, and an fp32 weight is the master.
         """
@@ -387,12 +387,12 @@ class Plan:
 
     @cached_property
     def weight_slot_bytes(self) -> int:
-        """Bytes of host memory in which one subgroup's new weights are made for the GPU; 0 if they are not there."""
+        """Bytes of one slot in host memory for a subgroup's weights; 0 if the weights are not on the GPU."""
         return max((self.passing_bytes(subgroup.index) for subgroup in self.layout.subgroups), default=0)
 
     @cached_property
     def weight_slots(self) -> int:
-        """Number of such places; one even where the CPU updates nothing, as it also reads and replaces state."""
+        """Number of weight slots; one even if the CPU updates nothing, as state is read and replaced through it."""
         return max(1, min(WEIGHT_SLOTS, self.placements.count(Placement.CPU))) if self.weights_on_gpu else 0
 
     @cached_property
@@ -405,22 +405,22 @@ class Plan:
 
     @cached_property
     def bounce_bytes(self) -> int:
-        """Bytes of host memory in which state at home on the GPU is read and replaced, a subgroup at a time."""
+        """Bytes of host memory to which state at home on the GPU is copied, a subgroup at a time, for readers."""
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @cached_property
     def speculative_storage_bytes(self) -> int:
-        """Bytes of paths that updates in backward take besides: a second version of each tile, with its header."""
+        """Bytes of paths for the versions that updates in backward make: a second slot for each tile."""
         return sum((size + SECTOR_BYTES) * count for s in self.updated_in_backward for size, count in s.tile_sizes)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of host memory that are for new weights made during backward."""
+        """Bytes of host memory for new weights that are made during backward."""
         return sum(s.weight_bytes for s in self.updated_in_backward) if self.budgets.speculates else 0
 
     def fits_but_for_backward(self, available: int) -> bool:
-        """Return whether host memory has room for all but the new weights that backward makes, and none for these."""
+        """Return whether a plan with updates in backward fits host memory without the images that they need."""
         return self.image_bytes > 0 and self.host_bytes - self.image_bytes <= available
 
     @property
@@ -431,13 +431,13 @@ class Plan:
     @cached_property
     def home_bytes(self) -> dict[Home, int]:
         """Bytes of state at home in each tier."""
-        found = dict.fromkeys(Home, 0)
+        totals = dict.fromkeys(Home, 0)
         for home, nbytes in zip(self.homes, self.layout.subgroup_bytes, strict=True):
-            found[home] += nbytes
-        return found
+            totals[home] += nbytes
+        return totals
 
     def node_of(self, subgroup: int) -> int | None:
-        """Return the memory node of a subgroup's home in host memory; None where it is of one kind."""
+        """Return the memory node of a subgroup's home in host memory; None if there is only one node."""
         return self.nodes[subgroup] if self.nodes else None
 
     @property
@@ -448,15 +448,15 @@ class Plan:
     @cached_property
     def node_bytes(self) -> dict[int, int]:
         """Bytes of state at home on each memory node."""
-        found = {budget.node: 0 for budget in self.budgets.nodes}
+        totals = {budget.node: 0 for budget in self.budgets.nodes}
         for node, nbytes in zip(self.nodes, self.layout.subgroup_bytes, strict=False):
             if node is not None:
-                found[node] += nbytes
-        return found
+                totals[node] += nbytes
+        return totals
 
     @property
     def bound_bytes(self) -> dict[int, int]:
-        """Host memory that is bound to each memory node: homes, and buffers."""
+        """Bytes of host memory that are bound to each memory node: homes there, on the fastest also buffers."""
         buffers = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
         return {n: nbytes + buffers * (n == self.buffer_node) for n, nbytes in self.node_bytes.items()}
 
@@ -467,7 +467,7 @@ class Plan:
 
     @cached_property
     def gradient_tiles(self) -> tuple[tuple[tuple[TileId, int, int], ...], ...]:
-        """For each subgroup, the tiles of its gradients, where these pass through buffers."""
+        """For each subgroup, the tiles of its gradients; empty if gradients do not pass through buffers."""
         if self.budgets.gradients_kept_bytes is None:
             return ()
         item_bytes = self.budgets.gradient_item_bytes
@@ -480,7 +480,7 @@ class Plan:
 
     @cached_property
     def gradient_buffers(self) -> int:
-        """Number of gradient buffers: 0 where all gradients lie in slots."""
+        """Number of gradient buffers; 0 if all gradients have slots in memory."""
         if not self.gradient_buffer_bytes:
             return 0
         kept = (self.budgets.gradients_kept_bytes or 0) // self.gradient_buffer_bytes
@@ -488,7 +488,7 @@ class Plan:
 
     @property
     def staying_gradients(self) -> int:
-        """Number of subgroups whose gradients may be in a buffer alone: all, or all buffers but the spare ones."""
+        """Number of subgroups whose gradients stay in memory: all if each has a buffer, else buffers less spares."""
         has_all = self.gradient_buffers >= len(self.layout.subgroups)
         return self.gradient_buffers if has_all else self.gradient_buffers - SPARE_BUFFERS
 
@@ -510,7 +510,7 @@ class Plan:
         return ((TileId(0, ACTIVATIONS, owner.number % (1 << 31)), 0, self.budgets.activation_tile_bytes),)
 
     def gradients_of(self, subgroup: int) -> Owner | None:
-        """Return the owner of a subgroup's gradients, where these pass through buffers."""
+        """Return the owner of a subgroup's gradients in scratch; None if they do not pass through buffers."""
         return Owner("gradients", subgroup) if self.gradient_buffers else None
 
     @property
@@ -520,24 +520,24 @@ class Plan:
 
     @property
     def moving_activations(self) -> int:
-        """Tiles of activations that are read, and written, at once before there is need: state waits for no more."""
+        """Most activation tiles that are read ahead at once, and written early: state waits for no more on a path."""
         return min(self.activation_buffers // 4, MOVING_ACTIVATIONS * len(self.budgets.paths))
 
     @property
     def staying_activations(self) -> int:
-        """Number of activation buffers that may hold what lies nowhere else; others are written, read, or filled."""
+        """Number of activation buffers whose data need not be written; the others are for tiles on their way."""
         return self.activation_buffers - 2 * self.moving_activations
 
     @property
     def activation_storage_bytes(self) -> int:
-        """Most bytes that activations may take on the paths, with headers: what state and checkpoints leave."""
+        """Most bytes that activations may take on the paths, with headers: the room that others leave."""
         return max(0, self._spare_bytes - self.checkpoint_bytes) if self.activation_buffers else 0
 
     def counting_buffers(self, bounces: int = 0) -> Plan:
         """Return a plan whose budgets count the memory of gradient buffers, if there are any.
 
         Args:
-            bounces: More buffers of that size, through which gradients come from a device.
+            bounces: Further buffers of that size, to which gradients are copied from a device.
         """
         if not self.gradient_buffers:
             return self
@@ -546,7 +546,7 @@ class Plan:
 
     @cached_property
     def left_gradient_bytes(self) -> int:
-        """Bytes of gradients that are written to the paths in a backward pass, and read in a step."""
+        """Bytes of gradients that backward writes to the paths and the step reads."""
         return sum(nbytes for tiles in self.gradient_tiles[self.staying_gradients :] for _, _, nbytes in tiles)
 
     @property
@@ -559,16 +559,17 @@ class Plan:
         """For each payload size, the most slots the stores need at once: live versions and those in flight.
 
         A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
-        each of its tiles; no more subgroups than staging slots are flushed at once. Gradients need one for each tile.
+        each of its tiles. At most `staging_slots` subgroups are flushed at once, of at most `most[n]` tiles of size n
+        each, and never more than there are. Gradients need one slot for each tile.
         """
         live: Counter[int] = Counter()
-        flying: Counter[int] = Counter()
+        most: Counter[int] = Counter()  # tiles of one subgroup
         streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
         for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
             for nbytes, count in sizes:
                 live[nbytes] += alike * count
-                flying[nbytes] = max(flying[nbytes], count)
-        counts = Counter({n: count + min(count, self.staging_slots * flying[n]) for n, count in live.items()})
+                most[nbytes] = max(most[nbytes], count)
+        counts = Counter({n: count + min(count, self.staging_slots * most[n]) for n, count in live.items()})
         counts.update(nbytes for tiles in self.gradient_tiles for _, _, nbytes in tiles)
         return dict(sorted(counts.items()))
 
@@ -579,26 +580,26 @@ class Plan:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Bytes that checkpoints may hold on the paths: those that are kept, one being written, one being mirrored.
+        """Bytes that checkpoints may hold on the paths: kept ones, one being written, and one being mirrored.
 
-        Each may be of versions of its own: every tile with its header, those of masters that are weights included.
+        In the worst case no two share a version: each has all tiles with headers, including those of fp32 weights.
         """
         if not self.budgets.checkpoints or not self.budgets.paths:
             return 0
-        whole = 0
+        one = 0
         for subgroup in self.layout.subgroups:
             for nbytes, count in (*subgroup.tile_sizes, *subgroup.weight_tile_sizes):
-                whole += (nbytes + SECTOR_BYTES) * count
-        return (self.budgets.checkpoints + self.budgets.mirrors + 1) * whole
+                one += (nbytes + SECTOR_BYTES) * count
+        return (self.budgets.checkpoints + self.budgets.mirrors + 1) * one
 
     @property
     def _end_bytes(self) -> int:
-        """Bytes that may be lost: what is left at the end of each path may be too short for a slot."""
+        """Bytes that may be unusable: all paths but one may end with a rest too short for the largest slot."""
         return (self.largest_tile_bytes + SECTOR_BYTES) * max(len(self.budgets.paths) - 1, 0)
 
     @property
     def _spare_bytes(self) -> int:
-        """Bytes of the paths beyond what state and versions in flight take, however the slots fall."""
+        """Bytes of the paths that state and versions in flight never take, whatever path each slot is on."""
         offered = sum(path.available_bytes for path in self.budgets.paths) + self.budgets.leftover_bytes
         return offered - self.storage_bytes - self._end_bytes
 
@@ -609,12 +610,12 @@ class Plan:
 
     @property
     def needed_with_checkpoints(self) -> int:
-        """Bytes of the paths that are enough for the state and `checkpoint_bytes`."""
+        """Bytes of the paths that suffice for the state and `checkpoint_bytes`."""
         return self.storage_bytes + self.checkpoint_bytes + self._end_bytes
 
     @cached_property
     def has_room_to_speculate(self) -> bool:
-        """Whether the paths have room for `speculative_storage_bytes` besides; else only part is speculated on."""
+        """Whether the paths also have room for `speculative_storage_bytes`; else backward updates only a part."""
         return self.checkpoint_bytes + self.speculative_storage_bytes <= self._spare_bytes
 
     def check_rates(self, rates: Rates) -> None:
@@ -632,8 +633,8 @@ class Plan:
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
 
-        Where shares follow rates, none is so small that a step would tell nothing about its path: one that was slow
-        for a while is then seen to have recovered.
+        If shares follow rates, each is large enough that a step moves `MEASURABLE_BYTES` on its path (at most half of
+        an even share): a path that was slow for a while is then seen to have recovered.
         """
         shares = self.budgets.shares(rates)
         moved = self.home_bytes[Home.STREAMED] - self.staging_bytes
@@ -651,47 +652,47 @@ class Plan:
 
     @property
     def checkpoint_buffer_bytes(self) -> int:
-        """Bytes of host memory that tiles pass through while a checkpoint is copied or loaded."""
+        """Bytes of host memory for the tiles of a checkpoint that is copied or loaded."""
         return CHECKPOINT_BUFFERS * self.largest_tile_bytes
 
     @property
     def mirror_buffer_bytes(self) -> int:
-        """Bytes of host memory that tiles pass through on their way to the mirror."""
+        """Bytes of host memory for tiles that are copied to the mirror."""
         return self.checkpoint_buffer_bytes if self.budgets.mirrors else 0
 
     @property
     def table_bytes(self) -> int:
-        """Host memory for segment tables, block sums and what is fixed."""
+        """Bytes of host memory for segment tables, the norm's block sums, and `FIXED_OVERHEAD_BYTES`."""
         segments = sum(len(subgroup.segments) for subgroup in self.layout.subgroups)
         blocks = sum(-(-parameter.numel // 4096) for parameter in self.layout.parameters)
         return FIXED_OVERHEAD_BYTES + 512 * segments + 8 * blocks
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Host memory that the update of a whole parameter takes meanwhile; one is updated at a time."""
+        """Bytes of host memory that the update of a whole parameter needs while it runs; one runs at a time."""
         layout = self.layout
         return max((p.numel * layout.state_of(p).rule.scratch_item_bytes for p in layout.parameters), default=0)
 
     @cached_property
     def brought_bytes(self) -> int:
-        """Host memory of parameters that ranks bring to the one that updates them."""
+        """Bytes of host memory for whole parameters, gathered from all ranks by the one that updates them."""
         return sum(parameter.brought_bytes for parameter in self.layout.parameters)
 
     @property
     def overhead_bytes(self) -> int:
-        """Host memory besides state, staging and gradients: tables, and buffers for updates and checkpoints."""
+        """Bytes of host memory besides state, staging and gradients: tables, buffers for updates and checkpoints."""
         buffers = self.brought_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
         return self.table_bytes + self.scratch_bytes + buffers
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the session will use, all told."""
-        passing = self.weight_slots * self.weight_slot_bytes + self.bounce_bytes
+        """Bytes of host memory that the session will use in all."""
+        gpu_buffers = self.weight_slots * self.weight_slot_bytes + self.bounce_bytes
         slots = self.staging_bytes + self.budgets.gradient_bytes + self.budgets.activation_bytes + self.image_bytes
-        return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
+        return self.home_bytes[Home.HOST] + slots + gpu_buffers + self.overhead_bytes
 
     def _format_lines(self) -> list[str]:
-        """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
+        """Return lines with the bytes of each state format, if any parameter has another than `exact`."""
         if not self.layout.state.format.rounds:
             return []
         return [
@@ -791,11 +792,12 @@ class Plan:
         return "\n".join(lines)
 
     def change_from(self, before: Plan) -> str:
-        """Return in words what the GPU updates by this plan, and not by one before of the same subgroups."""
+        """Return in words how many subgroups the GPU updates now, and how many by the plan before."""
         now, then = (plan.placements.count(Placement.GPU) for plan in (self, before))
         return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
 
     def _gpu_lines(self) -> list[str]:
+        """Return the lines about GPU memory."""
         pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
         small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
         if Placement.GPU not in self.placements:
@@ -823,9 +825,9 @@ def _checkpoints(budgets: Budgets) -> str:
 
 
 def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:
-    """Return the size of a buffer on the GPU that the small segments of each of some subgroups pass through.
+    """Return the size of a buffer on the GPU through which small segments of these subgroups are copied.
 
-    It holds those of one subgroup, up to `MOST_PIECE_BUFFER_BYTES`; 0 if none has enough of them to be worth it.
+    It holds those of one subgroup, up to `MOST_PIECE_BUFFER_BYTES`; 0 if no subgroup has more than `KERNEL_COPIES`.
     """
     needed = 0
     for subgroup in subgroups:
@@ -848,24 +850,23 @@ def make_plan(
 ) -> Plan:
     """Choose the home of every subgroup.
 
-    Subgroups stay in GPU memory, first ones first, as long as that budget lasts, then in host memory; the others
-    stream. What is at home on the GPU is updated there.
+    In their order, subgroups get homes in GPU memory as long as that budget lasts, then in host memory; the others
+    are streamed. State at home on the GPU is updated there.
 
     Args:
         layout: What is to be placed.
         budgets: What each tier offers.
-        staging_slots: Number of staging slots where `budgets.staging_bytes` does not say how much there may be.
-        placements: For each subgroup, what is to update it where its home is not the GPU; the CPU where they end. For
-            the GPU as many staging slots are planned as fit, up to `gpu_slots`.
+        staging_slots: Number of staging slots if `budgets.staging_bytes` is None.
+        placements: For each subgroup, the device that updates it if its home is not the GPU; the CPU for subgroups
+            beyond their end. For the GPU as many staging slots are planned as fit, up to `gpu_slots`.
         gpu_slots: The most staging slots on the GPU.
-        kept: A plan for the first subgroups of `layout`, whose homes stay as they are; its staging slots stay
-            too, though they may have to be larger and there may be more.
-        deal: What is used of each memory node, in their order: the first homes lie on the first one; None for all
-            that the budgets have.
+        kept: A plan for the first subgroups of `layout`, whose homes stay as they are. It gets no fewer staging
+            slots, but perhaps larger ones.
+        deal: Bytes to use of each memory node, which are filled in this order; None for `budgets.nodes`.
 
     Raises:
-        InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory not one subgroup
-            (or not as many as `kept` has slots).
+        InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory does not hold one
+            subgroup (with `kept`, as many as that has slots).
     """
     sizes = layout.subgroup_bytes
     homes, nodes = _homes(sizes, budgets, kept, budgets.nodes if deal is None else deal)
@@ -887,7 +888,7 @@ def make_plan(
         least = max(1, kept.staging_slots if kept else 0)
         slots = count_staging_slots(budgets, slot_bytes, len(streamed), max(least, staging_slots))
         if slots < least:
-            # Slots may hold the only copy of what they hold, so there cannot be fewer.
+            # A slot may hold the only copy of its state, so that none can be taken away.
             what = f"{least} staging slots as large as the largest subgroup" if least > 1 else "one staging slot"
             offers = {"staging_memory": budgets.staging_bytes or 0}
             remedy = "raise staging_memory or lower subgroup_numel"
@@ -901,7 +902,7 @@ def make_plan(
 def _homes(
     sizes: Sequence[int], budgets: Budgets, kept: Plan | None, deal: Sequence[NodeBudget]
 ) -> tuple[tuple[Home, ...], tuple[int | None, ...]]:
-    """Return a home for each subgroup, the first ones' being kept, and the memory node that it lies on."""
+    """Return each subgroup's home, the first tier and node with room (or as `kept` has it), and its memory node."""
     homes = [(home, kept.node_of(n)) for n, home in enumerate(kept.homes)] if kept else []
     left: dict[tuple[Home, int | None], float] = {(Home.GPU, None): budgets.gpu_bytes}
     for node, nbytes in deal or ((None, budgets.host_bytes),):
@@ -915,13 +916,13 @@ def _homes(
 
 
 def count_staging_slots(budgets: Budgets, slot_bytes: int, streamed: int, wanted: int = DEFAULT_STAGING_SLOTS) -> int:
-    """Return how many staging slots there are: those that are wanted, or that `staging_memory` holds if it is given.
+    """Return how many staging slots there are: as many as `staging_memory` holds, or `wanted` if that is not given.
 
     Args:
         budgets: What each tier offers.
-        slot_bytes: Of one slot.
-        streamed: Subgroups that pass through them: more slots are of no use.
-        wanted: How many, where the budgets do not say it.
+        slot_bytes: Size of one slot.
+        streamed: Number of streamed subgroups: more slots are of no use.
+        wanted: Number of slots if the budgets have no `staging_bytes`.
     """
     if budgets.staging_bytes is not None and budgets.paths:
         wanted = budgets.staging_bytes // slot_bytes
@@ -932,7 +933,7 @@ _WHO_NEEDS_STORES = "`offload gc --dry-run PATH` says which checkpoints need wha
 
 
 def _refuse_without_room(plan: Plan) -> None:
-    """Refuse a plan whose streamed state finds no room on its paths."""
+    """Raise if the paths have too little room for a plan's streamed state."""
     budgets = plan.budgets
     offers = {
         **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
@@ -943,7 +944,7 @@ def _refuse_without_room(plan: Plan) -> None:
         raise InfeasiblePlanError(
             "the optimizer state", plan.state_bytes, offers, "raise host_memory or give paths to stream from"
         )
-    # What is left at the end of each path may be too short for a slot.
+    # All paths but one may end with a rest that is too short for the largest slot.
     largest = max(plan.slot_counts) + SECTOR_BYTES
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)
     if needed > sum(path.available_bytes for path in budgets.paths):
@@ -955,7 +956,7 @@ def _refuse_without_room(plan: Plan) -> None:
 
 
 def _with_checkpoints(plan: Plan) -> Plan:
-    """Return a plan if it has room for checkpoints, or need not have it."""
+    """Return the plan; raise if it has no room for checkpoints although the budgets require that."""
     budgets = plan.budgets
     if budgets.checkpoints_required and not plan.has_room_for_checkpoints:
         offers = {path.name: path.available_bytes for path in budgets.paths}

@@ -1,8 +1,8 @@
 """Measured speeds: what predictions are computed from. Pure; files of rates belong to `offload.measure`.
 
-Lanes that run at the same time share the host's memory. A lane that moves `b` bytes a second takes `b * memory_cost`
-of `Rates.memory_bytes_per_s`; copies by DMA get theirs, and the CPU's update has what they leave
-(`Rates.cpu_speed`).
+Lanes that run at the same time share the bandwidth of the host's memory, `Rates.memory_bytes_per_s`. A lane that
+moves `b` bytes a second takes `b * memory_cost` of it. Copies by DMA are not slowed down; the CPU's update gets what
+they leave (`Rates.cpu_speed`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from offload.formats import EXACT, EXACT_ADAMW, StateFormat
 from offload.protocols import MAX_NODES
 
 UPDATE_MEMORY_COST = EXACT_ADAMW.memory_cost
-"""Bytes of memory traffic for each state byte of Adam's update of exact state. Other rules move up to 8% more
-for each, other formats up to 20%."""
+"""Bytes of memory traffic for each state byte of Adam's update of exact state. Other rules move up to 8% more,
+other formats up to 20%."""
 
 LEAST_CPU_SPEED = 0.1
 """Part of its rate that an update keeps whatever runs beside it."""
@@ -27,16 +27,16 @@ LEAST_CPU_SPEED = 0.1
 
 def cpu_speed(cpu_bytes_per_s: float, memory_bytes_per_s: float, beside_bytes_per_s: float) -> float:
     """Return the part of its own rate that an update keeps beside others; see `Rates.cpu_speed`."""
-    left = memory_bytes_per_s - beside_bytes_per_s
+    left = memory_bytes_per_s - beside_bytes_per_s  # an update at its full rate takes rate * cost of it
     return min(1.0, max(LEAST_CPU_SPEED, left / (cpu_bytes_per_s * UPDATE_MEMORY_COST)))
 
 
 def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFormat, int]) -> float:
-    """Return the state bytes that the CPU updates a second of parameters whose state has several formats.
+    """Return the state bytes a second that the CPU updates of state in several formats: all bytes over all seconds.
 
     Args:
-        bytes_per_s: Its rate for each format; of those that are missing, as many parameters a second as of `EXACT`.
-        numels: How many parameters have each, one at least.
+        bytes_per_s: The rate of each format; a missing one updates as many elements a second as `EXACT`.
+        numels: Number of elements in each format, one at least.
     """
     each = {form: EXACT_ADAMW.stored_in(form).item_bytes for form in numels}
     exact_numel_per_s = bytes_per_s[EXACT] / EXACT_ADAMW.item_bytes
@@ -50,8 +50,8 @@ class Direction(NamedTuple):
     """Bytes per second of one direction of a path.
 
     Attributes:
-        beside: While the other direction works, too.
-        alone: While it does not; as much at least.
+        beside: While the other direction is in use, too.
+        alone: While the other is not in use; at least `beside`.
     """
 
     beside: float
@@ -59,12 +59,12 @@ class Direction(NamedTuple):
 
     @property
     def is_hindered(self) -> bool:
-        """Whether it is slower beside the other."""
+        """Whether it is slower while the other direction is in use."""
         return self.alone > self.beside
 
     @property
     def keeps(self) -> float:
-        """The part of its rate alone that it keeps beside the other."""
+        """The part of the rate `alone` that remains while the other direction is in use."""
         return self.beside / self.alone
 
 
@@ -112,14 +112,18 @@ class PathRates:
 
     @property
     def each_way_bytes_per_s(self) -> float:
-        """Bytes read a second where as many are written: the direction that is through first lets the other go on."""
+        """Bytes read a second while as many are written, on average.
+
+        For one byte each way, the faster direction ends after 1 / first.beside. By then the slower one has moved
+        last.beside / first.beside of its byte; it moves the rest alone, at last.alone.
+        """
         first, last = sorted((self.read, self.write), key=lambda direction: -direction.beside)
         if last.beside == first.beside or not last.is_hindered:
             return last.beside
         return 1 / (1 / first.beside + (1 - last.beside / first.beside) / last.alone)
 
     def part(self, share: float) -> PathRates:
-        """Return the rates of somebody who has this share of the path."""
+        """Return the rates of a user who gets this share of the path's bandwidth."""
         return dataclasses.replace(
             self,
             read_bytes_per_s=share * self.read_bytes_per_s,
@@ -131,14 +135,14 @@ class PathRates:
 
 @dataclass(frozen=True, slots=True)
 class NodeRates:
-    """Speed of one memory node: what this session's cores, and the GPU, reach with memory there.
+    """Speed of one memory node, for this session's cores and the GPU.
 
     Attributes:
         node: Its number.
-        update_bytes_per_s: State bytes that the CPU updates per second, of state that lies there.
-        read_bytes_per_s: What the cores read from there.
-        write_bytes_per_s: What they write to there.
-        link_bytes_per_s: What a GPU copies from or to there, whichever is less; 0 where unknown.
+        update_bytes_per_s: State bytes in its memory that the CPU updates per second.
+        read_bytes_per_s: Bytes that the cores read from it per second.
+        write_bytes_per_s: Bytes that the cores write to it per second.
+        link_bytes_per_s: Bytes that a GPU copies per second from it, or to it if that is less; 0 where unknown.
     """
 
     node: int
@@ -188,44 +192,44 @@ class GpuRates:
         return Direction(self.d2h_bytes_per_s, max(self.d2h_bytes_per_s, self.d2h_alone_bytes_per_s))
 
     def copying(self, h2d_bytes: float, d2h_bytes: float) -> GpuRates:
-        """Return even rates by which copies of so many bytes each way, begun together, end when they do by these.
+        """Return rates that are constant, for copies of so many bytes each way that begin together: their mean rates.
 
-        The direction that is through first lets the other go on alone.
+        Both directions work for `both_s`, until the first has moved its bytes; the other moves its rest alone.
         """
         if not (self.h2d.is_hindered or self.d2h.is_hindered):
             return self
         both_s = min(h2d_bytes / self.h2d.beside, d2h_bytes / self.d2h.beside)
 
-        def even(way: Direction, nbytes: float) -> float:
+        def mean(way: Direction, nbytes: float) -> float:
             rest = max(0.0, nbytes - both_s * way.beside)
             return nbytes / (both_s + rest / way.alone) if nbytes else way.alone
 
-        h2d, d2h = even(self.h2d, h2d_bytes), even(self.d2h, d2h_bytes)
+        h2d, d2h = mean(self.h2d, h2d_bytes), mean(self.d2h, d2h_bytes)
         return self.reaching({"h2d": h2d, "d2h": d2h, "h2d_alone": 0.0, "d2h_alone": 0.0})
 
     def times(self, factor: float) -> GpuRates:
-        """Return the rates of a link that is so many times as fast."""
+        """Return the rates with a link that is `factor` times as fast."""
         names = ("h2d", "d2h", "h2d_alone", "d2h_alone")
         return self.reaching({name: factor * getattr(self, f"{name}_bytes_per_s") for name in names})
 
     @property
     def lanes(self) -> Mapping[str, tuple[float, float]]:
-        """Of each lane its bytes a second (a link's: beside the other direction), and what each takes of the host's
-        memory bandwidth."""
+        """For each lane its bytes a second (a link's: beside the other direction), and the host's memory traffic of
+        each byte."""
         updates, cost = (self.update_bytes_per_s, 0.0), self.memory_cost
         return {"gpu": updates, "h2d": (self.h2d_bytes_per_s, cost), "d2h": (self.d2h_bytes_per_s, cost)}
 
     def reaching(self, bytes_per_s: Mapping[str, float]) -> GpuRates:
-        """Return rates by which lanes reach so much; "h2d_alone" is copies while nothing comes back."""
+        """Return these rates with others for some lanes; "h2d_alone" is for copies while none comes back."""
         names: Any = {f"{'update' if lane == 'gpu' else lane}_bytes_per_s": s for lane, s in bytes_per_s.items()}
         return dataclasses.replace(self, **names)
 
     def check_used(self, *, planned: bool) -> None:
-        """Raise `ConfigError` if a plan that uses the GPU, or is to use it (`planned`), has none to use."""
+        """Raise `ConfigError` if there is no GPU, for a plan that uses it, or will use it (`planned`)."""
 
 
 class _NoGpu(GpuRates):
-    """No GPU: it has no lanes, and is so slow that nobody chooses it."""
+    """No GPU: without lanes, and so slow that no plan chooses it."""
 
     __slots__ = ()
     weights_on = "cpu"
@@ -292,10 +296,10 @@ class Rates:
             raise ConfigError("rates.nodes", numbers, "give each memory node once")
 
     def cpu_speed(self, beside_bytes_per_s: float) -> float:
-        """Return the part of its own rate that the update keeps beside others.
+        """Return the part of its rate alone that the CPU's update keeps beside other lanes.
 
         Args:
-            beside_bytes_per_s: Memory traffic of what else runs: the sum of rate times `memory_cost`.
+            beside_bytes_per_s: Memory traffic of the other lanes: the sum of rate times `memory_cost`.
         """
         return cpu_speed(self.cpu_bytes_per_s, self.memory_bytes_per_s, beside_bytes_per_s)
 
@@ -306,10 +310,10 @@ class Rates:
             ConfigError: One has no rates; names it.
         """
         known = {rates.node: rates for rates in self.nodes}
-        wanted = sorted(numbers)
+        wanted = sorted(numbers)  # ties by number
         for number in wanted if len(wanted) > 1 else ():
             if number not in known:
-                have = ", ".join(f"node{each}" for each in known) or "no node"
+                have = ", ".join(f"node{other}" for other in known) or "no node"
                 raise ConfigError("host_memory", f"node{number}", f"the rates have {have}; run `offload probe`")
 
         def speed(number: int) -> tuple[float, float]:
@@ -319,23 +323,24 @@ class Rates:
         return sorted(wanted, key=speed, reverse=True) if len(wanted) > 1 else wanted
 
     def slowness(self, among: Iterable[int]) -> dict[int, tuple[float, float]]:
-        """Return, for each of some memory nodes, how many times as long as on the fastest of them a byte takes.
+        """Return, for each of these memory nodes, two factors: how much longer a byte of state there takes.
 
-        Of state that lies there: to be updated by the CPU; to be copied to the GPU or back. 1 where that is unknown.
+        To be updated by the CPU, compared with the fastest of them; and to be copied to the GPU or back, compared
+        with the GPU's link, or with the fastest of them if that is slower. 1 if unknown.
         """
-        known = [rates for rates in self.nodes if rates.node in set(among)]
-        update = max((rates.update_bytes_per_s for rates in known), default=1.0)
-        links = [min(x.link_bytes_per_s or math.inf, x.read_bytes_per_s, x.write_bytes_per_s) for x in known]
-        reached = self.gpu.lanes and min(self.gpu.h2d_bytes_per_s, self.gpu.d2h_bytes_per_s)
-        link = min(max(links, default=1.0), reached or math.inf)
+        nodes = [rates for rates in self.nodes if rates.node in set(among)]
+        update = max((rates.update_bytes_per_s for rates in nodes), default=1.0)
+        links = [min(x.link_bytes_per_s or math.inf, x.read_bytes_per_s, x.write_bytes_per_s) for x in nodes]
+        gpu_link = self.gpu.lanes and min(self.gpu.h2d_bytes_per_s, self.gpu.d2h_bytes_per_s)
+        link = min(max(links, default=1.0), gpu_link or math.inf)
         return {
-            x.node: (update / x.update_bytes_per_s, max(1.0, link / y)) for x, y in zip(known, links, strict=True)
+            x.node: (update / x.update_bytes_per_s, max(1.0, link / y)) for x, y in zip(nodes, links, strict=True)
         }
 
     def shared_by(self, ranks: int) -> Rates:
-        """Return one rank's part of these rates where so many share a node: each has its own GPU, and link.
+        """Return one rank's part of these rates if so many share the machine; each has its own GPU and link.
 
-        Both directions of all links together get no more than the node's memory gives.
+        Memory traffic of a rank's link, both directions together, is limited to the rank's part of memory bandwidth.
         """
         paths = tuple(path.part(1 / ranks) for path in self.paths)
         gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
@@ -352,26 +357,26 @@ class Rates:
         return dataclasses.replace(self, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all rates as JSON knows them; what is infinite or absent is left out."""
-        found, left_out = dataclasses.asdict(self), {"gpu": NO_GPU, "memory_bytes_per_s": math.inf, "nodes": ()}
-        return {name: value for name, value in found.items() if getattr(self, name) != left_out.get(name)}
+        """Return all rates for JSON, without those that are infinite or absent."""
+        values, absent = dataclasses.asdict(self), {"gpu": NO_GPU, "memory_bytes_per_s": math.inf, "nodes": ()}
+        return {name: value for name, value in values.items() if getattr(self, name) != absent.get(name)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rates:
-        """Return rates from what `to_dict` gave.
+        """Return rates from the result of `to_dict`.
 
         Raises:
             ConfigError: If a rate is missing, unknown, or not a usable number; names it.
         """
-        top = dict(_fields("rates", cls, values))
+        top = dict(_checked_fields("rates", cls, values))
         for name, kind in (("paths", PathRates), ("nodes", NodeRates)):
             listed = top.get(name, ())
             if isinstance(listed, str | Mapping) or not hasattr(listed, "__iter__"):
                 raise ConfigError(f"rates.{name}", listed, f"give a list with an object for each {name[:-1]}")
-            parts = [kind(**_fields(f"rates.{name}[{n}]", kind, part)) for n, part in enumerate(listed)]
+            parts = [kind(**_checked_fields(f"rates.{name}[{n}]", kind, part)) for n, part in enumerate(listed)]
             top[name] = tuple(parts)
         gpu = top.get("gpu")
-        top["gpu"] = NO_GPU if gpu is None else GpuRates(**_fields("rates.gpu", GpuRates, gpu))
+        top["gpu"] = NO_GPU if gpu is None else GpuRates(**_checked_fields("rates.gpu", GpuRates, gpu))
         return cls(**top)
 
 
@@ -393,6 +398,7 @@ _MAY_BE_ZERO = (
 
 
 def _check(name: str, field: str, value: object) -> None:
+    """Raise `ConfigError` unless a rate (a node: its number) is usable."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(name, value, "give a number")
     if field == "node":
@@ -405,7 +411,8 @@ def _check(name: str, field: str, value: object) -> None:
         raise ConfigError(name, value, f"give a finite number greater than 0, from {_LEAST:g} to {_MOST:g}")
 
 
-def _fields(name: str, kind: type[Any], values: object) -> Mapping[str, Any]:
+def _checked_fields(name: str, kind: type[Any], values: object) -> Mapping[str, Any]:
+    """Return the values of a dataclass's fields; raise `ConfigError` if one is unknown or missing."""
     if not isinstance(values, Mapping):
         raise ConfigError(name, values, "give an object with rates by name")
     known = dataclasses.fields(kind)

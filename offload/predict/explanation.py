@@ -1,4 +1,4 @@
-"""What a step was predicted to take beside what it took, lane by lane; and what would make it shorter."""
+"""Compares a step's predicted seconds with the measured ones, lane by lane; and says what would make it shorter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LaneSeconds:
 
     Attributes:
         lane: Its name ("cpu", "read:0", ...).
-        predicted_s: Seconds that it should work.
-        measured_s: Seconds that it worked.
+        predicted_s: Seconds for which it should work.
+        measured_s: Seconds for which it worked.
         nbytes: Bytes that it moved or updated.
     """
 
@@ -47,8 +47,8 @@ class Explanation:
         prediction: Of a step in which all state is updated, by the rates known before it.
         measured_s: Seconds of the last step; NaN before the first.
         lanes: Each lane of that step; empty before the first.
-        nodes: For each memory node, by its number, the bytes that are meant to lie there, and what of them lies
-            elsewhere.
+        nodes: For each memory node, by its number, the bytes of host memory bound there, and how many of these lie on
+            other nodes.
     """
 
     prediction: Prediction
@@ -86,7 +86,7 @@ class Explanation:
 
 
 def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanation:
-    """Return what the last step took beside what it should have taken.
+    """Compare the last step with a prediction of it.
 
     Args:
         plan: What lives where (`Engine.plan`).
@@ -97,7 +97,7 @@ def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanati
 
 
 def compare(prediction: Prediction, figures: Mapping[str, float]) -> Explanation:
-    """Return a prediction beside the step that `figures` are about; see `explain`."""
+    """Compare a prediction with the step that `figures` are about; see `explain`."""
     nodes = {}
     for name, meant_bytes in figures.items():
         if (node := metrics.which(metrics.NODE_BYTES, name)) is not None:
@@ -117,36 +117,31 @@ def compare(prediction: Prediction, figures: Mapping[str, float]) -> Explanation
 
 
 HOST_SHARE = 0.25
-"""Part of its state by which a session's host memory is raised, to see what that would bring."""
+"""Part of the session's state by which `what_helps` raises host memory."""
 LEAST_SAVED = 0.01
-"""Part of a step below which nothing is said to help."""
+"""Part of a step that a change has to save to be named."""
 ONE_MORE = "one more path like the fastest"
 
 
 def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
-    """Return what would make a step shorter by the closed form, and by how many seconds, most first.
-
-    Args:
-        plan: What lives where.
-        rates: Speed of every lane; one entry for each path of the plan.
-    """
+    """Return the changes that make a step shorter by the closed form, with the seconds that they save, most first."""
     now_s, placement = estimate(plan, rates).step_s, "auto" if plan.uses_gpu else "cpu"
-    found = []
+    helpful = []
     for what, nbytes, budgets, faster in changes(plan, rates, int(HOST_SHARE * plan.state_bytes)):
         other = replace(plan, budgets=budgets)
         if what == "host":
             try:
                 other = choose_plan(plan.layout, budgets, faster, placement)
-            except (ConfigError, InfeasiblePlanError):  # what a session was given by hand a planner need not take
+            except (ConfigError, InfeasiblePlanError):  # a planner may refuse budgets of a plan made by hand
                 continue
         saved_s = now_s - estimate(other, faster).step_s
         if saved_s > LEAST_SAVED * now_s:
-            found.append((f"host_memory +{format_bytes(nbytes)}" if what == "host" else what, saved_s))
-    return sorted(found, key=lambda item: -item[1])
+            helpful.append((f"host_memory +{format_bytes(nbytes)}" if what == "host" else what, saved_s))
+    return sorted(helpful, key=lambda item: -item[1])
 
 
 class Change(NamedTuple):
-    """What may make a step shorter: in words, or by so many bytes more for state on the "host" or the "GPU"."""
+    """A change that may make a step shorter: `what` in words, or "host" or "GPU" for `nbytes` more of it."""
 
     what: str
     nbytes: int
@@ -155,13 +150,11 @@ class Change(NamedTuple):
 
 
 def changes(plan: Plan, rates: Rates, host_bytes: int, gpu_bytes: int = 0) -> Iterator[Change]:
-    """Return what may make a step of a plan shorter, whether or not it does.
+    """Yield changes that may make a step of a plan shorter, to be tried.
 
     Args:
-        plan: What lives where.
-        rates: Speed of every lane; one entry for each path of the plan.
-        host_bytes: Host memory that there may be more for state, at most.
-        gpu_bytes: GPU memory, likewise.
+        host_bytes: Most bytes by which to raise host memory for state.
+        gpu_bytes: Most bytes by which to raise GPU memory for state.
     """
     budgets = plan.budgets
     if rates.paths:

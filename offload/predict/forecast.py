@@ -1,4 +1,4 @@
-"""What the next step should take: simulated once, and carried on by the closed form while rates change little."""
+"""Predicts the next step: simulated once, then corrected by the closed form as long as rates change little."""
 
 from __future__ import annotations
 
@@ -16,64 +16,58 @@ from offload.units import format_bytes, format_seconds
 log = logging.getLogger("offload")
 
 FAR, FAR_S = 5.0, 5.0
-"""A step is late that takes so many times what was expected, and so many seconds more."""
+"""A step is late if it takes more than `FAR` times the expected seconds, and over `FAR_S` more than these."""
 
 DRIFT = 0.1
-"""How far a step may drift from its simulation, by the closed form, before it is simulated anew."""
+"""Part by which the closed form's step may change before the step is simulated again."""
 
 
 class Forecast:
     """Predictions for one session, whose plan and rates change as it goes on."""
 
     def __init__(self) -> None:
-        self._made: tuple[Plan, Rates, float, Prediction] | None = None
+        self._last: tuple[Plan, Rates, float, Prediction] | None = None  # the closed form's seconds, too
         self._late_steps = 0
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
-        """Return the simulator's prediction of a step."""
+        """Simulate a step, and keep the prediction."""
         prediction = predict(plan, rates)
-        self._made = plan, rates, estimate(plan, rates).step_s, prediction
+        self._last = plan, rates, estimate(plan, rates).step_s, prediction
         return prediction
 
     def carried_on(self, plan: Plan, rates: Rates) -> Prediction:
-        """Return the last simulation, carried on while plan and rates are near enough to it; else a new one."""
-        if self._made is not None and self._made[0] is plan:
-            _, then, then_s, prediction = self._made
+        """Return the last simulation, scaled by the closed form; a new one if plan or rates have changed too much."""
+        if self._last is not None and self._last[0] is plan:
+            _, then, then_s, prediction = self._last
             closed_s = estimate(plan, rates).step_s
             if abs(closed_s - then_s) <= DRIFT * then_s:
                 return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
         return self.simulated(plan, rates)
 
     def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float) -> float:
-        """Return the seconds of a forward pass behind which the last step goes on; see `with_forward_s`."""
-        made, factor = self._drifted(plan, rates)
-        return with_forward_s(made, plan, forward_s, factor=factor)
+        """Return the seconds of a step that goes on into forward; see `predict.with_forward_s`."""
+        simulated, factor = self._drifted(plan, rates)
+        return with_forward_s(simulated, plan, forward_s, factor=factor)
 
     def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
-        """Return the seconds of an iteration with updates during backward; see `with_backward_s`."""
-        made, factor = self._drifted(plan, rates)
-        return with_backward_s(made, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
+        """Return the seconds of an iteration with updates during backward; see `predict.with_backward_s`."""
+        simulated, factor = self._drifted(plan, rates)
+        return with_backward_s(simulated, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
 
     def _drifted(self, plan: Plan, rates: Rates) -> tuple[Prediction, float]:
-        """Return the last simulation, which has a timeline, and by what factor a step is longer now."""
+        """Return the last simulation, which has a timeline, and the factor by which a step takes longer now."""
         now = self.carried_on(plan, rates)
-        made = now if self._made is None else self._made[3]
-        return made, now.step_s / made.step_s if made.step_s else 1.0
+        simulated = now if self._last is None else self._last[3]
+        return simulated, now.step_s / simulated.step_s if simulated.step_s else 1.0
 
     def borrowing_s(self, plan: Plan, rates: Rates) -> tuple[float, float] | None:
-        """Return the seconds of a step with the staging slots that are borrowed, and without; None if none are."""
+        """Return the seconds of a step with borrowed GPU staging slots, and without; None if none are borrowed."""
         if plan.unborrowed is plan:
             return None
         return self.carried_on(plan, rates).step_s, predict(plan.unborrowed, rates).step_s
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
-        """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.
-
-        Args:
-            plan: What lives where.
-            rates: What was known before the step.
-            step_s: What it took.
-        """
+        """Warn of a step that took far longer than expected: of the first, second, fourth, and so on."""
         if step_s <= FAR_S:
             return
         expected_s = estimate(plan, rates).step_s
@@ -86,19 +80,19 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """A plan and what it predicts; print it.
+    """A plan and its prediction; print it.
 
     Attributes:
         plan: What lives where.
         explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
             took.
-        unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
-        iteration: Where the step is hidden, seconds of forward, of backward, and of a whole iteration.
-        hidden_in: In what it is: "forward", "backward", "forward and backward".
-        parked: While memory has been given back: how many bytes, and in how many seconds (`predict_back_s`) they are
-            back.
-        borrowing: Where staging slots on the GPU are borrowed, seconds of a step with them, and of one on the CPU.
-        borrowed_bytes: What the last step has borrowed.
+        unpinned_bytes: Host memory that could not be pinned: the GPU's copies of it are slower.
+        iteration: If the step is hidden: seconds of forward, of backward, and of a whole iteration.
+        hidden_in: "forward", "backward" or "forward and backward", if the step is hidden.
+        parked: While the session is parked: bytes that were given back, and seconds until they are back
+            (`predict_back_s`).
+        borrowing: If staging slots on the GPU are borrowed: seconds of a step with them, and of one on the CPU.
+        borrowed_bytes: Bytes that the last step has borrowed.
         frozen_bytes: State of parameters that are frozen now; predicted times are of steps that update it, too.
     """
 
@@ -147,16 +141,19 @@ def predict_back_s(
     beside_bytes: int,
     take_bytes_per_s: float,
 ) -> float:
-    """Return by how much the first step of a session that was parked takes longer than others, `unpark` included.
+    """Return by how many seconds the first step after parking takes longer than others, `unpark` included.
+
+    Memory `taken_bytes` is allocated first; then state is read while `beside_bytes` are allocated, and the longer of
+    the two counts; then state is copied to the GPU.
 
     Args:
-        rates: What is known of the lanes.
+        rates: Speed of every lane.
         read_bytes: State that other steps need not read, by the number of its path. Numbers beyond the paths of the
-            rates are other stores on them.
-        sent_bytes: State that comes home to the GPU.
-        taken_bytes: Memory that is taken again before.
-        beside_bytes: Memory that is taken while state is read.
-        take_bytes_per_s: How fast memory is taken; 0 where unknown.
+            rates are other stores on these.
+        sent_bytes: State that is copied to its home on the GPU.
+        taken_bytes: Memory that is allocated before state is read.
+        beside_bytes: Memory that is allocated while state is read.
+        take_bytes_per_s: Speed of allocation; 0 where unknown.
     """
     paths = [path.read.alone for path in rates.paths]
     read_s = max(
@@ -169,19 +166,18 @@ def predict_back_s(
 
 
 def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:
-    """Return a prediction for rates that have changed a little: no simulation, and no timeline.
+    """Scale a prediction to rates that have changed a little: without simulation, and without a timeline.
 
     Args:
         prediction: Made with the rates `then`.
-        then: Those rates.
-        now: What they are now.
-        factor: By which the whole step has become longer.
+        factor: Factor by which the whole step takes longer now.
     """
     busy_s = {lane: s * _rate(then, lane) / _rate(now, lane) for lane, s in prediction.busy_s.items()}
     return dataclasses.replace(prediction, step_s=prediction.step_s * factor, busy_s=busy_s, timeline=())
 
 
 def _rate(rates: Rates, lane: str) -> float:
+    """Return a lane's rate, in units that cancel in a quotient of two."""
     kind, _, number = lane.partition(":")
     if kind in ("read", "write"):
         return float(getattr(rates.paths[int(number)], f"{kind}_bytes_per_s"))

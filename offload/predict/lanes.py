@@ -1,12 +1,13 @@
-"""Lanes on a virtual clock: what both simulated executors have in common.
+"""Lanes on a virtual clock: the base class of both simulated executors (of predictions, and of tests).
 
 A lane is a serial resource: each path's reads, each path's writes, the CPU; with a GPU also its updates ("gpu") and
-its copy engines, one each way ("h2d", "d2h"), that carry state, weights and gradients in the order in which they are
-given. An operation takes the lane's latency and its bytes over the lane's rate, after what was given to the lane
-before it, and not before the engine has reacted to what it follows from. Completions wait in a heap.
+its copy engines, one for each direction ("h2d", "d2h"), for state, weights and gradients in the order in which they
+are given. An operation takes the lane's latency plus its bytes over the lane's rate. It begins after the lane's
+earlier operations, and not before the engine has reacted to the event that made it possible. Completions wait in a
+heap.
 
 Invariants:
-  * an operation is reported once, or (stuck) never;
+  * an operation is reported once; or never, if a test's fault makes it stuck;
   * virtual time never goes back.
 """
 
@@ -39,7 +40,7 @@ COMMIT_S = 1e-3
 
 
 class Lane:
-    """A serial resource: when each of its servers is free, and what it has done."""
+    """A serial resource, or a few (`servers`) that share its rate: when each is free, and the work done so far."""
 
     __slots__ = ("busy_s", "free_s", "latency_s", "memory_cost", "name", "nbytes", "s_per_byte", "shared")
 
@@ -60,12 +61,7 @@ class VirtualLanes:
     """Lanes, a clock and a heap of completions.
 
     Args:
-        plan: What the operations belong to.
-        rates: Speed of every lane; one entry for each path of the plan.
         servers: Operations that each lane works on at once, every one at its share of the lane's rate.
-
-    Raises:
-        ConfigError: If `rates` has not one entry for each path.
     """
 
     def __init__(self, plan: Plan, rates: Rates, servers: int = 1) -> None:
@@ -87,7 +83,7 @@ class VirtualLanes:
             even = (path.latency_s, path.memory_cost, servers)
             self._reads.append(Lane(f"read:{number}", path.read_bytes_per_s, *even))
             self._writes.append(Lane(f"write:{number}", path.write_bytes_per_s, *even))
-        # What checkpoints need besides: a store that takes copies, as fast as the first path, and their commits.
+        # For checkpoints: a sink that is as fast as the first path, and commits.
         copies = rates.paths[0] if rates.paths else None
         self._copies = Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
         self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
@@ -143,7 +139,7 @@ class VirtualLanes:
         return self._writes[path] if path < len(self._writes) else self._copies
 
     def inject(self, event: Event, at_s: float | None = None) -> None:
-        """Have `wait` report an event that no lane makes, such as `Begin`; now or at a later virtual time."""
+        """Let `wait` return an event that no lane causes, such as `Begin`; now or at a later virtual time."""
         self._push(self.now_s if at_s is None else at_s, event)
 
     def _push(self, at_s: float, what: Operation | Event, fault: Any = None) -> None:
@@ -152,7 +148,7 @@ class VirtualLanes:
 
 
 def label(operation: Operation | int | None) -> str:
-    """Return what a timeline calls an operation, or the gradients of a subgroup."""
+    """Return the text for an operation, or for the gradients of a subgroup (its number), in a timeline."""
     if operation is None:
         return ""
     if isinstance(operation, int):

@@ -1,4 +1,4 @@
-"""What a step will take: the real machine, run over simulated lanes without the bytes."""
+"""Predicts how long a step takes: the real machine runs over simulated lanes that move no bytes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Prediction:
         busy_s: Seconds that each lane works, by its name ("cpu", "read:0", "write:1", ...).
         lane_bytes: Bytes that each lane moves or updates.
         bound_by: The lane that works longest.
-        gradients_s: Seconds in which a backward pass that takes none itself would be rid of its gradients.
-        timeline: Every operation, by the moment it was given to its lane; the step begins at 0 seconds. Empty where
-            none was asked for.
+        gradients_s: Seconds to write a backward pass's gradients to the paths, if backward itself took no time.
+        timeline: Every operation, in the order in which they were put on their lanes; the step begins at 0 seconds.
+            Empty if `predict` was called without.
     """
 
     step_s: float
@@ -55,24 +55,25 @@ class Prediction:
 def with_forward_s(
     prediction: Prediction, plan: Plan, forward_s: float, *, factor: float = 1.0, apart: bool = False
 ) -> float:
-    """Return the seconds of a forward pass into which a step goes on, in the order in which it needs the weights.
+    """Return the seconds from a step's begin to the end of the forward pass into which the step goes on.
 
-    A part of forward begins when its weights are there. Where forward runs on the cores that update, updates take
-    their time from it, unless it waits.
+    The step updates weights in the order in which forward needs them, and each part of forward, in proportion to its
+    bytes of state, begins when its weights are updated. If forward runs on the cores that update, it is slowed down
+    by the time of updates, except while it waits.
 
     Args:
         prediction: Of the step, with a timeline.
         plan: What it predicts.
-        forward_s: What the forward pass takes by itself.
-        factor: By which all of the prediction is longer.
-        apart: Whether a GPU computes, also if weights lie in host memory.
+        forward_s: Seconds of the forward pass by itself.
+        factor: Factor for all times of the prediction.
+        apart: Whether forward runs on a GPU; evident if weights lie there.
     """
     updates = [interval for interval in prediction.timeline if interval.lane in ("cpu", "gpu")]
     nbytes, now_s = sum(interval.nbytes for interval in updates), 0.0
     if not nbytes:
         return prediction.step_s * factor + forward_s
     for interval in sorted(updates, key=lambda interval: interval.finished_s):
-        if not (plan.weights_on_gpu or apart):
+        if not (plan.weights_on_gpu or apart):  # they share the cores
             now_s += (interval.finished_s - interval.started_s) * factor
         now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / nbytes
     return now_s
@@ -89,39 +90,40 @@ def with_backward_s(
     factor: float = 1.0,
     apart: bool = False,
 ) -> float:
-    """Return the seconds of an iteration in which streamed state is updated during backward, and nothing is revoked.
+    """Return the seconds of an iteration in which all streamed state is updated during backward, none in vain.
 
-    All of that state is then moved both ways; in forward staging slots are flushed and filled. Updates take their
-    time from backward, where that runs on the same cores; those of state at home in memory are the step's. With
-    weights on a GPU the CPU updates beside backward, also what the GPU would update in the step. Gradients that stay
-    there and fp32 weights are copied meanwhile; new weights are sent in the step.
+    All of that state is moved both ways: in forward as much as the staging slots hold, the rest in backward. The step
+    updates state at home in memory. If backward runs on the cores that update, it is slowed down by the time of
+    updates. With weights on a GPU, the CPU updates beside backward, including what the GPU would update in the step.
+    Gradients that are still on the GPU and fp32 weights are copied meanwhile; new weights are pushed in the step.
 
     Args:
         prediction: Of the step, with a timeline.
         plan: What it predicts.
-        rates: What it was predicted from.
-        forward_s: What the forward pass takes by itself.
-        backward_s: What backward takes by itself.
-        follows: Whether what is left of the step goes on into forward (`overlap_forward`).
-        factor: By which all of the prediction is longer.
-        apart: Whether a GPU computes, also if weights lie in host memory.
+        rates: The rates that it was made from.
+        forward_s: Seconds of the forward pass by itself.
+        backward_s: Seconds of backward by itself.
+        follows: Whether the rest of the step goes on into forward (`overlap_forward`).
+        factor: Factor for all times of the prediction.
+        apart: Whether forward and backward run on a GPU; evident if weights lie there.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    ahead = plan.updated_in_backward
-    streamed_bytes, moved_bytes = sum(s.state_bytes for s in ahead), sum(interval.nbytes for interval in moves)
+    early = plan.updated_in_backward
+    streamed_bytes, moved_bytes = sum(s.state_bytes for s in early), sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
+    # The step's time of I/O, for as many bytes as are moved now: all of the streamed state, both ways.
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     if plan.weights_on_gpu:
-        left_s = prediction.step_s * factor * _left_share(prediction, plan, moved_bytes)
+        rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
         update_s = streamed_bytes * (update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s)
-        leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in ahead)
+        leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in early)
         if leaving_bytes:
             update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h.alone)
         if follows:
-            return max(forward_s + backward_s, max(update_s, io_s) + left_s)
-        return forward_s + max(backward_s, update_s, io_s - in_forward_s) + left_s
+            return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
+        return forward_s + max(backward_s, update_s, io_s - in_forward_s) + rest_s
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:
         return max(forward_s + backward_s, update_s, io_s)
@@ -132,34 +134,30 @@ def with_backward_s(
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
 
 
-def _left_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
-    """Return how long the lanes work for a step of which some state was updated in backward, over all that they do.
+def _rest_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
+    """Return the part of a step's time that remains if its streamed state was updated in backward.
 
-    Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths. What
-    the GPU would have updated does not pass through it, and its weights come from the CPU.
-
-    Args:
-        prediction: Of the step.
-        plan: What it predicts.
-        moved_bytes: What the step moves over the paths.
+    That is the busiest lane's time for the rest, over the busiest lane's time for all. The step still updates state
+    at home in memory and pushes new weights to the GPU. State that the GPU would have updated is not copied to it and
+    back; instead, its new weights are pushed by the CPU.
     """
-    ahead = plan.updated_in_backward
-    of_gpu = [subgroup for subgroup in ahead if plan.updates_on_gpu(subgroup.index)]
-    ahead_bytes, gpu_bytes = (sum(subgroup.state_bytes for subgroup in some) for some in (ahead, of_gpu))
-    leaving = (plan.leaving_bytes(subgroup.index) for subgroup in ahead if not plan.updates_on_gpu(subgroup.index))
+    early = plan.updated_in_backward
+    of_gpu = [subgroup for subgroup in early if plan.updates_on_gpu(subgroup.index)]
+    ahead_bytes, gpu_bytes = (sum(subgroup.state_bytes for subgroup in some) for some in (early, of_gpu))
+    leaving = (plan.leaving_bytes(subgroup.index) for subgroup in early if not plan.updates_on_gpu(subgroup.index))
     done_bytes = {
         "cpu": ahead_bytes - gpu_bytes,
         "gpu": gpu_bytes,
         "h2d": gpu_bytes - sum(subgroup.weight_bytes for subgroup in of_gpu),
         "d2h": gpu_bytes + sum(leaving),
     }
-    left_s = 0.0
+    rest_s = 0.0
     for lane, busy_s in prediction.busy_s.items():
         of_path = lane.startswith(("read:", "write:"))
         done = 2 * ahead_bytes if of_path else done_bytes.get(lane, 0)
         nbytes = moved_bytes if of_path else prediction.lane_bytes.get(lane, 0)
-        left_s = max(left_s, busy_s * (1 - min(done / max(nbytes, 1), 1.0)))
-    return left_s / max(prediction.busy_s.values()) if left_s else 0.0
+        rest_s = max(rest_s, busy_s * (1 - min(done / max(nbytes, 1), 1.0)))
+    return rest_s / max(prediction.busy_s.values()) if rest_s else 0.0
 
 
 def predict(
@@ -172,7 +170,7 @@ def predict(
 ) -> Prediction:
     """Simulate steps that update everything, back to back, and return the last.
 
-    The first step finds fresh state and fetches nothing; the second meets the state where it will stay.
+    The first step fetches nothing, as all state is fresh; from the second on, state lies where steps leave it.
 
     Args:
         plan: What to predict.
@@ -180,7 +178,7 @@ def predict(
         steps: Steps to simulate; at least 2 for a steady state. Costs about 10 us for each tile of each step,
             twice that on a path whose directions hinder each other.
         timeline: Whether the prediction has a timeline.
-        report: Told how many visits of how many have been simulated.
+        report: Called with the number of simulated visits, and of all.
 
     Raises:
         ConfigError: If `rates` has not one entry for each path, or `steps` is less than 1.
@@ -201,27 +199,27 @@ def predict(
         return machine.finished_sweep is not None
 
     for number in range(1, steps + 1):
-        executor.record_timeline, came_s = False, executor.now_s
+        executor.record_timeline, backward_began_s = False, executor.now_s
         for owner in filter(None, map(plan.gradients_of, reversed(everything))):
             machine.handle(Want(owner, fills=True))
             pump(machine, executor, partial(_may_fill, owner))
             machine.handle(Ready(owner, fills=True))
-        gradients_s = executor.now_s - came_s
+        gradients_s = executor.now_s - backward_began_s
         executor.record_timeline = timeline and number == steps
-        begun_s = max(executor.now_s, executor.end_device())
+        began_s = max(executor.now_s, executor.end_device())
         busy_before, bytes_before = executor.busy_s, executor.lane_bytes
         visits = update_visits(plan, visit_order(everything, machine.slots))
-        executor.inject(Begin(Sweep(number, number, visits)), begun_s)
+        executor.inject(Begin(Sweep(number, number, visits)), began_s)
         pump(machine, executor, has_finished)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
         machine.take_finished_sweep()
-        heard_s = executor.now_s + rates.reaction_s  # whoever waits for it hears of it; the GPU waits for itself
-        step_s = max(heard_s, executor.end_device()) - begun_s
-        pump(machine, executor, lambda machine: machine.in_flight == 0)  # what ends behind forward and backward
+        told_s = executor.now_s + rates.reaction_s  # when the caller's thread is told; the GPU needs no telling
+        step_s = max(told_s, executor.end_device()) - began_s
+        pump(machine, executor, lambda machine: machine.in_flight == 0)  # flushes that go on after the step
     busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
     lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}
     intervals = tuple(
-        interval._replace(started_s=interval.started_s - begun_s, finished_s=interval.finished_s - begun_s)
+        interval._replace(started_s=interval.started_s - began_s, finished_s=interval.finished_s - began_s)
         for interval in executor.timeline
     )
     bound_by = max(busy_s, key=lambda lane: busy_s[lane])

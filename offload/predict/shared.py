@@ -1,9 +1,9 @@
 """A path whose transfers share its bandwidth, on the virtual clock.
 
-Each direction has two speeds, alone and beside the other, and serves so many transfers at once: they share its speed
-equally, and others wait in the order in which they were given. What a transfer takes depends on what is given to the
-path later, so it is not known when it begins: time goes from one change to the next. A change is a transfer that
-begins or ends.
+Each direction has two speeds: alone, and beside the other. It serves `at_once` transfers at once, which share its
+speed equally; further ones wait in the order in which they were given. How long a transfer takes depends on later
+ones, so it is not known when it begins. So the clock goes from one change to the next; a change is a transfer's begin
+or end.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from offload.plan.rates import Direction, PathRates
 T = TypeVar("T")
 
 AT_ONCE_S = 1e-12
-"""Transfers that end within so much of each other end together: the clock's rounding is no time between them."""
+"""Transfers whose ends are no further apart end together: such a difference is the clock's rounding."""
 
 
 @dataclass(slots=True)
 class Flow(Generic[T]):
-    """What a direction has been given.
+    """A transfer that was given to a direction.
 
     Attributes:
-        what: Whatever stands for it.
+        what: The caller's name for it.
         nbytes: Its bytes.
-        started_s: When it began; before that, when it may.
+        started_s: When it began; until then, when it may begin.
     """
 
     what: T
@@ -41,9 +41,9 @@ class Flow(Generic[T]):
 class _Lane(Generic[T]):
     """One direction.
 
-    Work is counted in seconds that a transfer takes alone. All transfers that are served have had the same share
-    since each began, so one sum, `share_s`, says how far all of them are: a transfer ends when the sum has grown by
-    its own work.
+    Work is counted in the seconds that a transfer takes alone. All served transfers get equal shares, so one sum,
+    `share_s`, counts the work that each of them got: a transfer that begins when the sum is s and has work w ends
+    when the sum is s + w (the virtual time of fair queueing).
     """
 
     rates: Direction
@@ -51,21 +51,23 @@ class _Lane(Generic[T]):
     at_once: int
     queue: deque[Flow[T]] = field(default_factory=deque)
     served: list[tuple[float, int, Flow[T]]] = field(default_factory=list)
-    """A heap: at what `share_s` each transfer ends."""
+    """A heap, by the `share_s` at which each transfer ends."""
     share_s: float = 0.0
     begun: int = 0
     busy_s: float = 0.0
     alone_s: float = 0.0
-    """What all transfers that are served take alone, one after the other,"""
+    """Seconds that all served transfers take one after the other, while the other direction is not used,"""
     beside_s: float = 0.0
-    """and beside the other direction;"""
+    """and while it is."""
     nbytes: int = 0
-    """and their bytes."""
+    """Their bytes."""
 
     def work_s(self, transfer: Flow[T], bytes_per_s: float) -> float:
+        """Return the seconds that a transfer takes by itself at a rate."""
         return self.latency_s + transfer.nbytes / bytes_per_s
 
     def count(self, transfer: Flow[T], sign: int) -> None:
+        """Add a transfer that begins to the sums of those served (1), or subtract one that ends (-1)."""
         self.alone_s += sign * self.work_s(transfer, self.rates.alone)
         self.beside_s += sign * self.work_s(transfer, self.rates.beside)
         self.nbytes += sign * transfer.nbytes
@@ -73,12 +75,15 @@ class _Lane(Generic[T]):
             self.alone_s = self.beside_s = 0.0
 
     def stretch(self, *, alone: bool) -> float:
-        """Return the seconds that a second of each transfer's work takes."""
+        """Return the seconds in which each served transfer gets one second of work.
+
+        There are n that share, and beside the other direction all take beside_s / alone_s times as long.
+        """
         slower = 1.0 if alone or not self.alone_s else self.beside_s / self.alone_s
         return len(self.served) * slower
 
     def begin(self, at_s: float) -> None:
-        """Begin what may begin now."""
+        """Begin waiting transfers, as many as may be served at once."""
         while self.queue and len(self.served) < self.at_once and self.queue[0].started_s <= at_s:
             transfer = self.queue.popleft()
             transfer.started_s = at_s
@@ -88,7 +93,7 @@ class _Lane(Generic[T]):
             self.count(transfer, 1)
 
     def end(self) -> Flow[T]:
-        """End the transfer that is due first."""
+        """End the transfer that ends first."""
         self.share_s, _, transfer = heappop(self.served)
         self.count(transfer, -1)
         if not self.served:
@@ -97,11 +102,7 @@ class _Lane(Generic[T]):
 
 
 class SharedPath(Generic[T]):
-    """Two directions, each of which serves some transfers at once.
-
-    Args:
-        rates: Of the path.
-    """
+    """The reads and writes of one path."""
 
     def __init__(self, rates: PathRates) -> None:
         at_once = max(1, round(rates.at_once))
@@ -112,22 +113,22 @@ class SharedPath(Generic[T]):
         self._memory_cost = rates.memory_cost
         self._at_s = 0.0
         self.changes_s = math.inf
-        """When something begins or ends next; infinite where nothing is waiting."""
+        """When a transfer begins or ends next; infinite if there is none."""
         self.demand = 0.0
-        """Traffic in memory, a second, since the last change."""
+        """Memory traffic since the last change, in bytes a second."""
 
     def busy_s(self, verb: str) -> float:
         """Return the seconds in which a direction has worked up to the last change."""
         return self._lanes[verb].busy_s
 
     def give(self, verb: str, transfer: Flow[T], now_s: float) -> None:
-        """Put a transfer behind those of its direction; there has been no change before `now_s`."""
+        """Add a transfer to those of its direction. All changes before `now_s` must have been made."""
         self._go_on(now_s)
         self._lanes[verb].queue.append(transfer)
         self._look_ahead()
 
     def change(self) -> list[tuple[str, Flow[T]]]:
-        """Go on to the next change; return what ended there, with its direction."""
+        """Go on to the next change; return the transfers that end there, each after its direction."""
         at_s = self.changes_s
         alone = self._alone()
         ends = {
@@ -147,14 +148,15 @@ class SharedPath(Generic[T]):
         return ended
 
     def _alone(self) -> bool:
+        """Return whether at most one direction is in use."""
         return not all(lane.served for lane in self._lanes.values())
 
     def _left_s(self, lane: _Lane[T], *, alone: bool) -> float:
-        """Return what is left of the served transfer that ends first takes, if nothing changes."""
+        """Return the seconds until the first of the served transfers ends, if nothing changes before."""
         return max(0.0, lane.served[0][0] - lane.share_s) * lane.stretch(alone=alone)
 
     def _go_on(self, to_s: float) -> None:
-        """Let both directions work until then."""
+        """Let both directions work until `to_s`."""
         passed_s = to_s - self._at_s
         if passed_s <= 0:
             return
@@ -166,12 +168,12 @@ class SharedPath(Generic[T]):
         self._at_s = to_s
 
     def _look_ahead(self) -> None:
-        """Work out when the next change is, and the traffic until then."""
+        """Compute the time of the next change, and the memory traffic until then."""
         alone, self.demand, self.changes_s = self._alone(), 0.0, math.inf
         for lane in self._lanes.values():
             if lane.served:
                 self.changes_s = min(self.changes_s, self._at_s + self._left_s(lane, alone=alone))
-                whole_s = lane.alone_s if alone else lane.beside_s
-                self.demand += self._memory_cost * lane.nbytes / whole_s if whole_s else 0.0
+                all_s = lane.alone_s if alone else lane.beside_s
+                self.demand += self._memory_cost * lane.nbytes / all_s if all_s else 0.0
             if lane.queue and len(lane.served) < lane.at_once:
                 self.changes_s = min(self.changes_s, max(self._at_s, lane.queue[0].started_s))

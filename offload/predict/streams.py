@@ -1,9 +1,9 @@
 """A GPU on the virtual clock: streams whose work is done in order, and the engines that do it.
 
 There is an engine for each direction of copies, and one for kernels. Each does one piece of work at a time. How a
-copy engine chooses between streams is written down nowhere; users have seen both of `Order`.
+copy engine chooses between streams is not documented; both ways of `Order` have been observed.
 
-Not done here: knowing how long work takes.
+Non-goals: knowing how long work takes.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ from typing import Generic, TypeVar
 What = TypeVar("What")
 
 PIECE_GAP_S = 5e-6
-"""What comes between two pieces of a copy, so that the engine may leave the stream there: a kernel that does next to
-nothing."""
+"""Time of the almost empty kernel between two pieces of a copy; it lets the engine go to another stream there."""
 
 
 class Order(Enum):
-    """Which of several streams a copy engine takes work from."""
+    """How a copy engine chooses between streams."""
 
     READINESS = auto()
-    """That whose next copy has waited longest for nothing but copies."""
+    """The stream whose next copy has been ready (waiting for the engine only) for the longest time."""
     STAYS = auto()
-    """That of its last copy, as long as the next one there can begin; else as by readiness."""
+    """The stream of the engine's last copy, as long as the next one there is ready; else as by readiness."""
 
 
 class Work(Generic[What]):
     """A piece of work.
 
     Args:
-        stream: Which it is put on.
-        engine: Which does it.
-        what: What it is.
+        stream: The stream that it is put on.
+        engine: The engine that does it.
+        what: The caller's name for it.
         nbytes: Its size.
         given_s: When it is put there.
-        follows: Other work that it waits for.
-        gap_s: What comes between the work before it on its stream and this.
+        follows: Work on another stream that it waits for.
+        gap_s: Time between the work before it on its stream and this.
 
     Attributes:
-        ends_s: When it ends; infinite as long as it has not begun.
+        ends_s: When it ends; infinite until it has begun.
     """
 
     __slots__ = ("ends_s", "engine", "follows", "gap_s", "given_s", "nbytes", "stream", "what")
@@ -64,18 +63,14 @@ class Work(Generic[What]):
 
 
 class Streams(Generic[What]):
-    """What has been put on streams and has not begun.
-
-    Args:
-        order: How each engine chooses.
-    """
+    """Work that has been put on streams and has not begun, and the choice of what begins next."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self._waiting: dict[str, deque[Work[What]]] = {}
-        self._ended_s: dict[str, float] = {}  # of the last work of a stream that has begun
-        self._free_s: dict[str, float] = {}
-        self._last: dict[str, str] = {}  # the stream of an engine's last work
+        self._ended_s: dict[str, float] = {}  # when the last work ends that has begun, by stream
+        self._free_s: dict[str, float] = {}  # likewise, by engine
+        self._last: dict[str, str] = {}  # the stream of the last work, by engine
         self._next: tuple[float, Work[What] | None] | None = None
 
     def put(self, work: Work[What]) -> Work[What]:
@@ -85,13 +80,13 @@ class Streams(Generic[What]):
         return work
 
     def next(self) -> tuple[float, Work[What] | None]:
-        """Return when the next work begins, as far as is known, and which; infinite for none."""
+        """Return the work that begins next, after the time of its begin; infinity and None if none can begin."""
         if self._next is None:
-            self._next = min(self._candidates(), key=lambda found: found[0], default=(math.inf, None))
+            self._next = min(self._candidates(), key=lambda candidate: candidate[0], default=(math.inf, None))
         return self._next
 
     def begin(self, work: Work[What], ends_s: float) -> None:
-        """Take in that the next work begins, and when it ends."""
+        """Begin the work that `next` has returned; it ends at `ends_s`."""
         self._waiting[work.stream].popleft()
         work.ends_s = self._ended_s[work.stream] = self._free_s[work.engine] = ends_s
         work.follows = None
@@ -99,7 +94,7 @@ class Streams(Generic[What]):
         self._next = None
 
     def _candidates(self) -> Iterator[tuple[float, Work[What]]]:
-        """Yield for each engine when it begins its next work, and which."""
+        """Yield for each engine the work that it begins next, after the time of its begin."""
         ready: dict[str, list[tuple[float, Work[What]]]] = {}
         for stream, waiting in self._waiting.items():
             if waiting:

@@ -1,13 +1,14 @@
 """The simulated executor of predictions: even lanes, no bytes, no faults.
 
-It adds to `VirtualLanes` what sets the pace of a real step. Directions of a path may be slower beside each other, and
-serve several transfers at once (`SharedPath`). Where the rates know what the engine's own thread takes for an
-operation, that is a lane, too ("engine"). Where they know the host's memory bandwidth, updates on the CPU have what
-the other lanes leave of it at each moment (`Rates.cpu_speed`).
+It adds to `VirtualLanes` what limits a real step. Directions of a path may be slower beside each other, and serve
+several transfers at once (`SharedPath`). If the rates have the time that the engine's own thread takes for an
+operation, that thread is a lane, too ("engine"). If they have the host's memory bandwidth, updates on the CPU get
+what the other lanes leave of it at each moment (`Rates.cpu_speed`).
 
 The GPU is driven as the live engine drives it: a copy to it or an update there counts as done once it is enqueued,
-and what follows waits for it on the GPU (`Streams`). Gradients that wait on the GPU (`Plan.fetches_gradients`) are
-fetched a few visits ahead, on a stream beside that of state, and an update on the CPU waits for its own.
+and the operations that depend on it wait on the GPU (`Streams`). Gradients that are on the GPU when the step begins
+(`Plan.fetches_gradients`) are fetched `BROUGHT_AHEAD` visits in advance, on a stream beside that of state; an update
+on the CPU waits for its own.
 
 Non-goals: a host so much slower than its lanes that they wait for it in turn.
 """
@@ -34,18 +35,13 @@ class TimingExecutor(VirtualLanes):
     """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
 
     Args:
-        plan: What the operations belong to.
-        rates: Speed of every lane; one entry for each path of the plan.
         order: How the GPU's copy engines choose between streams.
-        piece_bytes: Size of the pieces of copies, after each of which an engine may leave the stream; None for whole
-            copies.
-
-    Raises:
-        ConfigError: If `rates` has not one entry for each path.
+        piece_bytes: Size of the pieces that copies are cut into; after each, an engine may go to another stream. None
+            for whole copies.
     """
 
     gradient_stream = "leaving"
-    """The stream on which gradients leave the GPU: "d2h" is that of state."""
+    """The stream of copies of gradients from the GPU; those of state are on the stream "d2h"."""
 
     def __init__(
         self, plan: Plan, rates: Rates, *, order: Order = Order.READINESS, piece_bytes: int | None = None
@@ -54,65 +50,66 @@ class TimingExecutor(VirtualLanes):
         self.streams: Streams[Operation | int] = Streams(order)
         """Those of the GPU."""
         self._piece_bytes = piece_bytes
-        # Paths whose transfers share what there is: what one takes there is known when it has ended.
+        # Paths whose transfers share the bandwidth: how long one takes is known only when it has ended.
         self._shared: list[SharedPath[Operation]] = []
         for number, path in enumerate(rates.paths):
             if path.is_shared or round(path.at_once) > 1:
                 self._shared.append(SharedPath(path))
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         self._slower = slower(plan, rates)
-        # What the engine's thread does, one thing after the other.
-        self._engine = Lane(ENGINE, 1.0)
+        self._engine = Lane(ENGINE, 1.0)  # the work of the engine's thread
         self._call_s = rates.gpu.call_s
-        self._reaction_s = rates.reaction_s  # to what has been reported last: nothing where the engine did it itself
-        self._costly = bool(rates.operation_s or rates.begin_s or self._call_s)
-        # Updates that share the memory end when the others let them: they wait here, not in the heap.
+        self._reaction_s = rates.reaction_s  # to the last report; 0 if the engine itself caused that, by enqueuing
+        self._has_engine_lane = bool(rates.operation_s or rates.begin_s or self._call_s)
+        # How long an update takes depends on other lanes' memory traffic: then updates wait here, not in the heap.
         demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
         demand += sum(
             path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_shared
         )
-        # So do those that wait for gradients.
-        self._contended = rates.cpu_speed(demand) < 1 or plan.fetches_gradients
+        # So they do if they may have to wait for gradients.
+        self._queues_updates = rates.cpu_speed(demand) < 1 or plan.fetches_gradients
         self._updates: deque[tuple[Run, float]] = deque()  # and when each may begin
         self._update_left_s = 0.0  # of the first one, at the CPU's own speed
-        self._update_from_s = 0.0
-        self._demand = 0.0  # of the other lanes for the memory, a second,
-        self._demands: list[tuple[float, float]] = []  # and how it will change: a heap of (when, by how much)
-        # What the GPU orders by itself: what the state in each of its slots waits for.
-        self._there: dict[int, Work[Operation | int]] = {}
-        # Gradients: of which visits they are not asked for yet, of which ahead of the visit, and their copies.
-        self._to_bring: dict[int, int] = {}
-        self._ahead: set[int] = set()
-        self._brought: dict[int, Work[Operation | int]] = {}
+        self._update_from_s = 0.0  # when the first one may begin
+        self._demand = 0.0  # memory traffic of the other lanes, bytes a second,
+        self._demands: list[tuple[float, float]] = []  # and its coming changes: a heap of (when, by how much)
+        self._last_in_slot: dict[
+            int, Work[Operation | int]
+        ] = {}  # by GPU staging slot: the next work there follows it
+        self._to_fetch: dict[int, int] = {}  # bytes of gradients on the GPU that are not asked for yet, by subgroup
+        self._ahead: set[int] = set()  # subgroups whose gradients were asked for before their visits
+        self._gradient_copies: dict[int, Work[Operation | int]] = {}  # by subgroup
         self._weights_sent: dict[int, Work[Operation | int]] = {}  # from each weight slot
-        self._awaited: dict[Work[Operation | int], tuple[float, Operation]] = {}  # what is reported when work ends
+        self._awaited: dict[
+            Work[Operation | int], tuple[float, Operation]
+        ] = {}  # operations to report when work ends
 
     def end_device(self) -> float:
-        """Have the GPU do all that it has been given; return when it has ended updates and copies to it."""
+        """Let the GPU do all enqueued work; return when it has ended its updates and the copies to it."""
         while self.streams.next()[1] is not None:
             self._begin_work()
         return max((lane.free_s[0] for name, lane in self._named.items() if name not in ("cpu", "d2h")), default=0.0)
 
     def _lanes(self) -> list[Lane]:
-        return [*super()._lanes(), self._engine] if self._costly else super()._lanes()
+        return [*super()._lanes(), self._engine] if self._has_engine_lane else super()._lanes()
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Give operations to their lanes, which take them up when the engine has reacted."""
+        """Put operations on their lanes; each may begin when the engine has reacted and done its own work for it."""
         ready_s = self.now_s + self._reaction_s
         for operation in operations:
             lane, nbytes = self.lane_of(operation)
-            if self._costly:
-                ready_s = self._work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
-            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_bring:
-                ready_s = self._coming(operation.tile.subgroup, ready_s)
+            if self._has_engine_lane:
+                ready_s = self._engine_work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
+            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_fetch:
+                ready_s = self._fetch_with_state(operation.tile.subgroup, ready_s)
             if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
                 self._enqueue(operation, nbytes, ready_s)
                 continue
             if lane is self._cpu and isinstance(operation, Run):
                 number = operation.visit.subgroup
-                if self._to_bring or self._ahead:
-                    ready_s = self._bring(number, ready_s)
-                if self._contended:
+                if self._to_fetch or self._ahead:
+                    ready_s = self._fetch_for_visit(number, ready_s)
+                if self._queues_updates:
                     self._updates.append((operation, ready_s))
                     if len(self._updates) == 1:
                         self._start_update()
@@ -123,21 +120,23 @@ class TimingExecutor(VirtualLanes):
             self._push(self._give(lane, operation, nbytes, ready_s), operation)
 
     def _enqueue(self, operation: Transfer | AwaitPush | Run, nbytes: int, ready_s: float) -> None:
-        """Put work on a stream of the GPU; report it when it ends, or now where the host need not know."""
+        """Put work on a stream of the GPU; report it when it ends, or now if the host need not wait for its end."""
         if isinstance(operation, AwaitPush):
             self._report(self._weights_sent.pop(operation.through), ready_s, operation)
         elif isinstance(operation, Run):
             slot = operation.through
-            state = self._there.pop(slot, None) if slot is not None else None
+            state = self._last_in_slot.pop(slot, None) if slot is not None else None
             work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
             if slot is not None:
-                self._there[slot] = work
+                self._last_in_slot[slot] = work
             self._push(ready_s, operation)
         elif operation.what == "state":
             slot = operation.through
-            work = self._copy(operation.lane, operation.lane, operation, nbytes, ready_s, self._there.pop(slot, None))
+            work = self._copy(
+                operation.lane, operation.lane, operation, nbytes, ready_s, self._last_in_slot.pop(slot, None)
+            )
             if operation.lane == "h2d":
-                self._there[slot] = work
+                self._last_in_slot[slot] = work
                 self._push(ready_s, operation)
             else:
                 self._report(work, ready_s, operation)
@@ -156,7 +155,7 @@ class TimingExecutor(VirtualLanes):
         ready_s: float,
         follows: Work[Operation | int] | None = None,
     ) -> Work[Operation | int]:
-        """Put a copy on a stream, in pieces if it has to; return the last one."""
+        """Put a copy on a stream, in pieces of at most `piece_bytes`; return the last piece."""
         piece_bytes = self._piece_bytes
         if piece_bytes is None:
             return self.streams.put(Work(stream, engine, what, nbytes, ready_s, follows))
@@ -183,7 +182,7 @@ class TimingExecutor(VirtualLanes):
             self._push(max(ready_s, ends_s), operation)
 
     def _give(self, lane: Lane, what: Operation | int, nbytes: int, may_start_s: float) -> float:
-        """Put work on an even lane (predictions spend their time here); return its end."""
+        """Put work on a lane with a constant rate; return its end. Predictions spend most of their time here."""
         started_s = lane.free_s[0]
         if started_s < may_start_s:
             started_s = may_start_s
@@ -193,7 +192,7 @@ class TimingExecutor(VirtualLanes):
         finished_s = lane.free_s[0] = started_s + duration_s
         lane.busy_s += duration_s
         lane.nbytes += nbytes
-        if self._contended and lane.memory_cost and duration_s:
+        if self._queues_updates and lane.memory_cost and duration_s:
             demand = lane.memory_cost * nbytes / duration_s  # its mean traffic, latency included
             heappush(self._demands, (started_s, demand))
             heappush(self._demands, (finished_s, -demand))
@@ -202,7 +201,7 @@ class TimingExecutor(VirtualLanes):
         return finished_s
 
     def _times(self, lane: Lane, what: Operation | int) -> float:
-        """Return how many times as long as on the fastest memory node work on a subgroup's state takes."""
+        """Return the factor by which work on state takes longer than on the fastest memory node."""
         if isinstance(what, Run):
             return self._slower.get((lane.name, what.visit.subgroup), 1.0)
         if isinstance(what, Transfer) and what.what == "state":
@@ -212,7 +211,7 @@ class TimingExecutor(VirtualLanes):
     def _give_shared(
         self, lane: Lane, path: SharedPath[Operation], operation: Operation, nbytes: int, may_start_s: float
     ) -> None:
-        """Put work on a lane whose path is shared by what is given to it."""
+        """Put a transfer on a lane whose path is shared by its transfers."""
         before = path.demand
         path.give(lane.name.partition(":")[0], Flow(operation, nbytes, may_start_s), self.now_s)
         self._note_demand(path.demand - before)
@@ -230,11 +229,12 @@ class TimingExecutor(VirtualLanes):
         self._note_demand(path.demand - before)
 
     def _note_demand(self, change: float) -> None:
-        if self._contended and change:
+        """Change the memory traffic beside updates from now on."""
+        if self._queues_updates and change:
             heappush(self._demands, (self.now_s, change))
 
-    def _work(self, from_s: float, seconds: float) -> float:
-        """Let the engine's thread work; return when it is through."""
+    def _engine_work(self, from_s: float, seconds: float) -> float:
+        """Let the engine's thread work for so many seconds, after its earlier work; return the end."""
         engine = self._engine
         started_s = max(engine.free_s[0], from_s)
         engine.free_s[0] = started_s + seconds
@@ -244,49 +244,51 @@ class TimingExecutor(VirtualLanes):
         return engine.free_s[0]
 
     def _calls(self, operation: Operation) -> int:
-        """Return how often the GPU's runtime is called for an operation."""
+        """Return the number of calls of the GPU's runtime for an operation."""
         if isinstance(operation, Transfer) and operation.what == "weights":
             return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
         return CALLS if isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu) else 0
 
     def _begin(self, sweep: Sweep) -> None:
-        """Have the gradients of the first visits on their way, as far as they lie on the GPU."""
+        """Begin a step: let the engine work for it, and fetch the first visits' gradients if the GPU has them."""
         self._ahead.clear()
-        self._brought.clear()
-        if self._costly:
-            self._work(self.now_s + self._rates.reaction_s, self._rates.begin_s)
+        self._gradient_copies.clear()
+        if self._has_engine_lane:
+            self._engine_work(self.now_s + self._rates.reaction_s, self._rates.begin_s)
         if self._plan.fetches_gradients:
-            # A gradient has its weight's dtype.
-            self._to_bring = {visit.subgroup: visit.weight_bytes for visit in sweep.visits if visit.weight_bytes}
-            self._bring_ahead(self.now_s + self._rates.reaction_s)
+            # A gradient has its weight's dtype, and so its bytes.
+            self._to_fetch = {visit.subgroup: visit.weight_bytes for visit in sweep.visits if visit.weight_bytes}
+            self._fetch_ahead(self.now_s + self._rates.reaction_s)
 
-    def _bring(self, subgroup: int, ready_s: float) -> float:
-        """Fetch the gradients of a visit that begins, if they are not on their way, and of those after it."""
-        if subgroup in self._to_bring:
-            ready_s = self._fetch(subgroup, ready_s)
+    def _fetch_for_visit(self, subgroup: int, ready_s: float) -> float:
+        """Fetch the gradients of a visit that begins, unless they were asked for, and those of later visits."""
+        if subgroup in self._to_fetch:
+            ready_s = self._fetch_gradients(subgroup, ready_s)
         self._ahead.discard(subgroup)
-        return self._bring_ahead(ready_s)
+        return self._fetch_ahead(ready_s)
 
-    def _coming(self, subgroup: int, ready_s: float) -> float:
-        """Fetch the gradients of a visit whose state is being fetched."""
-        if subgroup in self._to_bring:
-            ready_s = self._fetch(subgroup, ready_s)
+    def _fetch_with_state(self, subgroup: int, ready_s: float) -> float:
+        """Fetch the gradients of a visit whose state starts to be fetched."""
+        if subgroup in self._to_fetch:
+            ready_s = self._fetch_gradients(subgroup, ready_s)
             self._ahead.add(subgroup)
         return ready_s
 
-    def _bring_ahead(self, ready_s: float) -> float:
-        while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
-            subgroup = next(iter(self._to_bring))
-            ready_s = self._fetch(subgroup, ready_s)
+    def _fetch_ahead(self, ready_s: float) -> float:
+        """Fetch gradients until those of `BROUGHT_AHEAD` coming visits have been asked for."""
+        while self._to_fetch and len(self._ahead) < BROUGHT_AHEAD:
+            subgroup = next(iter(self._to_fetch))
+            ready_s = self._fetch_gradients(subgroup, ready_s)
             self._ahead.add(subgroup)
         return ready_s
 
-    def _fetch(self, subgroup: int, ready_s: float) -> float:
-        nbytes = self._to_bring.pop(subgroup)
-        if self._costly:
+    def _fetch_gradients(self, subgroup: int, ready_s: float) -> float:
+        """Enqueue the copy of a subgroup's gradients from the GPU; return when the engine's thread has done that."""
+        nbytes = self._to_fetch.pop(subgroup)
+        if self._has_engine_lane:
             segments = len(self._plan.layout.subgroups[subgroup].segments)
-            ready_s = self._work(ready_s, (PASSING_CALLS + segments) * self._call_s)
-        self._brought[subgroup] = self._copy(self.gradient_stream, "d2h", subgroup, nbytes, ready_s)
+            ready_s = self._engine_work(ready_s, (PASSING_CALLS + segments) * self._call_s)
+        self._gradient_copies[subgroup] = self._copy(self.gradient_stream, "d2h", subgroup, nbytes, ready_s)
         return ready_s
 
     def _start_update(self) -> None:
@@ -295,15 +297,15 @@ class TimingExecutor(VirtualLanes):
         self._update_from_s = max(self.now_s, may_start_s)
 
     def _update_starts_s(self) -> float:
-        """Return when the update under way began or will; infinite while its gradients have not left."""
-        brought = self._brought.get(self._updates[0][0].visit.subgroup)
+        """Return when the update under way began or will begin; infinite until its gradients' copy has begun."""
+        brought = self._gradient_copies.get(self._updates[0][0].visit.subgroup)
         return max(self._update_from_s, brought.ends_s if brought is not None else 0.0)
 
     def _work_until(self, until_s: float) -> float | None:
-        """Let the update under way proceed, beside whatever the other lanes have been given.
+        """Let the update under way proceed, at the speed that the other lanes' memory traffic allows.
 
         Returns:
-            When it is through, if that is before `until_s`; else None, with `_update_left_s` brought up to then.
+            Its end, if that is not after `until_s`; else None, and `_update_left_s` is what is left then.
         """
         at_s, starts_s = self.now_s, self._update_starts_s()
         while True:
@@ -321,9 +323,13 @@ class TimingExecutor(VirtualLanes):
             at_s = end_s
 
     def _end_update(self, at_s: float) -> list[Event]:
+        """End the CPU update under way: account for it, start the next one, and report it.
+
+        The engine reacts to a report after `reaction_s`, so operations that it submits next begin that much later.
+        """
         started_s = self._update_starts_s()
         run, _ = self._updates.popleft()
-        nbytes = self.lane_of(run)[1]
+        _, nbytes = self.lane_of(run)
         self.now_s = at_s
         self._cpu.busy_s += at_s - started_s
         self._cpu.nbytes += nbytes
@@ -338,16 +344,16 @@ class TimingExecutor(VirtualLanes):
         """Advance the clock to the next completion and report it, with all others of the same moment.
 
         Raises:
-            InternalError: If nothing is out and nothing was injected: a live engine would wait for ever.
+            InternalError: If nothing is in flight or injected: a live engine would wait for ever.
         """
         while True:
             begins_s, reported_s = self.streams.next()[0], self._heap[0][0] if self._heap else math.inf
             path = min(self._shared, key=lambda path: path.changes_s, default=None)
             changes_s = min(begins_s, path.changes_s) if path is not None else begins_s
             if self._updates:
-                through_s = self._work_until(min(changes_s, reported_s))
-                if through_s is not None:
-                    return self._end_update(through_s)
+                ended_s = self._work_until(min(changes_s, reported_s))
+                if ended_s is not None:
+                    return self._end_update(ended_s)
             if changes_s > reported_s or changes_s == math.inf:
                 break
             self.now_s = max(self.now_s, changes_s)
@@ -375,7 +381,7 @@ class TimingExecutor(VirtualLanes):
 
 
 def _is_enqueued(what: Operation | Event) -> bool:
-    """Return whether that counts as done once the GPU knows of it."""
+    """Return whether an operation counts as done once it is enqueued on the GPU."""
     if isinstance(what, Transfer):
         return what.lane == "h2d"
     return isinstance(what, Run) and what.visit.gpu

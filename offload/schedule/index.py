@@ -1,12 +1,30 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
-A slot is taken by `claim`, then named by `commit`, given back by `abandon` or, if its write has failed, by `refuse`.
-Checkpoints set room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes may `take_over`
-stores and `adopt` tiles.
+Checkpoints set room aside (`reserve`, `give_back`) before they `hold` slots. A session that resumes may `take_over`
+stores and `adopt` tiles. A slot::
 
-What a step cannot do without comes first: its own slots are `cut` and their room is allocated (`allocated`) before
-others may have any. Others (speculative versions, activations, state that leaves memory) are *lent* slots: they
-reserve and claim them with `lent`, and get none that a step may need.
+    free          | claim                                     | claimed
+    claimed       | commit                                    | live
+    claimed       | hold                                      | held
+    claimed       | abandon                                   | free
+    claimed       | refuse                                    | lost
+    live          | drop or commit of the tile's next version | free
+    live          | hold                                      | live and held
+    live and held | drop or commit of the tile's next version | held
+    live and held | hold or adopt                             | live and held
+    live and held | let_go                                    | live
+    held          | hold                                      | held
+    held          | adopt                                     | live and held
+    held          | let_go                                    | free
+
+`forget` is a `drop` that also gives back reserved room. Holds are counted: `let_go` here ends the last one. `refuse`
+of a slot whose room is there, since its path is full, is an `abandon`.
+
+Slots that steps and checkpoints need come first: they are `cut`, and their room is allocated (`allocated`), before
+others may have any. All others are *lent*: to speculative versions, to activations, and to state that is moved from
+memory to storage. These reserve and claim with `lent`, and get no slot that a step may need.
+
+"Unmade" slots are those that may still be made: planned or reserved, and not part of a store yet.
 
 Invariants:
   * a slot is free, claimed (a write is on its way) or in use: live (an index entry names it), held (checkpoints name
@@ -32,7 +50,7 @@ from offload.errors import InternalError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
 
 GROWTH_CREDIT_TILES = 2
-"""How many tiles a path has to be behind before its store grows beyond the plan instead of another's being reused."""
+"""By how many tiles a path must be below its share before its store grows beyond the plan while others have slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +64,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A tile's newest version on storage: where it lies, which step wrote it, and the checksum that it has got."""
+    """A tile's newest version on storage: its slot, the step that wrote it, and the checksum of its payload."""
 
     location: Location
     step: int
@@ -57,24 +75,24 @@ class Record:
 class _Store:
     limit_bytes: int
     share: float
-    end: int = 0
-    live_bytes: int = 0
-    lost_bytes: int = 0
-    credit_bytes: float = 0.0
+    end: int = 0  # where its slots end
+    live_bytes: int = 0  # of live and claimed slots
+    lost_bytes: int = 0  # of gaps and refused slots
+    credit_bytes: float = 0.0  # its share of all claims so far, less its own
     usable: bool = True
-    is_full: bool = False  # whether it is not asked to grow
-    there: int = 0  # bytes whose room is known to be there
-    due: int = 0  # bytes that are to be there before slots are lent
-    free: dict[int, list[int]] = field(default_factory=dict)
-    absent: dict[int, list[int]] = field(default_factory=dict)  # slots whose file had no room for them
+    is_full: bool = False  # it refused to grow and is not asked again before `try_again`
+    allocated_end: int = 0  # the room of the bytes before this is known to be there
+    needed_end: int = 0  # the room of the bytes before this must be there before slots are lent
+    free: dict[int, list[int]] = field(default_factory=dict)  # offsets, by payload bytes
+    absent: dict[int, list[int]] = field(default_factory=dict)  # likewise, of refused slots that may get room later
 
     def may_grow(self, nbytes: int) -> bool:
-        """Return whether there may be one more slot."""
+        """Return whether one more slot may be made."""
         fits = bool(self.absent.get(nbytes)) or self.end + nbytes + SECTOR_BYTES <= self.limit_bytes
         return fits and not self.is_full
 
     def grow(self, nbytes: int) -> int:
-        """Return the offset of one more slot."""
+        """Make one more slot and return its offset."""
         absent = self.absent.get(nbytes)
         if absent:
             self.lost_bytes -= nbytes + SECTOR_BYTES
@@ -96,14 +114,14 @@ class TileIndex:
         self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
     ) -> None:
         self._planned = dict(slot_counts)
-        self._unmade = Counter(slot_counts)
+        self._unmade = Counter(slot_counts)  # slots that may still be made, by payload bytes
         self._stores = [_Store(limit, share) for limit, share in stores]
-        self._drifting = False
-        self._lent: Counter[int] = Counter()  # of those that are not made: reserved to be lent
-        self._lent_out: set[Location] = set()  # claimed slots that are lent
+        self._is_reshared = False  # whether paths may get more slots than planned
+        self._unmade_to_lend: Counter[int] = Counter()  # those of `_unmade` that are reserved to be lent
+        self._lent: set[Location] = set()  # claimed slots that are lent
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
-        self._held: dict[Location, int] = {}
+        self._held: dict[Location, int] = {}  # how many checkpoints hold each
         self._checkpoint_bytes = checkpoint_bytes
         self._held_bytes = 0
 
@@ -112,111 +130,110 @@ class TileIndex:
         return self._records.get(tile)
 
     def claim(self, nbytes: int, avoid: Collection[int] = (), *, lent: bool = False) -> Location | None:
-        """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is; on none of `avoid`.
+        """Take a free slot for a payload of `nbytes` on the path whose turn it is, or make one; on none of `avoid`.
 
         Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
         all paths and its tiles arrive together (smooth weighted round robin).
 
         Args:
-            nbytes: Its payload.
-            avoid: Paths.
-            lent: Whether no step needs it: it is one that was reserved to be `lent`.
+            avoid: Numbers of paths.
+            lent: Whether no step needs the slot: it is one of those that were reserved with `lent`.
 
         Returns:
             The slot, or None if no usable path has room.
         """
-        whole = nbytes + SECTOR_BYTES
-        own = self._own_unmade(nbytes)
-        unmade = self._unmade.get(nbytes, 0) if lent else own
-        reuses = own < 0 or not lent
-        able: list[tuple[int, _Store, float]] = []
+        slot_bytes = nbytes + SECTOR_BYTES
+        unmade_to_keep = self._unmade_to_keep(nbytes)
+        unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
+        may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
+        candidates: list[tuple[int, _Store, float]] = []
         total = 0.0
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
                 continue
             handicap = 0.0
-            if not (reuses and store.free.get(nbytes)):
+            if not (may_reuse and store.free.get(nbytes)):
                 if not store.may_grow(nbytes):
                     continue
                 if unmade <= 0:
-                    if lent or not self._may_grow(whole):
+                    if lent or not self._may_grow(slot_bytes):
                         continue
-                    handicap = GROWTH_CREDIT_TILES * whole
-            able.append((number, store, handicap))
+                    handicap = GROWTH_CREDIT_TILES * slot_bytes
+            candidates.append((number, store, handicap))
             total += store.share
-        if not able:
+        if not candidates:
             return None
         best = -math.inf
-        number, store, _ = able[0]
-        for candidate, offered, handicap in able:
-            credit_bytes = offered.credit_bytes = offered.credit_bytes + whole * offered.share / total
+        number, store, _ = candidates[0]
+        for candidate, offered, handicap in candidates:
+            credit_bytes = offered.credit_bytes = offered.credit_bytes + slot_bytes * offered.share / total
             if credit_bytes - handicap > best:
                 best, number, store = credit_bytes - handicap, candidate, offered
-        store.credit_bytes -= whole
-        if reuses and store.free.get(nbytes):
+        store.credit_bytes -= slot_bytes
+        if may_reuse and store.free.get(nbytes):
             location = Location(number, store.free[nbytes].pop(), nbytes)
         else:
             location = Location(number, store.grow(nbytes), nbytes)
             if unmade > 0:
                 self._unmade[nbytes] -= 1
         if lent:
-            self._lent_out.add(location)
-            self._lent[nbytes] -= 1
-        store.live_bytes += whole
+            self._lent.add(location)
+            self._unmade_to_lend[nbytes] -= 1
+        store.live_bytes += slot_bytes
         self._claimed.add(location)
         return location
 
     def lend(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
-        """Claim a slot that can be done without; None while slots that plan and checkpoints need are missing, too."""
+        """Claim a slot to be lent; None also while slots that plan and checkpoints need are missing."""
         return self.claim(nbytes, avoid, lent=True) if self.is_whole else None
 
-    def _own_unmade(self, nbytes: int) -> int:
-        """Return how many slots of a size plan and checkpoints need beside those that are made; < 0 for too many."""
-        return self._unmade.get(nbytes, 0) - self._lent[nbytes]
+    def _unmade_to_keep(self, nbytes: int) -> int:
+        """Return how many slots of a size plan and checkpoints need beside those made; < 0 if there are more."""
+        return self._unmade.get(nbytes, 0) - self._unmade_to_lend[nbytes]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all slots that plan and checkpoints need are there, so that others may be lent."""
-        are_there = all(store.due <= store.there for store in self._stores if store.usable)
-        return are_there and all(self._own_unmade(nbytes) <= 0 for nbytes in self._unmade)
+        """Whether all slots that plan and checkpoints need are made and have room, so that others may be lent."""
+        have_room = all(store.needed_end <= store.allocated_end for store in self._stores if store.usable)
+        return have_room and all(self._unmade_to_keep(nbytes) <= 0 for nbytes in self._unmade)
 
     def cut(self) -> None:
-        """Make the slots that plan and checkpoints need, spread as their paths are fast; see `allocated`."""
+        """Make all slots that plan and checkpoints need, on each path in proportion to its share; see `allocated`."""
         for nbytes in sorted(self._unmade, reverse=True):
-            whole, missing = nbytes + SECTOR_BYTES, self._own_unmade(nbytes)
+            slot_bytes, missing = nbytes + SECTOR_BYTES, self._unmade_to_keep(nbytes)
             stores = [store for store in self._stores if store.usable]
             shares = sum(store.share for store in stores)
             made: list[tuple[_Store, list[int]]] = []
-            for store in stores:  # what has no room on one path goes to the next ones
+            for store in stores:  # slots without room on one path are made on the next ones
                 count, shares = math.ceil(missing * store.share / shares), shares - store.share
-                fits = len(store.absent.get(nbytes, ())) + max(0, store.limit_bytes - store.end) // whole
+                fits = len(store.absent.get(nbytes, ())) + max(0, store.limit_bytes - store.end) // slot_bytes
                 count = max(0, min(missing, count, fits))
                 made.append((store, [store.grow(nbytes) for _ in range(count)]))
                 missing -= len(made[-1][1])
             for store, offsets in made:
-                while missing > 0 and (store.absent.get(nbytes) or store.end + whole <= store.limit_bytes):
+                while missing > 0 and (store.absent.get(nbytes) or store.end + slot_bytes <= store.limit_bytes):
                     offsets.append(store.grow(nbytes))
                     missing -= 1
                 self._unmade[nbytes] -= len(offsets)
-                store.due = store.end if offsets else store.due
-                # What has been in use is used again first: its room is there.
+                store.needed_end = store.end if offsets else store.needed_end
+                # Slots that have been in use are claimed first: their room is there.
                 store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
 
     def allocated(self, ends: Sequence[int]) -> None:
-        """Take in that the room of each path's first bytes is there."""
+        """Note that the room of the bytes before `ends[path]` is there."""
         for store, nbytes in zip(self._stores, ends, strict=True):
-            store.there = max(store.there, nbytes)
+            store.allocated_end = max(store.allocated_end, nbytes)
 
     def end_bytes(self, path: int) -> int:
         """Return where the slots of a store end."""
         return self._stores[path].end
 
     def stop_growing(self, path: int) -> None:
-        """Have a store that has refused to grow not be asked again before `try_again`."""
+        """Do not make slots in a store, which has refused to grow, before `try_again`."""
         self._stores[path].is_full = True
 
     def try_again(self) -> None:
-        """Have all stores be asked again for room."""
+        """Let all stores grow again."""
         for store in self._stores:
             store.is_full = False
 
@@ -233,29 +250,29 @@ class TileIndex:
             self._release(before.location)
 
     def keep(self, location: Location) -> None:
-        """Take in that a claimed slot is lent no more: the plan will use it, and gives back another."""
-        if location in self._lent_out:
-            self._lent_out.remove(location)
-            self._lent[location.nbytes] += 1
+        """Turn a lent slot into one of the plan's, which gets one fewer of those still to be made."""
+        if location in self._lent:
+            self._lent.remove(location)
+            self._unmade_to_lend[location.nbytes] += 1
 
     def _unclaim(self, location: Location) -> None:
         self._claimed.remove(location)
-        self._lent_out.discard(location)
+        self._lent.discard(location)
 
     def written(self, location: Location) -> None:
-        """Take in that a write has ended well, so that its room is there."""
+        """Note that a slot has been written, so that its room is there."""
         if not self._is_foreign(location):
             store = self._stores[location.path]
-            store.there = max(store.there, location.offset + location.nbytes + SECTOR_BYTES)
+            store.allocated_end = max(store.allocated_end, location.offset + location.nbytes + SECTOR_BYTES)
 
     def forget(self, tile: TileId) -> None:
-        """Free the slot of a tile's newest version, and the room that was reserved for it: it is in memory again."""
+        """Free the slot of a tile, which is in memory again, and give back the room that was reserved for it."""
         record = self._records.pop(tile)
         self._release(record.location)
         self._change_unmade({record.location.nbytes: 1}, -1)
 
     def drop(self, tile: TileId) -> None:
-        """Free the slot of a tile that is of no use any more; its room stays planned."""
+        """Free the slot of a tile that was discarded; its room stays planned."""
         self._release(self._records.pop(tile).location)
 
     def abandon(self, location: Location) -> None:
@@ -274,7 +291,7 @@ class TileIndex:
 
         Args:
             slot_counts: How many, by payload bytes.
-            lent: Whether no step needs them: they leave the room that checkpoints may still need.
+            lent: Whether no step needs them: the room that checkpoints may still need must then remain.
         """
         fits = self.missing_bytes(slot_counts, spare=lent) <= 0
         if fits:
@@ -282,7 +299,7 @@ class TileIndex:
         return fits
 
     def missing_bytes(self, slot_counts: Mapping[int, int], *, spare: bool = False) -> int:
-        """Return the bytes that the stores lack for slots beyond the plan; see `reserve`."""
+        """Return the bytes that the stores lack to `reserve` these slots; `spare` is its `lent`."""
         if not any(slot_counts.values()):
             return 0
         unmade = dict(self._unmade)
@@ -291,29 +308,30 @@ class TileIndex:
         if not any(store.usable for store in self._stores):
             return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
         promised_bytes = self._promised_bytes() if spare else 0
-        return max(0, promised_bytes - self._spare_bytes(unmade, leaves=spare))
+        return max(0, promised_bytes - self._spare_bytes(unmade, for_any_size=spare))
 
     def give_back(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
         """Give back reserved room that was not used."""
         self._change_unmade(slot_counts, -1, lent=lent)
 
     def _change_unmade(self, slot_counts: Mapping[int, int], sign: int, *, lent: bool = False) -> None:
+        """Add these counts, or subtract them, to the number of slots that may still be made."""
         for nbytes, count in slot_counts.items():
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
-            self._lent[nbytes] += sign * count * lent
+            self._unmade_to_lend[nbytes] += sign * count * lent
 
     def hold(self, location: Location) -> bool:
-        """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses reserved room."""
+        """Hold a live, held or (once written) claimed slot for a checkpoint; return whether it was not held yet."""
         if location in self._claimed:
             self._unclaim(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
-        first = self._held[location] == 1
-        self._held_bytes += (location.nbytes + SECTOR_BYTES) * first
-        return first
+        is_first = self._held[location] == 1
+        self._held_bytes += (location.nbytes + SECTOR_BYTES) * is_first
+        return is_first
 
     def let_go(self, tile: TileId, location: Location) -> None:
-        """End one `hold`; a slot that nothing names any more becomes free."""
+        """End one `hold`; a slot that is neither held nor live any more becomes free."""
         invariant(location in self._held, "a slot that is not held is let go")
         self._held[location] -= 1
         if self._held[location]:
@@ -333,13 +351,13 @@ class TileIndex:
         Args:
             path: Its path's number.
             limit_bytes: How far it may grow.
-            held: Slots that checkpoints name, and how many checkpoints do. The rest is cut into free slots.
+            held: Slots that checkpoints hold, with how many do. The room between them is cut into free slots.
         """
         invariant(self.is_empty(path), "a store that is in use is exchanged")
         for nbytes, offsets in self._stores[path].free.items():
             self._unmade[nbytes] += len(offsets)
         store = self._stores[path] = _Store(limit_bytes, self._stores[path].share)
-        store.there = max((x.offset + x.nbytes + SECTOR_BYTES for x in held), default=0)
+        store.allocated_end = max((x.offset + x.nbytes + SECTOR_BYTES for x in held), default=0)
         sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
         for location in sorted(held, key=lambda location: location.offset):
             invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
@@ -385,11 +403,11 @@ class TileIndex:
         return record is not None and self._is_foreign(record.location)
 
     def is_there(self, location: Location) -> bool:
-        """Return whether the room of a slot is known to be there, so that its path may be full and take it."""
-        return location.offset + location.nbytes + SECTOR_BYTES <= self._stores[location.path].there
+        """Return whether the room of a slot is known to be there, so that even a full path can take its bytes."""
+        return location.offset + location.nbytes + SECTOR_BYTES <= self._stores[location.path].allocated_end
 
     def refuse(self, location: Location, *, is_full: bool) -> None:
-        """Take in that a claimed slot cannot be written: it is never used again, unless its path is full."""
+        """Give up a claimed slot that cannot be written; one of a full path is used again once there is room."""
         store, nbytes = self._stores[location.path], location.nbytes
         if is_full and self.is_there(location):
             self.abandon(location)
@@ -402,36 +420,42 @@ class TileIndex:
         store.lost_bytes += nbytes + SECTOR_BYTES
         self._unmade[nbytes] += 1
 
-    def _spare_bytes(self, unmade: Mapping[int, int], *, leaves: bool = False) -> int:
-        """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few.
+    def _spare_bytes(self, unmade: Mapping[int, int], *, for_any_size: bool = False) -> int:
+        """Return the bytes that remain in all usable stores once these slots have been made; < 0 if they do not fit.
 
         Args:
             unmade: How many, by payload bytes.
-            leaves: Whether there is to be room for more, of any size, after that.
+            for_any_size: Whether the rest is to be usable for more slots of any of these sizes.
         """
         usable = [store for store in self._stores if store.usable]
         absent = {nbytes: sum(len(store.absent.get(nbytes, ())) for store in usable) for nbytes in unmade}
-        todo = [(n + SECTOR_BYTES, count - absent[n]) for n, count in unmade.items() if count > absent[n]]
-        # What is left at the end of each path may be too short for a slot.
-        sizes = (nbytes + SECTOR_BYTES for nbytes in unmade) if leaves else (size for size, _ in todo)
+        to_make = [(n + SECTOR_BYTES, count - absent[n]) for n, count in unmade.items() if count > absent[n]]
+        # All paths but one may end with up to one slot's bytes that no slot fits in.
+        sizes = (nbytes + SECTOR_BYTES for nbytes in unmade) if for_any_size else (size for size, _ in to_make)
         slack = max(sizes, default=0) * (len(usable) - 1)
-        return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
+        return (
+            sum(store.limit_bytes - store.end for store in usable)
+            - sum(size * count for size, count in to_make)
+            - slack
+        )
 
-    def _may_grow(self, whole: int) -> bool:
+    def _may_grow(self, slot_bytes: int) -> bool:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
-        return self._drifting and self._spare_bytes(self._unmade, leaves=True) - self._promised_bytes() >= whole
+        if not self._is_reshared:
+            return False
+        return self._spare_bytes(self._unmade, for_any_size=True) - self._promised_bytes() >= slot_bytes
 
     def _promised_bytes(self) -> int:
         """Return the bytes that checkpoints may still need."""
         return max(0, self._checkpoint_bytes - self._held_bytes)
 
     def reshare(self, shares: Sequence[float]) -> None:
-        """Spread tiles in other proportions from now on.
+        """Spread tiles over the paths by these shares from now on.
 
         Tiles stay in their slots until they are written again. A path with a larger share may get more slots than
         planned, where there is room beyond the plan.
         """
-        self._drifting = True
+        self._is_reshared = True
         for store, share in zip(self._stores, shares, strict=True):
             store.share = share
 
@@ -455,6 +479,7 @@ class TileIndex:
                 self._unmade[nbytes] += len(offsets)
 
     def _release(self, location: Location) -> None:
+        """Free the slot of a version that is not the newest any more, unless a checkpoint holds it."""
         if self._is_foreign(location):
             return
         store = self._stores[location.path]
@@ -463,6 +488,7 @@ class TileIndex:
             self._free(location)
 
     def _free(self, location: Location) -> None:
+        """Add a slot to the free ones; on a retired path it is replaced by one to be made elsewhere."""
         store = self._stores[location.path]
         store.free.setdefault(location.nbytes, []).append(location.offset)
         if not store.usable:
@@ -473,11 +499,7 @@ class TileIndex:
         return tuple(store.live_bytes for store in self._stores)
 
     def check(self) -> None:
-        """Verify the invariants that the module states.
-
-        Raises:
-            InternalError: If one does not hold.
-        """
+        """Verify the module's invariants, for `Machine.check`."""
         # Thousands of times in a simulation: keys are plain tuples, and texts are made of what is wrong only.
         live = [(record.location, tile) for tile, record in self._records.items()]
         slots: list[tuple[int, int, int, object]] = [

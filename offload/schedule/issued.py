@@ -18,7 +18,7 @@ class Issued:
     def __init__(self) -> None:
         self.in_flight: dict[int, Operation] = {}
         self._ids = itertools.count(1)
-        self._waiting: list[Operation] = []  # for whoever starts them
+        self._waiting: list[Operation] = []  # not yet handed out by `take`
         self._is_closed = False
 
     def new_op(self) -> int:
@@ -26,10 +26,10 @@ class Issued:
         return next(self._ids)
 
     def issue(self, operation: Operation) -> None:
-        """Have an operation be started.
+        """Queue an operation for the executor, which starts it.
 
         Raises:
-            InternalError: None may be, after `close`.
+            InternalError: After `close`.
         """
         if self._is_closed:  # not by `invariant`: the message costs more than all else here
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
@@ -42,12 +42,12 @@ class Issued:
         return waiting
 
     def end(self, op: int) -> Operation:
-        """Return an operation that reports back."""
+        """Remove an operation, which reports back, from those in flight, and return it."""
         invariant(op in self.in_flight, f"operation {op} reports back but is not in flight")
         return self.in_flight.pop(op)
 
     def close(self) -> list[Operation]:
-        """Have nothing further be issued; return what was, and will not be started."""
+        """Refuse further operations; return those that were issued and not taken, which will not be started."""
         self._is_closed = True
         dropped = self.take()
         for operation in dropped:

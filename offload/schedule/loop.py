@@ -10,7 +10,7 @@ from offload.schedule.operations import Event, Operation
 
 
 class Executor(Protocol):
-    """Drives lanes: does what it is told, reports what happened, decides nothing."""
+    """Starts operations on lanes and reports their ends as events; decides nothing."""
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start operations; each is reported exactly once by a later `wait`."""

@@ -15,7 +15,7 @@ speculative version, beside the live one, and that is written to slots of its ow
 where it is on storage until `Seal` makes speculative versions live or revokes them, and begins what is left of the
 step; nothing of a revoked version is used again.
 
-State at home in memory may *leave* it for storage. It comes home again when it is visited, and its slots go.
+A `Leave` moves state whose home is memory to storage. A visit has it read to its home again, and frees its slots.
 
 Invariants, verified by `check`, with those of the books:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
@@ -80,7 +80,7 @@ from offload.schedule.scratch import Scratch
 from offload.schedule.staging import Phase, Staging, Subgroup
 
 MOST_MOVING = 4
-"""Subgroups that leave memory, or come home to it, at once: enough to keep all paths at work."""
+"""Most subgroups that are moved from memory to storage, or back to their home, at once: enough for all paths."""
 
 
 @dataclass(slots=True)
@@ -88,39 +88,33 @@ class _Flush:
     unwritten: int  # tiles
     step: int  # the version that is written
     records: list[tuple[TileId, Record]] = field(default_factory=list)
-    for_save: bool = False  # nothing but a save needs it
+    for_save: bool = False  # a save needs it, training does not
     speculative: bool = False  # the version that is written is speculative, and not confirmed yet
-    reserved: Counter[int] = field(default_factory=Counter)  # slots, from when its sweep has been sealed
-    avoided: set[int] = field(default_factory=set)  # paths that a leave has found no room on, or failing
+    reserved: Counter[int] = field(default_factory=Counter)  # slots of a revoked version that is still being written
+    avoided: set[int] = field(default_factory=set)  # paths where a write of a `Leave` has failed or found no room
     error: Exception | None = None
 
 
 @dataclass(slots=True)
 class _Leaving:
     leave: Leave
-    line: deque[int]  # subgroups that have not begun to leave
-    stays: bool = False  # whether nothing further is to leave
+    waiting: deque[int]  # subgroups whose flush has not begun
+    stays: bool = False  # `Stay` came: begin no further flush
     error: Exception | None = None
 
 
 class Listener:
-    """Is told what a machine finds; this one does nothing about it."""
+    """Receives a machine's warnings and its fatal error; this base class ignores them."""
 
     def say_warning(self, message: str) -> None:
-        """Take in, in words, that a path is no longer written to."""
+        """Receive, in words, that a path is no longer written to."""
 
     def say_broken(self, error: Exception) -> None:
-        """Take in what breaks the machine, before that is seen in `Machine.broken`."""
+        """Receive the error that breaks the machine, before `Machine.broken` is set."""
 
 
 class Machine:
-    """Runs sweeps over the subgroups of a plan.
-
-    Args:
-        plan: Homes and staging slots.
-        index: Slots of the stores.
-        listener: Is told what the machine finds.
-    """
+    """Runs sweeps over the subgroups of a plan."""
 
     def __init__(self, plan: Plan, index: TileIndex, listener: Listener | None = None) -> None:
         self.plan = plan
@@ -132,26 +126,26 @@ class Machine:
         """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
         is set, and the sweep counts."""
         self.moved: list[int] = []
-        """Subgroups that the current (or last) sweep has changed, in that order, those first that it was sealed with;
-        none after a `Stop` between sweeps, or where an open sweep breaks."""
+        """Subgroups that the current (or last) sweep has changed, in that order; those come first whose speculative
+        version `Seal` confirmed. Empty after a `Stop` between sweeps, and where an open sweep breaks."""
         self.ended_visits: list[int] = []
-        """Subgroups whose visit has ended in the current (or last) sweep, in that order: weights that it changes are
-        there, or on their way on the lane of pushes."""
+        """Subgroups whose visit has ended in the current (or last) sweep, in that order: the weights that it changed
+        have been written, or are queued on the lane h2d."""
         self._listener = listener or Listener()
         self.staging = Staging(plan)
         self._subgroups = self.staging.subgroups
         self._flushes: dict[int, _Flush] = {}
         self._sweep: Sweep | None = None
         self.speculative_versions: dict[int, list[tuple[TileId, Record]] | None] = {}
-        """Subgroups with a speculative version, and where its tiles lie once all are written."""
+        """Subgroups with a speculative version; the records of its tiles once all are written, else None."""
         self.is_on_hold = False  # whether no further visit of the open sweep begins
-        self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep
+        self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep, by payload bytes
         self._leaving: _Leaving | None = None
         self.finished_leave: tuple[Leave, Exception | None] | None = None
         """The last leave that has ended, and why some state is still in memory; None once it is `Taken`."""
-        self._returns: deque[int] = deque()  # subgroups whose visits wait for their state to come home
+        self._to_bring_home: deque[int] = deque()  # their visits wait until their state is read to its home
         self._stopped = False
-        self._unfinished = 0
+        self._unfinished = 0  # visits of the sweep that have not ended
         self._issued = issued = Issued()
         self.scratch = {kind: Scratch(kind, plan, index, issued) for kind in plan.scratch}
         """What passes through buffers, of each kind."""
@@ -189,7 +183,7 @@ class Machine:
 
     @property
     def live_slots(self) -> Mapping[int, int]:
-        """Those of them that hold the live version: a speculative one may be revoked, and is not cached then."""
+        """Staging slots that hold a live version; a speculative one may be revoked, so that its slot is no cache."""
         return {n: slot for n, slot in self.slots.items() if n not in self.speculative_versions}
 
     @property
@@ -207,7 +201,7 @@ class Machine:
         return self._leaving is not None
 
     def is_away(self, subgroup: int) -> bool:
-        """Return whether the state of a subgroup at home in memory lies on storage."""
+        """Return whether state whose home is memory lies on storage now."""
         return self.plan.is_resident(subgroup) and self._subgroups[subgroup].phase is Phase.ABSENT
 
     def take_finished_leave(self) -> tuple[Leave, Exception | None] | None:
@@ -232,7 +226,7 @@ class Machine:
         return finished
 
     def handle(self, event: Event) -> None:
-        """Take in one event; operations that follow from it are then in `take_operations`."""
+        """Change state by one event; `take_operations` then has the operations that follow from it."""
         self._history.append(event)
         try:
             match event:
@@ -247,8 +241,8 @@ class Machine:
                     self._seal(confirmed, rest)
                 case Want(owner, fills) | Ready(owner, fills):
                     scratch = self.scratch[owner.kind]
-                    amid = not self.idle and fills and scratch.is_promised
-                    invariant(not amid, f"{owner.kind}, which visits read, are filled during a sweep")
+                    is_too_late = not self.idle and fills and scratch.is_promised
+                    invariant(not is_too_late, f"{owner.kind}, which visits read, are filled during a sweep")
                     change = scratch.want if isinstance(event, Want) else scratch.ready
                     change(owner.number, fills=fills)
                 case Discard(owner):
@@ -292,7 +286,7 @@ class Machine:
                     self._failed(self._issued.end(op), error)
                 case Stop(error):
                     self._stopped = True
-                    if self.finished_sweep is not None:  # nobody has taken note of its end, and it is none
+                    if self.finished_sweep is not None:  # its caller has not been told that it ended: it fails now
                         self.failed = True
                     elif self.idle:
                         self.moved = []
@@ -321,30 +315,31 @@ class Machine:
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
                 self._check_waits(number, subgroup, subgroup.visit)
-        may_be = self.is_open or self.broken is not None
-        invariant(may_be or not self.speculative_versions, "a speculative version is left")
+        may_be_left = self.is_open or self.broken is not None
+        invariant(may_be_left or not self.speculative_versions, "a speculative version is left")
         for number, records in self.speculative_versions.items():
             flush = self._flushes.get(number)
-            written = records is not None or (flush is not None and flush.speculative)
-            invariant(written or self.broken is not None, f"a version of subgroup {number} is not written")
+            is_written = records is not None or (flush is not None and flush.speculative)
+            invariant(is_written or self.broken is not None, f"a version of subgroup {number} is not written")
         self.index.check()
 
     def _check_waits(self, number: int, subgroup: Subgroup, visit: Visit) -> None:
-        """Verify that a visit that has not begun waits for something."""
+        """Verify that a visit that has not begun waits for an event or in a queue, so that it will begin."""
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
         waits = waits or (visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number))
         waits = waits or not self._runs.has_what_it_reads(visit)
-        waits = waits or self.broken is not None  # then nobody is let on any more
-        absent_line = self._returns if self.plan.is_resident(number) else self.staging.line
-        queue = absent_line if phase is Phase.ABSENT else self._runs.queue_of(visit)
+        waits = waits or self.broken is not None  # then no visit joins a queue any more
+        absent_queue = self._to_bring_home if self.plan.is_resident(number) else self.staging.line
+        queue = absent_queue if phase is Phase.ABSENT else self._runs.queue_of(visit)
         if not waits and number not in queue:
             invariant(False, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
 
     def _extend(self, plan: Plan) -> None:
+        """Go on with a plan that has more subgroups or slots, or other devices for updates."""
         invariant(self.idle and self.saver.under_way is None, "the plan changes between sweeps and saves only")
         invariant(not self._issued.in_flight, "the plan changes while memory is in use")
         self.plan = plan
@@ -354,14 +349,15 @@ class Machine:
         for scratch in self.scratch.values():
             scratch.adopt(plan)
 
-    def _begin(self, sweep: Sweep, moved: Iterable[int] = ()) -> None:
+    def _begin(self, sweep: Sweep, confirmed: Iterable[int] = ()) -> None:
+        """Begin a sweep that is not open; of `confirmed` subgroups the step's versions are live already."""
         invariant(self._sweep is None, "a sweep begins while another is under way")
         invariant(self.finished_sweep is None, "a sweep begins before the last one was taken")
         subgroups = [visit.subgroup for visit in sweep.visits]
         invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
         self._sweep = sweep
         self._unfinished = len(subgroups)
-        self.moved, self.ended_visits = [*moved], []
+        self.moved, self.ended_visits = [*confirmed], []
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
@@ -378,7 +374,7 @@ class Machine:
     # Open sweeps
 
     def _open(self, sweep: Sweep) -> None:
-        """Begin an open sweep: those of its visits for whose speculative versions the stores have room."""
+        """Begin an open sweep with the first of its visits, as many as the stores have room for new versions of."""
         invariant(self._sweep is None and self.finished_sweep is None, "a sweep begins while another is under way")
         self._sweep, self.is_on_hold = sweep, self.broken is not None
         for place, visit in enumerate(sweep.visits):
@@ -388,22 +384,23 @@ class Machine:
             # Not by `invariant`: its message costs more than a visit.
             if not (visit.speculative and is_streamed and is_plain):
                 raise InternalError(f"{visit} is speculative (this is a bug in offload)")
-            room = self._slots_of(subgroup)
-            if self.broken is not None or not self.index.reserve(room, lent=True):
+            slot_counts = self._slot_counts(subgroup)
+            if self.broken is not None or not self.index.reserve(slot_counts, lent=True):
                 break
-            self._reserved += room
+            self._reserved += slot_counts
             self._subgroups[subgroup].visit, self.staging.priorities[subgroup] = visit, (True, place)
             if self._subgroups[subgroup].phase is Phase.ABSENT:
                 self.staging.line.append(subgroup)
             self._flush_live(subgroup)
 
     def _flush_live(self, number: int) -> None:
-        """Have the live version be whole on storage before there is a speculative one."""
+        """Flush a dirty subgroup that an open sweep visits: a speculative version leaves the live one on storage."""
         subgroup = self._subgroups[number]
         if self.is_open and self.broken is None and subgroup.visit is not None and subgroup.phase is Phase.DIRTY:
             self._flush(number)
 
     def _admit(self, subgroups: Iterable[int]) -> None:
+        """Let visits of the open sweep run as soon as their state is in memory."""
         for number in subgroups:
             if self.is_open and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
                 self.staging.admit(number)
@@ -420,6 +417,7 @@ class Machine:
             self._begin(rest, confirmed)
 
     def _end_open(self, confirmed: Collection[int]) -> None:
+        """End the open sweep: these speculative versions become live, all others are revoked."""
         invariant(self.is_open and not self.runs, "versions are confirmed while they are being made")
         invariant(self.speculative_versions.keys() >= set(confirmed), "a version is confirmed that is not there")
         sweep, self._sweep = self._sweep, None
@@ -428,25 +426,26 @@ class Machine:
         for subgroup in confirmed:
             self._subgroups[subgroup].version = sweep.step if sweep else 0
             records = versions.pop(subgroup)
-            if records is None:
+            if records is None:  # it is still being written: its flush goes on as that of a live version
                 self._flushes[subgroup].speculative = False
                 writes = (op for op in self._issued.in_flight.values() if isinstance(op, WriteTile))
-                flying = (op.record for op in writes if op.owner is None and op.tile.subgroup == subgroup)
-                for record in (*flying, *(record for _, record in self._flushes[subgroup].records)):
+                in_flight = (op.record for op in writes if op.owner is None and op.tile.subgroup == subgroup)
+                for record in (*in_flight, *(record for _, record in self._flushes[subgroup].records)):
                     self.index.keep(record.location)
             else:
                 self._commit(records)
         for subgroup, records in versions.items():
-            if records is not None:  # else when the flush has ended
+            if records is not None:  # else `_flushed_speculative` does it
                 self._revoke(subgroup, records)
         for subgroup, flush in self._flushes.items():
             if flush.speculative and not flush.reserved:  # revoked: its writes may still fail, and lose slots
-                flush.reserved = self._slots_of(subgroup)
+                flush.reserved = self._slot_counts(subgroup)
                 self._reserved -= flush.reserved
         self.index.give_back(self._reserved, lent=True)
         self._reserved.clear()
 
-    def _slots_of(self, subgroup: int) -> Counter[int]:
+    def _slot_counts(self, subgroup: int) -> Counter[int]:
+        """Return how many slots the tiles of a subgroup take, by payload bytes."""
         return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
     def _drop_open(self) -> None:
@@ -463,21 +462,22 @@ class Machine:
         self.staging.vacate(subgroup)
 
     def _commit(self, records: Iterable[tuple[TileId, Record]]) -> None:
-        """Make a version the newest: all of its tiles are there, and only now do the old slots go."""
+        """Make a version live, as all its tiles are written; only now the slots of the one before become free."""
         for tile, record in records:
             self.index.commit(tile, record)
 
     def _forget_waiting(self) -> None:
-        self._returns.clear()
+        """Empty all queues of visits: the sweep has ended."""
+        self._to_bring_home.clear()
         self._runs.clear()
         self.staging.forget_waiting()
         for subgroup in self._subgroups:
             subgroup.visit = None
 
-    # State that leaves memory, and comes home
+    # State that is moved from its home in memory to storage, and back
 
     def _leave(self, leave: Leave) -> None:
-        """Begin to have state leave memory; what is changed in staging slots is flushed at once."""
+        """Begin to move state from memory to storage; dirty staging slots are flushed at once."""
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "state leaves memory during a visit")
         invariant(self.saver.under_way is None, "state leaves memory while it is saved")
         invariant(self._leaving is None, "state leaves memory twice at once")
@@ -488,45 +488,45 @@ class Machine:
         if self.broken is not None:
             self.finished_leave = leave, self.broken
             return
-        room = sum((self._slots_of(number) for number in leave.subgroups), Counter[int]())
-        invariant(self.index.reserve(room, lent=True), "state leaves memory for stores without room")
+        slot_counts = sum((self._slot_counts(number) for number in leave.subgroups), Counter[int]())
+        invariant(self.index.reserve(slot_counts, lent=True), "state leaves memory for stores without room")
         self._leaving = _Leaving(leave, deque(leave.subgroups))
         for number in list(self.staging.dirty):
             if self.broken is None:
                 self._flush(number)
 
     def _go_on_leaving(self) -> None:
-        """Have the next subgroups leave; note the end when all that are to leave have."""
+        """Flush the next subgroups of a leave; after the last one, empty the staging slots and end the leave."""
         leaving = self._leaving
         if leaving is None:
             return
-        while leaving.line and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
-            number = leaving.line.popleft()
+        while leaving.waiting and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
+            number = leaving.waiting.popleft()
             if leaving.stays or leaving.error:
-                self.index.give_back(self._slots_of(number), lent=True)
+                self.index.give_back(self._slot_counts(number), lent=True)
                 continue
             records = self.saver.held_version(self.plan.layout.subgroups[number], self._subgroups[number].version)
-            if records:
+            if records:  # a checkpoint holds this version: nothing has to be written
                 self.staging.to(number, Phase.FLUSHING)
-                self.index.give_back(self._slots_of(number), lent=True)
-                invariant(self.index.reserve(self._slots_of(number)), "room that was set aside is gone")
+                self.index.give_back(self._slot_counts(number), lent=True)
+                invariant(self.index.reserve(self._slot_counts(number)), "room that was set aside is gone")
                 for tile, record in records.items():
                     self.index.adopt(tile, record)
-                self._left(number)
+                self._left_memory(number)
             else:
                 self._flush(number)
-        if leaving.line or any(map(self.plan.is_resident, self._flushes)):
+        if leaving.waiting or any(map(self.plan.is_resident, self._flushes)):
             return
         if not (leaving.stays or leaving.error):
             if any(subgroup.phase in (Phase.FETCHING, Phase.FLUSHING) for subgroup in self._subgroups):
-                return  # for an open sweep that was revoked, too
+                return  # perhaps the flush of a version that was revoked
             for number, subgroup in enumerate(self._subgroups):
                 if subgroup.slot is not None:
                     self.staging.vacate(number)
         self._leaving, self.finished_leave = None, (leaving.leave, leaving.error)
 
-    def _left(self, number: int) -> None:
-        """Take in that a subgroup's state is whole on storage, and in its slots."""
+    def _left_memory(self, number: int) -> None:
+        """Free the memory of a subgroup's home: its state is whole on storage, and is read back before a visit."""
         self.staging.to(number, Phase.ABSENT)
         if self.broken is None:
             self._issued.issue(GiveBack(self._issued.new_op(), number))
@@ -534,19 +534,19 @@ class Machine:
             self._await_state(number)
 
     def _await_state(self, number: int) -> None:
-        """Have the visit of an absent subgroup wait until its state can be fetched."""
-        (self._returns if self.plan.is_resident(number) else self.staging.line).append(number)
+        """Queue the visit of an absent subgroup until its state can be fetched, to its home or to a staging slot."""
+        (self._to_bring_home if self.plan.is_resident(number) else self.staging.line).append(number)
 
     def _bring_home(self) -> None:
-        """Fetch state that visits wait for to its home."""
+        """Fetch to its home the state that visits wait for, of at most `MOST_MOVING` subgroups at once."""
         phases = (subgroup.phase for n, subgroup in enumerate(self._subgroups) if self.plan.is_resident(n))
-        coming = sum(phase is Phase.FETCHING for phase in phases) if self._returns else 0
-        while self._returns and coming < MOST_MOVING:
-            coming += 1
-            self._fetch(self._returns.popleft(), None)
+        fetching = sum(phase is Phase.FETCHING for phase in phases) if self._to_bring_home else 0
+        while self._to_bring_home and fetching < MOST_MOVING:
+            fetching += 1
+            self._fetch(self._to_bring_home.popleft(), None)
 
     def _came_home(self, number: int) -> None:
-        """Take in that a subgroup's state is in memory again, or is about to be replaced there."""
+        """Free the slots of a subgroup whose state is in memory again, or is about to be overwritten there."""
         for tile, _, _ in self.plan.layout.subgroups[number].tiles:
             self.index.forget(tile)
         self._settle(number, changed=False)
@@ -554,6 +554,7 @@ class Machine:
     # Saves
 
     def _begin_save(self, save: Save) -> None:
+        """Begin to save the state between two sweeps; dirty staging slots are flushed, for the save alone."""
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "a save begins during a visit")
         versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
@@ -584,7 +585,7 @@ class Machine:
             self.index.adopt(tile, record)
 
     def _done(self, operation: Operation, written: Record | None) -> bool:
-        """Take in that an operation has ended well; return whether a subgroup's state has changed."""
+        """Account for an operation that ended well; return False if no decision can follow from its end."""
         if isinstance(operation, WriteTile | SaveTile):
             self.index.written(operation.record.location)
         match operation:
@@ -607,10 +608,10 @@ class Machine:
                 self._ran(operation)
             case Transfer(way="fetch"):
                 self._runs.fetched(operation)
-            case Transfer(subgroup=subgroup, what="state"):
+            case Transfer(subgroup=subgroup, what="state"):  # back from the GPU
                 self._runs.free(operation.through, gpu=True)
                 self._settle(subgroup, changed=True)
-            case Transfer(subgroup=subgroup):
+            case Transfer(subgroup=subgroup):  # weights, now queued on the lane h2d
                 self._unfinished -= 1
                 self.ended_visits.append(subgroup)
                 if self.broken is None:
@@ -624,7 +625,7 @@ class Machine:
         return True
 
     def _flushed_tile(self, subgroup: int) -> bool:
-        """Take in that a tile of a flush has ended; return whether it was the last."""
+        """Count off a tile of a flush, written or failed; after the last, commit or undo it all, and return True."""
         flush = self._flushes[subgroup]
         flush.unwritten -= 1
         if flush.unwritten:
@@ -634,7 +635,7 @@ class Machine:
             self._flushed_speculative(subgroup, flush)
         elif flush.error is None and self.plan.is_resident(subgroup):
             self._commit(flush.records)
-            self._left(subgroup)
+            self._left_memory(subgroup)
         elif flush.error is None:
             self._commit(flush.records)
             self.saver.flushed(flush.records, subgroup)
@@ -644,15 +645,15 @@ class Machine:
                 self.index.abandon(new.location)
             self._settle(subgroup, changed=True)
             if self.plan.is_resident(subgroup):
-                self.index.give_back(self._slots_of(subgroup), lent=True)
-                if self._leaving is not None:  # else the machine has broken since
+                self.index.give_back(self._slot_counts(subgroup), lent=True)
+                if self._leaving is not None:  # None once the machine is broken
                     self._leaving.error = flush.error
             else:
                 self.saver.abort(flush.error)
         return True
 
     def _flushed_speculative(self, subgroup: int, flush: _Flush) -> None:
-        """Take in that a speculative version has been written, or could not be."""
+        """End the flush of a speculative version: keep its records for `Seal`; revoke one that failed."""
         self.index.give_back(flush.reserved, lent=True)
         self.staging.to(subgroup, Phase.READY)
         if flush.error is None and subgroup in self.speculative_versions:
@@ -663,7 +664,7 @@ class Machine:
             self.staging.enqueue(subgroup)
 
     def _give_up_version(self, subgroup: int, error: Exception) -> None:
-        """Drop a speculative version that cannot be written, and begin no visit of the open sweep any more."""
+        """Drop a speculative version that cannot be written, and begin no further visit of the open sweep."""
         self._flushes[subgroup].error = error
         if subgroup in self.speculative_versions:  # else it was revoked before
             del self.speculative_versions[subgroup]
@@ -672,17 +673,17 @@ class Machine:
     # Scratch
 
     def _bring_scratch(self, visit: Visit) -> None:
-        """Have the scratch that a visit reads come to its buffer: the subgroup's state is there, or comes."""
+        """Ask for the scratch that a visit reads, as its subgroup's state is in memory or about to be fetched."""
         if visit.reads is None:
             return
         scratch, owner = self.scratch[visit.reads.kind], visit.reads.number
         invariant(not scratch.is_filling(owner), f"a visit reads {visit.reads}, which is being filled")
         if not scratch.is_wanted(owner):
-            # Streamed state has a staging slot meanwhile, which others wait for.
+            # Streamed state keeps a staging slot meanwhile, for which other visits wait.
             scratch.want(owner, fills=False, hurries=not self.plan.is_resident(visit.subgroup))
 
     def _scratch_came(self, number: int, owner: Owner) -> None:
-        """Let the visit run that waits for no more than an owner's scratch, if there is one."""
+        """Queue the visit that reads an owner's scratch, now in its buffer, if the subgroup's state is whole, too."""
         subgroup = self._subgroups[number]
         is_whole = subgroup.phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT) and not self.saver.blocks(number)
         if is_whole and subgroup.visit is not None and subgroup.visit.reads == owner:
@@ -694,6 +695,7 @@ class Machine:
         scratch.discard(owner.number)
 
     def _ran(self, run: Run) -> None:
+        """End a visit's run: discard what it read; free or flush its slot on the GPU or for weights (`through`)."""
         visit, number = run.visit, run.visit.subgroup
         self._runs.device_of(visit).runs -= 1
         if visit.speculative:
@@ -711,19 +713,19 @@ class Machine:
             self.moved.append(number)
         through = run.through
         flushes = visit.changes and through is not None
-        if not (flushes and not visit.gpu):  # else when the weights are on their lane
+        if not (flushes and not visit.gpu):  # else it ends when the weights are on the lane h2d
             self._unfinished -= 1
             self.ended_visits.append(number)
         if through is not None and not visit.changes:
             self._runs.free(through, gpu=visit.gpu)
-        if not (flushes and visit.gpu):  # else when the state has come back
+        if not (flushes and visit.gpu):  # else once the state is back in host memory
             self._settle(number, changed=visit.changes)
         if flushes and through is not None and self.broken is None:
-            # Where it has broken, the GPU keeps old weights, and the visit does not end.
+            # Once the machine is broken, the GPU keeps its old weights, and the visit does not end.
             self._runs.transfer(visit, "flush", through)
 
     def _settle(self, subgroup: int, *, changed: bool) -> None:
-        """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""
+        """Set the phase of a subgroup whose state is whole in memory and no longer in use, and queue its visit."""
         if self.plan.is_resident(subgroup):
             self.staging.to(subgroup, Phase.RESIDENT)
         elif changed or subgroup in self.staging.dirty:
@@ -731,9 +733,10 @@ class Machine:
             self._flush_live(subgroup)  # the GPU's copy out may end when the next sweep is open
         else:
             self.staging.to(subgroup, Phase.READY)
-        self._runs.let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
+        self._runs.let_on(subgroup)  # a sweep may have begun while the state was still being copied out
 
     def _failed(self, operation: Operation, error: Exception) -> None:
+        """Handle a failed operation: write to another path, or give up what training can do without; else break."""
         if isinstance(operation, SaveOperation):
             self.saver.landed(operation, None, error)
             return
@@ -741,7 +744,7 @@ class Machine:
             scratch = self.scratch[operation.owner.kind]
             if not scratch.is_promised:
                 scratch.failed(operation, error)
-            elif isinstance(operation, ReadTile) or not self._goes_elsewhere(operation, error):
+            elif isinstance(operation, ReadTile) or not self._rewrite_elsewhere(operation, error):
                 self._break(error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
@@ -754,24 +757,24 @@ class Machine:
             flush, location = self._flushes[operation.tile.subgroup], operation.record.location
             self.index.refuse(location, is_full=isinstance(error, TierFullError))
             flush.avoided.add(location.path)
-            place = operation.buffer_offset, location.nbytes
-            if flush.error is not None or not self._write(operation.tile, None, *place, avoid=flush.avoided):
+            extent = operation.buffer_offset, location.nbytes
+            if flush.error is not None or not self._write(operation.tile, None, *extent, avoid=flush.avoided):
                 flush.error = flush.error or error
                 self._flushed_tile(operation.tile.subgroup)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
-            # Training can do without this flush, so the save may be given up and the path is not.
+            # Training can do without this flush: the save may be given up, and the path stays in use.
             location = operation.record.location
             self.index.refuse(location, is_full=isinstance(error, TierFullError))
-            where = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
+            source = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
             avoided = self.saver.retry(operation, error)
-            if avoided is not None and self._write(*where, avoid=avoided):
+            if avoided is not None and self._write(*source, avoid=avoided):
                 return
             self._flushes[operation.tile.subgroup].error = error
             self.saver.abort(error)
             self._flushed_tile(operation.tile.subgroup)
             return
-        if isinstance(operation, WriteTile) and self._goes_elsewhere(operation, error):
+        if isinstance(operation, WriteTile) and self._rewrite_elsewhere(operation, error):
             return
         if isinstance(operation, Run):
             self._runs.device_of(operation.visit).runs -= 1
@@ -780,13 +783,16 @@ class Machine:
                 self.staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
-    def _goes_elsewhere(self, write: WriteTile, error: Exception) -> bool:
-        """Have a tile go elsewhere, as memory still holds it, but this path is not trusted again; or return False."""
+    def _rewrite_elsewhere(self, write: WriteTile, error: Exception) -> bool:
+        """Write a tile, which memory still holds, to another path after a failed write; return whether one takes it.
+
+        The path that failed is not written to again; one that is full keeps the room that is there already.
+        """
         location = write.record.location
         if not isinstance(error, TierError):
             return False
         grows_no_more = isinstance(error, TierFullError) and not self.index.is_there(location)
-        if grows_no_more:  # what is there already can be written to
+        if grows_no_more:
             self.index.refuse(location, is_full=True)
             self.index.stop_growing(location.path)
         else:
@@ -795,17 +801,18 @@ class Machine:
         if self.broken is not None:
             return False
         if write.owner is not None:
-            found = self.scratch[write.owner.kind].write_again(write)
+            is_issued = self.scratch[write.owner.kind].write_again(write)
         else:
-            found = self._write(write.tile, write.slot, write.buffer_offset, location.nbytes)
-        if found and not grows_no_more:
+            is_issued = self._write(write.tile, write.slot, write.buffer_offset, location.nbytes)
+        if is_issued and not grows_no_more:
             self._listener.say_warning(f"{error}; tiles go to other paths from now on")
-        return found
+        return is_issued
 
     def _break(self, error: Exception) -> None:
+        """Issue nothing any more because of a fatal error; operations in flight still report back."""
         if self.broken is None:
             if self.is_open:
-                self.moved = []  # by the step before, which was whole
+                self.moved = []  # these the step before has changed, which did not fail
             self._listener.say_broken(error)
             self.broken = error
             for operation in self._issued.close():
@@ -818,6 +825,7 @@ class Machine:
     # Decisions ------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
+        """Issue what an event has made possible, and end a sweep whose visits have all ended, or that is given up."""
         if self.broken is None:
             self.saver.advance()
             self._go_on_leaving()
@@ -841,13 +849,13 @@ class Machine:
             self._forget_waiting()
 
     def _gives_up(self) -> bool:
-        """Return whether the sweep is given up now; what a checkpoint has in flight touches no caller's memory."""
+        """Return whether a broken machine ends its sweep: after `Stop`, or when no caller's memory is in use."""
         if self.broken is None:
             return False
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._issued.in_flight.values())
 
     def _assign_slots(self) -> None:
-        """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
+        """Give staging slots to the next visits; flush only as many dirty ones as the remaining visits need."""
         if self.is_on_hold and self.is_open:
             return
         line = self.staging.line
@@ -860,16 +868,17 @@ class Machine:
             self._fetch(line.popleft(), slot)
         if not line:
             return
-        coming = sum(self._subgroups[number].visit is None for number in self._flushes)
+        flushing = sum(self._subgroups[number].visit is None for number in self._flushes)
         for number in list(self.staging.dirty):
-            if coming >= len(line) or self.broken is not None:
+            if flushing >= len(line) or self.broken is not None:
                 return
             subgroup = self._subgroups[number]
             if subgroup.phase is Phase.DIRTY and subgroup.visit is None:
-                coming += 1
+                flushing += 1
                 self._flush(number)
 
     def _fetch(self, number: int, slot: int | None) -> None:
+        """Read state from storage to a staging slot, or home (None); not if it is fresh or will be overwritten."""
         subgroup = self._subgroups[number]
         if subgroup.visit is not None:
             self._bring_scratch(subgroup.visit)
@@ -888,6 +897,7 @@ class Machine:
             self._issued.issue(ReadTile(self._issued.new_op(), tile, slot, offset, record))
 
     def _flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
+        """Write a subgroup's state to free slots; without room, fail the save, version or leave, or else break."""
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = self._subgroups[subgroup].slot
         self.staging.to(subgroup, Phase.FLUSHING)
@@ -908,6 +918,7 @@ class Machine:
                 return
 
     def _write(self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
+        """Write a tile of a flush to a slot on no path of `avoid`; return whether there is one."""
         flush = self._flushes[tile.subgroup]
         if flush.speculative:
             location = self.index.lend(nbytes, avoid)

@@ -26,11 +26,11 @@ class Visit:
         changes: Whether the visitor changes the state.
         overwrites: Whether the visitor replaces the whole state, so that nothing has to be fetched.
         gpu: Whether it runs on the GPU.
-        weight_bytes: Size of the weights that it needs in a weight slot, as they lie on the GPU and it runs on the
-            CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
+        weight_bytes: Size of the weights that lie on the GPU and pass through a weight slot for a run on the CPU; 0
+            for none. If the visit changes them, they are pushed to the GPU after the run.
         fetches: Whether the run reads these weights, so that they are fetched first.
         speculative: Whether it makes a speculative version, beside the live one: a visit of an open sweep.
-        reads: Whose scratch it reads: the subgroup's gradients, where they pass through buffers.
+        reads: The owner of the scratch that it reads: the subgroup's gradients, where they pass through buffers.
     """
 
     subgroup: int
@@ -47,13 +47,13 @@ class Visit:
 class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
-    An *open* sweep belongs to a step that is not known yet. It makes speculative versions, beside the live ones, of
-    subgroups that are `Admit`ted one by one. `Seal` confirms some of them and revokes the others.
+    An *open* sweep belongs to a step whose rows (scalars, norm) are not known yet. It makes speculative versions,
+    beside the live ones, of subgroups that are `Admit`ted one by one. `Seal` confirms some and revokes the others.
 
     Attributes:
         number: Identifies the sweep; grows by one.
         step: Version that changed tiles get.
-        visits: In the order to be preferred; no subgroup twice.
+        visits: In the preferred order; no subgroup twice.
         is_open: Whether the sweep is open.
     """
 
@@ -65,9 +65,9 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class ReadTile:
-    """Fetch one tile: from its slot in a store to its place in staging slot `slot`, or at home in memory (None).
+    """Fetch one tile from its slot in a store to `buffer_offset` in staging slot `slot`, or in its home (slot None).
 
-    A tile of an `owner`'s scratch: to its place in the owner's buffer `slot`.
+    With an `owner` it is a tile of scratch, and `slot` the number of the owner's buffer.
     """
 
     op: int
@@ -80,9 +80,9 @@ class ReadTile:
 
 @dataclass(frozen=True, slots=True)
 class WriteTile:
-    """Flush one tile: from staging slot `slot`, or from its home in memory (None), to a free slot of a store.
+    """Flush one tile from `buffer_offset` in staging slot `slot`, or in its home (slot None), to a slot of a store.
 
-    A tile of an `owner`'s scratch: from the owner's buffer `slot`.
+    With an `owner` it is a tile of scratch, and `slot` the number of the owner's buffer.
     """
 
     op: int
@@ -102,10 +102,9 @@ class Run:
         sweep: Number of the sweep.
         visit: The visit.
         slot: Staging slot that holds the state, or None for a resident subgroup.
-        fresh: Whether the memory is undefined: the state has never been changed.
-        through: What the visit passes through, if anything: on the GPU the staging slot that holds the state, on the
-            CPU the weight slot.
-        gradient_buffer: The gradient buffer that holds its gradients, if they pass through one.
+        fresh: Whether the memory is undefined, as the state has never been changed.
+        through: On the GPU the staging slot that the state was copied to, on the CPU the weight slot; None without.
+        gradient_buffer: The buffer that holds its gradients, if they pass through one.
     """
 
     op: int
@@ -119,14 +118,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy what a visit needs between host memory and the GPU: fetched before its run, or flushed after it.
+    """Copy a visit's state (if it runs on the GPU) or weights (on the CPU) between host memory and the GPU.
 
-    That is the state of a visit on the GPU, and the weights of a visit on the CPU. A flush of weights ends when it is
-    on its lane; `AwaitPush` waits for its end.
+    It is fetched before the run, and flushed after it. A flush of weights reports back as soon as it is queued on its
+    lane; `AwaitPush` waits for its end.
 
     Attributes:
         op: Operation id.
-        subgroup: Whose.
+        subgroup: Number of the subgroup.
         what: "state" or "weights".
         way: "fetch", towards the device that runs the visit, or "flush", away from it.
         through: GPU staging slot of the state, or weight slot of the weights.
@@ -150,7 +149,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPush:
-    """Wait until weights that were flushed have left their weight slot."""
+    """Wait until flushed weights have been copied out of their weight slot."""
 
     op: int
     subgroup: int
@@ -160,7 +159,7 @@ class AwaitPush:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Give back the memory of a subgroup's home: its state has left for storage."""
+    """Give the memory of a subgroup's home back to the system: its state is on storage."""
 
     op: int
     subgroup: int
@@ -171,11 +170,11 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """What is to be saved.
+    """A request to save all state.
 
     Attributes:
         number: Identifies the save; grows.
-        sink: Number of the path that takes a copy of everything, or None to hold slots where they are.
+        sink: Number of the path that gets a copy of everything, or None to hold slots where they are.
         empty: Whether there is nothing to save: another rank has the same state and saves it.
     """
 
@@ -190,11 +189,11 @@ class SaveTile:
 
     Attributes:
         op: Operation id.
-        tile: Which tile; of a subgroup's `weight_tiles`, if it is none of its state.
-        record: Where to and in which version.
+        tile: A tile of a subgroup's state, or of its `weight_tiles`.
+        record: The slot to write to, and the version.
         source_offset: Byte offset of the tile in the subgroup's resident state, or in the image of its weights.
         buffer: Copy buffer to write from; None for state at home in host memory.
-        gathers: Whether the tile is to be put into that buffer first: it is of weights, or of state on a GPU.
+        gathers: Whether the tile has to be copied into that buffer first: it is of weights, or of state on a GPU.
     """
 
     op: int
@@ -217,7 +216,7 @@ class CopyTile:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Make everything durable whose write to a path has ended."""
+    """Make all writes to a path that have ended durable."""
 
     op: int
     path: int
@@ -225,7 +224,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Make a checkpoint of what a save names; all of that is durable."""
+    """Commit a checkpoint of these records, which are all durable."""
 
     op: int
     number: int
@@ -252,14 +251,14 @@ Operation = ReadTile | WriteTile | Run | Transfer | AwaitPush | GiveBack | SaveO
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Event: start a sweep. None may be under way."""
+    """Event: start a sweep, while none is under way."""
 
     sweep: Sweep
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Event: admit visits of the open sweep: they run when their state is there. Other subgroups are left out."""
+    """Event: let visits of the open sweep run once their state is in memory; other subgroups are ignored."""
 
     subgroups: tuple[int, ...]
 
@@ -274,7 +273,7 @@ class Seal:
     """Event: seal the open sweep, of which no visit runs.
 
     Attributes:
-        confirmed: Subgroups whose speculative version is the live one from now on; all others are revoked.
+        confirmed: Subgroups whose speculative version becomes the live one; all other versions are revoked.
         rest: The sweep of the step's remaining visits, which begins now; None where there is no step.
     """
 
@@ -284,10 +283,10 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Event: somebody wants an owner's scratch buffer until `Ready`, to fill it or to read it.
+    """Event: a caller wants an owner's scratch buffer until `Ready`, to fill it or to read it.
 
-    Nothing but the caller touches a buffer that it fills. Gradients, which visits read, are filled between sweeps.
-    Visits want what they read without an event.
+    Only the caller touches a buffer that it fills. Gradients, which visits read, are filled between sweeps. The
+    machine itself asks for what visits read.
     """
 
     owner: Owner
@@ -296,7 +295,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Event: somebody who has wanted a buffer has filled it, or read it, or gives that up."""
+    """Event: the caller of `Want` has filled or read the buffer, or gives that up."""
 
     owner: Owner
     fills: bool
@@ -304,7 +303,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Event: an owner's scratch is of no use any more; a visit that has run says so without an event."""
+    """Event: an owner's scratch is not needed any more. What a visit has read, the machine discards itself."""
 
     owner: Owner
 
@@ -325,14 +324,14 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Event: have state leave memory for storage; between sweeps and saves.
+    """Event: move the state of subgroups from their homes in memory to storage; between sweeps and saves.
 
-    Staging slots that hold changes are flushed, and all are empty in the end. A visit brings a subgroup's state home
+    Staging slots that hold changes are flushed, and all are empty in the end. A visit has the state read to its home
     again.
 
     Attributes:
         number: Identifies it; grows.
-        subgroups: Those at home in memory whose state leaves it; for these the stores have room.
+        subgroups: Subgroups at home in memory; the stores have room for their state.
     """
 
     number: int
@@ -341,41 +340,43 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Event: have no further state leave memory, though `Leave` has said so: it is wanted."""
+    """Event: end a `Leave` early, since the state is needed: only flushes that have begun go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Event: whoever began a sweep, a save or a leave knows that it is finished."""
+    """Event: the caller of a sweep, a save or a leave has been told that it is finished."""
 
     finished: Sweep | Save | Leave
 
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Event: go on with a plan that adds subgroups and staging slots, or has others updated on the GPU; between
-    sweeps and saves, with nothing in flight."""
+    """Event: go on with a plan that adds subgroups and staging slots, or changes which are updated on the GPU.
+
+    Between sweeps and saves, with nothing in flight.
+    """
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Event: make the slots that plan and checkpoints need, so that their room can be allocated."""
+    """Event: make all slots that plan and checkpoints need, so that their room can be allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Event: the room of the first bytes of each path is there; what is beyond those that are needed may be lent."""
+    """Event: the room of the first `ends` bytes of each store is there; beyond what is needed, slots may be lent."""
 
     ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Event: only so many of the plan's staging slots on the GPU, the first ones, are there from now on.
+    """Event: from now on only the first `count` of the plan's staging slots on the GPU may be used.
 
-    No visit there is under way; copies out of the others go on.
+    No visit runs there; copies out of the other slots go on.
     """
 
     count: int
@@ -390,12 +391,12 @@ class Reshare:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Event: go on from what checkpoints hold on storage; with nothing in flight.
+    """Event: go on from checkpoints' state where it lies on storage; with nothing in flight.
 
     Attributes:
-        stores: Paths whose empty stores have been exchanged for ones that are there, and how far those may grow.
+        stores: Paths whose empty stores were replaced by those of the checkpoints, and the bytes these may grow to.
         held_records: What checkpoints hold in these, by the numbers of saves.
-        records: The newest version from now on of every tile of some streamed subgroups, whatever they were before.
+        records: For some streamed subgroups, every tile; these records replace the newest versions.
     """
 
     stores: Mapping[int, int]
@@ -405,14 +406,14 @@ class TakeOver:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Event: let the slots of a finished save go."""
+    """Event: free the slots of a finished save that nothing else names."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Event: an operation has ended well; `record` is what it has written, None for that of the operation."""
+    """Event: an operation has ended well; `record` is what it has written, None for the operation's own record."""
 
     op: int
     record: Record | None = None
@@ -420,7 +421,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Event: an operation has failed; nothing of it counts."""
+    """Event: an operation has failed; no part of it counts as done."""
 
     op: int
     error: Exception

@@ -1,13 +1,21 @@
-"""Visits of steps, and what each whose state is whole waits for, and runs on. Pure.
+"""Visits whose state is whole in memory: the copy or device that each waits for, and its run. Pure.
 
-A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
+A visit on the GPU copies the state from host memory to one more staging slot, on the GPU, and back; state at home on
+the GPU is not copied. The visit ends with its run, and the copy back goes on beside later visits. A visit on the CPU
+of a subgroup whose weights lie on the GPU has a weight slot in host memory. Weights that it reads are copied to it
+first. Weights that it changes are pushed to the GPU from there: the visit ends when the push is on its lane. The slot
+is free when the push has ended, perhaps during the next sweep. A visit::
 
-    RESIDENT or READY -> BUSY (copy in, run, copy out) -> RESIDENT or DIRTY
+    ended   | begin                                  | waiting or copying or copied or running
+    waiting | its state is read or its copy out ends | copying or running
+    waiting | another visit frees what it needs      | copying or running
+    copying | its copy ends                          | copied or running
+    copied  | another visit frees what it needs      | running
+    running | its run ends                           | pushing or ended
+    pushing | its copy out ends                      | ended
 
-It has ended when its run has; the copy out finishes behind what comes next. State at home on the GPU is not copied.
-A visit on the CPU of a subgroup whose weights lie on the GPU has a weight slot in host memory: weights that it reads
-are fetched to it first, those that it changes are pushed to the GPU from there, and the visit ends when the push is
-on its lane. The slot is free when the push has ended, perhaps during the next sweep.
+"Copied" is also a visit of fresh state, which needs a slot only. A copy out may be that of the subgroup's last visit.
+A waiting visit may also go on when it is admitted, a save has written its state, or its gradients are in a buffer.
 
 Invariants, verified by `Runs.check`:
   * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
@@ -32,11 +40,11 @@ from offload.schedule.scratch import Scratch
 from offload.schedule.staging import Phase, Slots, Staging
 
 MAX_RUNS_IN_FLIGHT = 2
-"""A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts."""
+"""A device is given a second visit while one runs, so that it does not idle while the engine reacts."""
 
 RESIDENT_RUNS_IN_FLIGHT = 4
-"""The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
-keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
+"""The same where no subgroup is streamed: a streamed one would wait until all those visits have run. Another thread
+may keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
 docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
 
 
@@ -46,9 +54,7 @@ def update_visits(
     """Return the visits of a step that updates these subgroups, each on the device that the plan says.
 
     Args:
-        plan: What lives where.
-        order: The subgroups.
-        reloads: Whether masters of a subgroup are taken from its weights.
+        reloads: Whether a subgroup's masters are to be copied from its weights.
     """
     visits = []
     for number in order:
@@ -80,27 +86,27 @@ class Waiting:
         return any(subgroup in queue for queue in (self.under_way, self.streamed, self.resident))
 
     def first(self) -> int:
-        """Return who is next."""
+        """Return the next subgroup."""
         return (self.under_way or self.streamed or self.resident)[0]
 
     def pop(self) -> int:
-        """Return who is next, and take it out of its queue."""
+        """Remove the next subgroup from its queue and return it."""
         return (self.under_way or self.streamed or self.resident).popleft()
 
     def clear(self) -> None:
-        """Have nobody wait."""
+        """Empty the queues."""
         for queue in (self.under_way, self.streamed, self.resident):
             queue.clear()
 
 
 @dataclass(slots=True)
 class Runner:
-    """One of the two devices, and its visits that have not run, whose state is whole in host memory or at home there.
+    """The CPU or the GPU, and visits that wait for it: their state is whole in host memory, or at home on the device.
 
     Attributes:
-        slots: What visits pass through: staging slots on the GPU, to which state is copied, or weight slots.
-        copies: Visits that need something copied to their slot: to the GPU their state, from there their weights.
-        ready: Visits that need nothing more, and those under way whose copy has ended.
+        slots: On the GPU, staging slots to which state is copied; of the CPU, weight slots.
+        copies: Visits that wait for a slot and a copy to it: of their state to the GPU, of their weights from there.
+        ready: Visits that wait for the device only; under way are those whose copy has ended.
         runs: Number of visits that run.
     """
 
@@ -111,14 +117,7 @@ class Runner:
 
 
 class Runs:
-    """The visits of the sweep under way that have their state, and have not ended.
-
-    Args:
-        plan: What lives where.
-        staging: Where their state is.
-        issued: Takes their operations.
-        scratch: What they read that passes through buffers.
-    """
+    """The visits of the sweep under way whose state is whole in memory and that have not ended."""
 
     def __init__(self, plan: Plan, staging: Staging, issued: Issued, scratch: Mapping[ScratchKind, Scratch]) -> None:
         self._staging = staging
@@ -133,19 +132,19 @@ class Runs:
         return sum(runner.runs for runner in self._runners)
 
     def adopt(self, plan: Plan) -> None:
-        """Take in a plan, with no visit under way."""
+        """Go on with another plan, while no visit is under way."""
         self._plan = plan
         for runner, count in zip(self._runners, (plan.weight_slots, plan.gpu_slots), strict=True):
             runner.slots.owners, runner.slots.limit = [None] * count, None
 
     def lend(self, count: int) -> None:
-        """Take in how many of the plan's staging slots on the GPU are there for visits that are to come."""
+        """Set how many of the plan's staging slots on the GPU later visits may use."""
         slots = self._runners[True].slots
         invariant(0 <= count <= len(slots.owners), "more staging slots on the GPU than are planned")
         slots.limit = count
 
     def clear(self) -> None:
-        """Have nobody wait: the sweep has ended."""
+        """Empty all queues: the sweep has ended."""
         for runner in self._runners:
             runner.copies.clear()
             runner.ready.clear()
@@ -157,11 +156,11 @@ class Runs:
     def queue_of(self, visit: Visit) -> Waiting:
         """Return the queue that a visit joins when its state is whole."""
         runner = self._runners[visit.gpu]
-        copied = visit.fetches or (visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup))
-        return runner.copies if copied else runner.ready
+        needs_copy = visit.fetches or (visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup))
+        return runner.copies if needs_copy else runner.ready
 
     def let_on(self, number: int) -> None:
-        """Have the visit that waits for a subgroup's state, which is whole, wait for its next resource."""
+        """Queue a subgroup's visit, whose state is whole, for a copy or a device; not before it has its scratch."""
         subgroup = self._staging.subgroups[number]
         visit = subgroup.visit
         if visit is None or not self.has_what_it_reads(visit):
@@ -176,7 +175,7 @@ class Runs:
         return visit.reads is None or self._scratch[visit.reads.kind].is_there(visit.reads.number)
 
     def fetched(self, operation: Transfer) -> None:
-        """Take in that a visit's state has come to the GPU, or its weights from there."""
+        """Queue a visit to run: its state has been copied to the GPU, or its weights from there."""
         self._runners[operation.what == "state"].ready.under_way.append(operation.subgroup)
 
     def start(self, sweep: Sweep) -> None:
@@ -202,7 +201,7 @@ class Runs:
                 self._issued.issue(Run(op, sweep.number, visit, subgroup.slot, fresh, through, buffer))
 
     def start_transfers(self) -> None:
-        """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
+        """Give slots to the visits that need a copy to one, and start the copies."""
         for runner in reversed(self._runners):
             while runner.copies and (through := runner.slots.assign(runner.copies.first())) is not None:
                 number = runner.copies.pop()
@@ -216,7 +215,7 @@ class Runs:
                     self.transfer(visit, "fetch", through)
 
     def transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
-        """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
+        """Start a copy between host memory and the GPU: a visit's state if it runs on the GPU, else its weights."""
         op, number = self._issued.new_op(), visit.subgroup
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
@@ -226,31 +225,27 @@ class Runs:
             self._issued.issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
 
     def await_push(self, operation: Transfer) -> None:
-        """Wait until a push of weights, which is on its lane, has ended."""
+        """Wait for the end of a push of weights, which is queued on its lane, in order to free the weight slot."""
         self._issued.issue(AwaitPush(self._issued.new_op(), operation.subgroup, operation.through))
 
     def free(self, slot: int, *, gpu: bool) -> None:
-        """Take in that nothing is read from a slot any more: one on the GPU, or of weights."""
+        """Free a slot on the GPU, or of weights, from which no copy reads any more."""
         self._runners[gpu].slots.free(slot)
 
     def check(self, in_flight: Iterable[Operation]) -> None:
-        """Verify the invariants that the module states.
-
-        Raises:
-            InternalError: If one does not hold.
-        """
+        """Verify the module's invariants, for `Machine.check`."""
         subgroups = self._staging.subgroups
         for number, subgroup in enumerate(subgroups):
             if subgroup.passing is not None:
                 through, visit = subgroup.passing
                 owners = self._runners[visit.gpu].slots.owners
-                mine = subgroup.phase is Phase.BUSY and owners[through] == number
-                invariant(mine, f"slot {through} is not that of the visit of {number}")
+                is_right = subgroup.phase is Phase.BUSY and owners[through] == number
+                invariant(is_right, f"slot {through} is not that of the visit of {number}")
         staged = [owner for owner in self._runners[True].slots.owners if owner is not None]
         invariant(len(set(staged)) == len(staged), "a subgroup has two GPU slots")
-        busy = all(subgroups[owner].phase is Phase.BUSY for owner in staged)
-        invariant(busy, "the owner of a GPU slot is not busy")
+        are_busy = all(subgroups[owner].phase is Phase.BUSY for owner in staged)
+        invariant(are_busy, "the owner of a GPU slot is not busy")
         runs = [operation for operation in in_flight if isinstance(operation, Run)]
         for runner in self._runners:
-            there = sum(self.device_of(run.visit) is runner for run in runs)
-            invariant(there == runner.runs, f"{runner.runs} runs are counted, {there} are in flight")
+            count = sum(self.device_of(run.visit) is runner for run in runs)
+            invariant(count == runner.runs, f"{runner.runs} runs are counted, {count} are in flight")

@@ -1,17 +1,17 @@
 """Checkpoints within the machine: which tiles still have to be written, and which slots checkpoints hold. Pure.
 
-A save takes the state as it is between two sweeps. Tiles that lie on storage are held where they are; staged
-subgroups that are dirty are flushed; resident ones are written to slots of their own. Sweeps go on meanwhile: only a
-visit of a subgroup that has not been written yet waits, and that subgroup is written first. A save with a *sink*
-copies everything into a store of its own instead and holds nothing in the end.
+A save takes the state as it is between two sweeps. Tiles on storage are held where they are, dirty staging slots are
+flushed, and resident state is written to slots of its own. Sweeps go on meanwhile: a visit waits only if its subgroup
+has not been written yet, and that subgroup is written first. A save with a *sink* copies everything into a store of
+its own instead, and holds no slots in the end.
 
 Invariants:
-  * a record is written down once its tile is whole on storage, and its slot is held from that moment on;
+  * a save records a tile once that is whole on storage, and holds its slot from that moment on;
   * a path is synced after the last write to it; a checkpoint is committed after all its paths have been synced;
   * a write that fails is tried once more, then on other paths; training goes on using the path;
   * a save that fails gives back everything it held and reserved, and leaves training as it was.
 
-Non-goals: what a commit does (the executor), which checkpoints are released and when (the session).
+Non-goals: how to commit (the executor), when to release checkpoints (the session).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offload.schedule.operations import Commit, CopyTile, Save, SaveOperation, S
 from offload.schedule.runs import Runs
 
 SAVE_DEPTH = CHECKPOINT_BUFFERS
-"""Tiles that a save has on their way at once; also the number of copy buffers."""
+"""Most operations of a save in flight at once; also the number of copy buffers."""
 
 
 @dataclass(slots=True)
@@ -39,21 +39,21 @@ class _Item:
 
     Attributes:
         tile: Its id.
-        offset: Where it lies in the subgroup's state, or in the image of its weights.
+        offset: Byte offset in the subgroup's state, or in the image of its weights.
         nbytes: Its payload.
         step: Its version.
-        buffered: Whether it has to be gathered into a copy buffer.
-        home: Whether it is state at home in memory, which no visit may touch until it is written.
-        stored: Where it is read from, if it is copied into a sink.
+        is_buffered: Whether it has to be gathered into a copy buffer.
+        is_home: Whether it is state at home in memory, which no visit may change until it is written.
+        source: The record to copy it from, if it is copied from storage into a sink.
     """
 
     tile: TileId
     offset: int
     nbytes: int
     step: int
-    buffered: bool = False
-    home: bool = False
-    stored: Record | None = None
+    is_buffered: bool = False
+    is_home: bool = False
+    source: Record | None = None
 
 
 @dataclass(slots=True)
@@ -62,20 +62,20 @@ class RunningSave:
 
     Attributes:
         request: What was asked for.
-        records: Where tiles lie that are whole on storage (with a sink: in it); without one, their slots are held.
-        reserve: Slots that are reserved and not held yet: how many, by payload bytes.
-        weights: Tiles of masters that are weights, still to be written.
-        todo: Tiles of state at home in memory, still to be written, by subgroup.
-        unwritten: How many tiles of each such subgroup are not written yet; nothing may visit it meanwhile.
+        records: Of tiles that are whole on storage, and whose slots are held; with a sink, of tiles in it, not held.
+        reserve: How many slots are reserved and not held yet, by payload bytes.
+        weights: Tiles of fp32 weights (which are masters) still to be written.
+        todo: Tiles of state at home in memory still to be written, by subgroup.
+        unwritten: How many tiles of each such subgroup are not written yet; visits of it wait meanwhile.
         flushing: Streamed subgroups whose flush has not ended.
-        copies: Tiles whose slots are held until they have been copied into the sink.
-        urgent: Subgroups that are written first.
+        copies: Tiles to be copied into the sink, whose slots are held until then.
+        urgent: Subgroups that visits wait for; they are written first.
         flying: Operations in flight, each with its tile; None for a sync or a commit.
         buffers: Free copy buffers.
         sink_end: Bytes of the sink that are taken.
-        synced: Whether its paths are being synced, or have been.
-        tries: Writes that have failed, by tile.
-        avoided: Paths that it writes to no more.
+        synced: Whether syncs of its paths have been issued.
+        tries: Number of failed writes, by tile.
+        avoided: Paths that the save does not write to any more.
         error: Why it has been given up.
     """
 
@@ -98,18 +98,12 @@ class RunningSave:
 
 
 class Saver:
-    """The save under way, and what finished ones hold.
-
-    Args:
-        index: Slots of the stores.
-        issued: Takes its operations.
-        runs: Lets the visits on that had to wait for it.
-    """
+    """The save under way, and what finished ones hold."""
 
     def __init__(self, index: TileIndex, issued: Issued, runs: Runs) -> None:
         self.under_way: RunningSave | None = None
         self.finished_save: tuple[Save, Exception | None] | None = None
-        """The last save that finished, and why it failed; None once it is `Taken`."""
+        """The last save that finished, and its error (None if it succeeded); None once it is `Taken`."""
         self.held_records: dict[int, Mapping[TileId, Record]] = {}
         """What each finished save holds, by its number."""
         self._index = index
@@ -118,14 +112,16 @@ class Saver:
 
     @property
     def has_unwritten_weights(self) -> bool:
-        """Whether masters that are weights have still to be written: until then weights must not change."""
+        """Whether fp32 weights (which are masters) have still to be written: until then they must not change."""
         save = self.under_way
         if save is None:
             return False
-        return bool(save.weights) or any(item and item.buffered and not item.home for item in save.flying.values())
+        return bool(save.weights) or any(
+            item and item.is_buffered and not item.is_home for item in save.flying.values()
+        )
 
     def blocks(self, subgroup: int) -> bool:
-        """Return whether resident state has still to be written and must not be visited."""
+        """Return whether a visit of resident state has to wait until the save has written it."""
         return self.under_way is not None and subgroup in self.under_way.unwritten
 
     def hurry(self, subgroup: int) -> None:
@@ -134,7 +130,7 @@ class Saver:
             self.under_way.urgent.append(subgroup)
 
     def retry(self, operation: SaveTile | WriteTile, error: Exception) -> Collection[int] | None:
-        """Take in that a write for the save has failed.
+        """Count a failed write of the save, and choose the paths to avoid from now on.
 
         Returns:
             The paths to avoid if it is issued again, to another slot: those without room, and those that have failed
@@ -154,7 +150,6 @@ class Saver:
         """Start a save.
 
         Args:
-            request: The save.
             plan: Homes of all subgroups; none is fresh.
             unsaved: Streamed subgroups whose newest version is not whole on storage. They are flushed, now or
                 already; `flushed` reports the end.
@@ -169,10 +164,10 @@ class Saver:
         whole: list[tuple[TileId, Record]] = []
 
         def to_write(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
-            """Return the tiles that have to be written; a version that a checkpoint has is held again."""
+            """Return the tiles that have to be written: those in whose version no checkpoint holds them."""
             todo = []
             for tile, offset, nbytes in tiles:
-                record = self._held(tile, step)
+                record = self._held_record(tile, step)
                 if record is not None:
                     whole.append((tile, record))
                     continue
@@ -182,7 +177,7 @@ class Saver:
 
         for subgroup in () if request.empty else plan.layout.subgroups:
             number = subgroup.index
-            is_away = self._index.get(subgroup.tiles[0][0]) is not None  # of state at home in memory
+            is_away = self._index.get(subgroup.tiles[0][0]) is not None  # a `Leave` has moved it to storage
             if plan.is_resident(number) and not is_away:
                 buffered = plan.homes[number] is not Home.HOST
                 items = to_write(subgroup.tiles, versions[number], buffered, home=True)
@@ -207,27 +202,27 @@ class Saver:
         return True
 
     def _keep(self, save: RunningSave, tile: TileId, record: Record) -> None:
-        """Hold a tile that is whole on storage, or, with a sink, until it has been copied."""
+        """Hold a tile that is whole on storage; with a sink, only until it has been copied there."""
         if self._index.hold(record.location):
             save.reserve[record.location.nbytes] -= 1
         if save.request.sink is not None:
-            save.copies.append(_Item(tile, 0, record.location.nbytes, record.step, stored=record))
+            save.copies.append(_Item(tile, 0, record.location.nbytes, record.step, source=record))
         else:
             save.records[tile] = record
 
-    def _held(self, tile: TileId, step: int) -> Record | None:
-        """Return where a checkpoint holds a version of a tile, if one does."""
-        older = (records.get(tile) for records in reversed(self.held_records.values()))
-        return next((record for record in older if record is not None and record.step == step), None)
+    def _held_record(self, tile: TileId, step: int) -> Record | None:
+        """Return the record with which a checkpoint holds this version of a tile; None if no checkpoint does."""
+        records_of_tile = (records.get(tile) for records in reversed(self.held_records.values()))
+        return next((record for record in records_of_tile if record is not None and record.step == step), None)
 
     def held_version(self, subgroup: Subgroup, step: int | None) -> Mapping[TileId, Record]:
-        """Return where checkpoints hold a version of a subgroup's state; nothing, if a tile of it is not there."""
-        records = {tile: self._held(tile, step) for tile, _, _ in subgroup.tiles} if step is not None else {}
-        whole = {tile: record for tile, record in records.items() if record is not None}
-        return whole if len(whole) == len(records) else {}
+        """Return the records with which checkpoints hold a version of a subgroup's state; {} unless all tiles are."""
+        records = {tile: self._held_record(tile, step) for tile, _, _ in subgroup.tiles} if step is not None else {}
+        held = {tile: record for tile, record in records.items() if record is not None}
+        return held if len(held) == len(records) else {}
 
     def flushed(self, records: Iterable[tuple[TileId, Record]], subgroup: int) -> None:
-        """Take in that a subgroup has been flushed."""
+        """Keep the tiles of a subgroup that has been flushed, if the save waits for them."""
         save = self.under_way
         if save is not None and subgroup in save.flushing:
             del save.flushing[subgroup]
@@ -235,15 +230,15 @@ class Saver:
                 self._keep(save, tile, record)
 
     def advance(self) -> None:
-        """Issue what can be issued now; end the save if that was all."""
+        """Issue all operations that are possible now: tiles, then syncs, then the commit. End a save given up."""
         save = self.under_way
         if save is None:
             return
         for item in self._next_items(save):
-            if item.stored is not None:
-                self._fly(save, CopyTile(self._issued.new_op(), item.tile, item.stored, save.buffers.pop()), item)
+            if item.source is not None:
+                self._fly(save, CopyTile(self._issued.new_op(), item.tile, item.source, save.buffers.pop()), item)
             else:
-                self._write(save, item, save.buffers.pop() if item.buffered else None)
+                self._write(save, item, save.buffers.pop() if item.is_buffered else None)
         if save.error is not None:
             if not save.flying:
                 self._end(save, save.error)
@@ -258,6 +253,7 @@ class Saver:
             self._fly(save, Commit(self._issued.new_op(), save.request.number, save.records))
 
     def _next_items(self, save: RunningSave) -> Iterator[_Item]:
+        """Yield the tiles to write or copy now: fp32 weights, then state (urgent first), then copies for a sink."""
         while len(save.flying) < SAVE_DEPTH and save.error is None:
             if save.weights and save.buffers:
                 yield save.weights.popleft()
@@ -265,7 +261,7 @@ class Saver:
                 while save.urgent and save.urgent[0] not in save.todo:
                     save.urgent.popleft()
                 subgroup = save.urgent[0] if save.urgent else next(iter(save.todo))
-                if save.todo[subgroup][0].buffered and not save.buffers:
+                if save.todo[subgroup][0].is_buffered and not save.buffers:
                     return
                 item = save.todo[subgroup].popleft()
                 if not save.todo[subgroup]:
@@ -283,9 +279,12 @@ class Saver:
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
         record = Record(location, item.step)
-        self._fly(save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.buffered), item)
+        self._fly(
+            save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.is_buffered), item
+        )
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
+        """Take a slot on a path that is not avoided, or the next bytes of the sink."""
         if save.request.sink is None:
             return self._index.claim(nbytes, save.avoided)
         location = Location(save.request.sink, save.sink_end, nbytes)
@@ -297,9 +296,9 @@ class Saver:
         self._issued.issue(operation)
 
     def landed(self, operation: SaveOperation, written: Record | None, error: Exception | None) -> None:
-        """Take in that an operation has ended, well or not."""
+        """Account for an operation of the save that has ended; `error` is None if it ended well."""
         save = self.under_way
-        if save is None:  # it was broken off
+        if save is None:  # the machine has broken since
             return
         item = save.flying.pop(operation.op)
         if isinstance(operation, CopyTile) and item is not None:
@@ -307,7 +306,7 @@ class Saver:
                 self._write(save, _Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
                 self._index.let_go(operation.tile, operation.record.location)
             else:
-                save.copies.append(item)  # still held
+                save.copies.append(item)  # its slot is still held; `_end` lets it go
         elif isinstance(operation, SaveTile) and item is not None:
             if self._saved(save, operation, item, written, error):
                 return
@@ -321,28 +320,28 @@ class Saver:
     def _saved(
         self, save: RunningSave, done: SaveTile, item: _Item, written: Record | None, error: Exception | None
     ) -> bool:
-        """Take in that a write has ended; return whether it failed and was issued again."""
-        location, to_path = done.record.location, save.request.sink is None
-        if error is not None and to_path:
+        """Account for a write that has ended; return whether it failed and was issued again."""
+        location, has_no_sink = done.record.location, save.request.sink is None
+        if error is not None and has_no_sink:
             self._index.refuse(location, is_full=isinstance(error, TierFullError))
         if error is not None and self.retry(done, error) is not None:
-            again = self._claim(save, location.nbytes)
-            if again is not None:
-                record = Record(again, done.record.step)
+            new_location = self._claim(save, location.nbytes)
+            if new_location is not None:
+                record = Record(new_location, done.record.step)
                 self._fly(save, replace(done, op=self._issued.new_op(), record=record), item)
                 return True
         if done.buffer is not None:
             save.buffers.append(done.buffer)
-        if item.home:
+        if item.is_home:
             self._written(save, done.tile.subgroup, 1)
         if error is None:
-            if to_path and self._index.hold(location):
+            if has_no_sink and self._index.hold(location):
                 save.reserve[location.nbytes] -= 1
             save.records[done.tile] = written or done.record
         return False
 
     def _written(self, save: RunningSave, subgroup: int, count: int) -> None:
-        """Count off tiles of a subgroup that need not be written any more."""
+        """Count off tiles of a subgroup that have been, or will not be, written; after the last its visit goes on."""
         save.unwritten[subgroup] -= count
         if not save.unwritten[subgroup]:
             del save.unwritten[subgroup]
@@ -351,15 +350,15 @@ class Saver:
     # Ends -------------------------------------------------------------------------------------------------------
 
     def abort(self, error: Exception) -> None:
-        """Give the save up: nothing new is issued for it, and it ends when what is in flight has landed."""
+        """Give the save up: nothing new is issued for it, and it ends when its operations in flight have."""
         save = self.under_way
         if save is None or save.error is not None:
             return
         save.error = error
         for subgroup, items in save.todo.items():
             self._written(save, subgroup, len(items))
-        for waiting in (save.todo, save.weights, save.flushing):
-            waiting.clear()
+        for unsaved in (save.todo, save.weights, save.flushing):
+            unsaved.clear()
 
     def break_off(self, error: Exception) -> None:
         """End the save at once: the machine has broken."""
@@ -367,20 +366,21 @@ class Saver:
             self._end(self.under_way, error)
 
     def _end(self, save: RunningSave, error: Exception | None) -> None:
+        """End the save; if it failed, let go of all slots that it holds. Visits that wait for it go on."""
         self.under_way, self.finished_save = None, (save.request, error)
         if error is not None:
             if save.request.sink is None:
                 for tile, record in save.records.items():
                     self._index.let_go(tile, record.location)
             for item in save.copies:
-                if item.stored is not None:
-                    self._index.let_go(item.tile, item.stored.location)
+                if item.source is not None:
+                    self._index.let_go(item.tile, item.source.location)
         self._index.give_back(+save.reserve)
         for subgroup in save.unwritten:
             self._runs.let_on(subgroup)
 
     def release(self, number: int) -> None:
-        """Let the slots of a finished save go."""
+        """Let go of the slots of a finished save."""
         for tile, record in self.held_records.pop(number).items():
             self._index.let_go(tile, record.location)
 

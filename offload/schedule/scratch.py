@@ -2,29 +2,46 @@
 
 There are two kinds, each with buffers of its own: gradients, where host memory is not to hold all of them, and
 activations that are saved for backward. The rules are the same. Each *owner* (a subgroup of gradients, a tile of
-activations) has tiles that pass through one buffer. Whoever brings an owner's data wants its buffer to fill it, and
-whoever uses the data wants it to read it. Both say when they are ready. The data is discarded when it is of no use
-any more. So buffers are a cache.
+activations) has tiles that pass through one buffer. A caller calls `want` to fill or to read an owner's buffer, and
+`ready` when it has done so. The data is discarded when it has been used. So buffers are a cache.
 
-Owners have an order, in which they were filled last. Backward goes through gradients in one order and a step comes
-in the opposite one; activations are packed in one order and read in the opposite one. So what was filled first is
-written first and stays away longest, and what was filled last stays in its buffer.
+Owners are ordered by their last fill. Gradients and activations are filled in one order and read in the opposite one.
+So the owner that was filled first is written to the paths first, and the one that was filled last keeps its buffer.
 
-What lies on the paths is scratch: no checkpoint names it, nothing is synced, and a record goes as soon as its content
-is in memory and about to change.
+Scratch on the paths is in no checkpoint and is not synced. Its slots are freed as soon as its content is in memory
+and about to change.
 
 How the kinds differ is said by the plan (`offload.plan.budget.ScratchBuffers`). For gradients the paths have promised
 room, so a write that finds none ends the session. Activations get room that state and checkpoints leave: a tile that
-no path takes stays in its buffer, and a caller that finds no buffer then keeps its tensors itself. How many tiles a
-forward pass fills is known from the one before: those that will not fit are written at once, while buffers are free,
-and tiles are read again from the last one down before anybody asks, as buffers become free.
+no path takes stays in its buffer, and a caller that finds no buffer then keeps its tensors itself.
+
+A *round* (one forward pass) starts with the first fill after all was discarded. The round before says how many tiles
+will be filled: those that will not fit are written at once, while buffers are free. In backward, tiles are read from
+the last one down before anybody asks, as buffers become free.
+
+The data of an owner ("clean" is in its buffer and on the paths, "stored" on the paths alone)::
+
+    nothing                     | want to fill                        | waiting
+    waiting                     | advance                             | newest
+    waiting                     | ready or discard                    | nothing
+    newest                      | advance                             | being written
+    being written               | written                             | clean
+    being written               | no path takes it                    | newest
+    clean                       | advance                             | newest or stored
+    stored                      | advance                             | being read
+    being read                  | read                                | clean
+    being read                  | read has failed                     | stored
+    newest or clean or stored   | discard                             | nothing
+    being written or being read | discard                             | discarded
+    discarded                   | written or read                     | nothing or waiting
+    discarded                   | no path takes it or read has failed | nothing
 
 Invariants, verified by `check`:
   * a buffer belongs to at most one owner;
   * an owner's data is in a buffer, or whole on the paths, or both, until it is discarded;
   * an owner that somebody reads keeps its buffer;
-  * no more buffers than the plan says (`alone`) hold what lies nowhere else, so that what was written can be read
-    whatever the paths refuse.
+  * no more buffers than the plan says (`alone`) hold data that lies nowhere else, so that a buffer is left to read
+    written data into, even if the paths refuse all writes.
 """
 
 from __future__ import annotations
@@ -45,25 +62,20 @@ from offload.schedule.operations import Operation, ReadTile, WriteTile
 class Held:
     """Where an owner's data is, and who wants it.
 
-    Data that is there goes through these states, and from any of the last three back to the first when more is
-    added to it::
-
-        newest (in its buffer alone) -> being written -> clean (in both) -> stored (on the paths alone)
-                                                           ^                    |
-                                                           +--- being read <----+
+    The module has a table of its states.
 
     Attributes:
         order: Grows with each fill, of any owner.
         buffer: Its buffer's number; None if it has none.
-        is_newest: Whether the buffer alone has it.
+        is_newest: Whether the data is in its buffer alone.
         is_stored: Whether it is whole on the paths.
-        is_filling: Whether somebody brings it, or is about to.
-        readers: How many have asked to read it, and have not said that they are ready.
+        is_filling: Whether a caller fills the buffer, or waits to.
+        readers: Number of `want`s to read it without a `ready` yet.
         unread: Tiles that are being read.
         unwritten: Tiles that are being written.
-        written: Those that have been.
-        is_over: Whether it is of no use any more, and goes when nothing is on its way.
-        error: What reading it has failed with, for whoever asked for it.
+        written: Tiles that have been, of the same write.
+        is_discarded: Whether it was discarded during a transfer: it is removed when no transfer is under way.
+        error: Why reading it has failed, for those who wait for it.
     """
 
     order: int = 0
@@ -75,12 +87,12 @@ class Held:
     unread: int = 0
     unwritten: int = 0
     written: list[tuple[TileId, Record]] = field(default_factory=list)
-    is_over: bool = False
+    is_discarded: bool = False
     error: Exception | None = None
 
     @property
     def is_still(self) -> bool:
-        """Whether it has a buffer, and nothing is on its way to or from it."""
+        """Whether it has a buffer, with no transfer to or from that under way."""
         return self.buffer is not None and not (self.unread or self.unwritten)
 
     @property
@@ -90,51 +102,39 @@ class Held:
 
     @property
     def is_clean(self) -> bool:
-        """Whether its buffer may go to another: it is on the paths, and nobody wants it here."""
+        """Whether another owner may take its buffer: the data is on the paths, and nobody fills or reads it."""
         return self.is_still and not (self.is_newest or self.readers or self.is_filling)
 
 
 class Scratch:
     """The scratch of one kind of one session.
 
-    Args:
-        kind: Which.
-        plan: What buffers there are.
-        index: Slots of the stores.
-        issued: Takes their operations.
-
     Attributes:
         homeless: A tile that no path has room for, where room was promised.
-        is_full: Whether no path takes any more; until all has been discarded.
-        moved: Tiles that were read, and written, since all was discarded; by the operation.
+        is_full: Whether no path takes any more; until the next round.
+        moved: Number of tiles that were read, and written, in this round; by the class of the operation.
     """
 
-    def __init__(
-        self,
-        kind: ScratchKind,
-        plan: Plan,
-        index: TileIndex,
-        issued: Issued,
-    ) -> None:
+    def __init__(self, kind: ScratchKind, plan: Plan, index: TileIndex, issued: Issued) -> None:
         self._kind = kind
         self._index = index
         self._issued = issued
         self.homeless: TileId | None = None
-        self._owners: list[int | None] = []  # of the buffers
-        self._held: dict[int, Held] = {}
-        self._filling: dict[int, None] = {}  # owners that somebody brings data of
-        self._ready: deque[int] = deque()  # owners in buffers alone, which nobody fills, in order
-        # Owners that are to be read into a buffer. Those that hurry come first: their readers hold other memory.
-        self._hurrying: deque[int] = deque()
-        self._waiting: deque[int] = deque()
+        self._owners: list[int | None] = []  # by buffer
+        self._held: dict[int, Held] = {}  # by owner
+        self._filling: dict[int, None] = {}  # owners that callers fill, or wait to
+        self._to_write: deque[int] = (
+            deque()
+        )  # owners in buffers alone, which nobody fills, in the order of their fills
+        self._to_read_first: deque[int] = deque()  # owners that wait for a buffer; their readers hold other memory
+        self._to_read: deque[int] = deque()  # other owners that wait for a buffer
         self._fills = 0  # so far
-        self._writes = 0  # so far: each is the version of what it writes
+        self._writes = 0  # so far: a tile's version is the number of its write
         self._is_due = False  # whether something has changed since `advance`
-        # Of a round, from when there was nothing:
-        self._first = 0  # its first owner
-        self._shown = 0  # the longest run of owners that were filled, in the round before
-        self._showing = 0  # likewise, in this one
-        self._ahead: int | None = None  # the next owner to be read before anybody asks; None while some are filled
+        self._first_owner = 0  # that was filled in this round
+        self._last_round_length = 0  # from the first to the highest owner that was filled in the round before
+        self._round_length = 0  # likewise, in this one so far
+        self._ahead: int | None = None  # owner to be read before anybody asks; None while some are filled
         self._avoided: set[int] = set()  # paths that writes have failed on
         self.is_full = False
         self.moved: Counter[type] = Counter()
@@ -142,7 +142,7 @@ class Scratch:
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Take in a plan, with nothing on its way."""
+        """Go on with another plan, while no transfer is under way."""
         self._plan, self._buffers, self._is_due = plan, plan.scratch[self._kind], True
         added = self._buffers.count - len(self._owners)
         invariant(added >= 0 or not self._in_buffers(), f"a plan takes buffers of {self._kind} away")
@@ -157,30 +157,30 @@ class Scratch:
 
     @property
     def owners(self) -> Collection[int]:
-        """Those whose data is of use, or on its way."""
+        """Owners whose data has not been discarded, or is being read or written."""
         return self._held.keys()
 
     @property
     def is_in_use(self) -> bool:
-        """Whether any data is of use."""
-        return any(held.is_filling or not held.is_over for held in self._held.values())
+        """Whether any data has not been discarded."""
+        return any(held.is_filling or not held.is_discarded for held in self._held.values())
 
     def may_fill(self, owner: int) -> bool:
-        """Return whether whoever wants to fill an owner's buffer may write to it."""
+        """Return whether a caller that wants to fill an owner's buffer may write to it now."""
         held = self._held.get(owner)
         return held is not None and held.is_filling and held.is_newest and held.is_still
 
     def finds_none(self, owner: int) -> bool:
-        """Return whether there will be no buffer for an owner before others are discarded."""
+        """Return whether an owner will get no buffer to be filled before others are discarded."""
         has_buffer = owner in self._held and self._held[owner].buffer is not None
         return self.is_full and not (self._moving[WriteTile] or has_buffer or self._has_room())
 
     def is_filling(self, owner: int) -> bool:
-        """Return whether somebody fills an owner's buffer, or is about to."""
+        """Return whether a caller fills an owner's buffer, or waits to."""
         return owner in self._filling
 
     def is_wanted(self, owner: int) -> bool:
-        """Return whether somebody is to read an owner's data."""
+        """Return whether a reader waits for an owner's data, or reads it."""
         return owner in self._held and self._held[owner].readers > 0
 
     def is_there(self, owner: int) -> bool:
@@ -188,23 +188,23 @@ class Scratch:
         return owner in self._held and self._held[owner].is_there
 
     def error_of(self, owner: int) -> Exception | None:
-        """Return why an owner's data cannot be read."""
+        """Return why an owner's data could not be read; None if it could."""
         return self._held[owner].error if owner in self._held else None
 
     def buffer_of(self, owner: int) -> int:
         """Return the buffer of an owner's data."""
         return known(self._held[owner].buffer, "data without a buffer")
 
-    # What those do whose data it is
+    # What callers say
 
     def want(self, owner: int, *, fills: bool, hurries: bool = True) -> None:
-        """Have a buffer made ready that is an owner's until `ready`; see `may_fill` and `is_there`.
+        """Ask for an owner's buffer, to be kept until `ready`; `may_fill` and `is_there` say when it can be used.
 
         Args:
             owner: Whose.
-            fills: Whether data is to be written to it, beside what it has; else that is to be read from it. Where
-                data may be read ahead, that of owners with lower numbers comes behind it.
-            hurries: Whether it is read before that of those who do not.
+            fills: Whether the caller adds data to it; else it reads what is there, and owners with lower numbers may
+                be read ahead after it.
+            hurries: Whether it is read before owners whose readers do not hurry.
         """
         self._is_due = True
         if fills:
@@ -214,18 +214,18 @@ class Scratch:
             self._fills += 1
             held.order, held.is_filling = self._fills, True
             self._filling[owner] = None
-            self._not_ready(owner)
-            self._showing, self._ahead = max(self._showing, owner - self._first + 1), None
+            self._do_not_write(owner)
+            self._round_length, self._ahead = max(self._round_length, owner - self._first_owner + 1), None
             return
         invariant(owner in self._held, f"{self._kind} of {owner} are read, and nowhere")
         held = self._held[owner]
         held.readers, held.error, self._ahead = held.readers + 1, None, owner - 1
-        if held.buffer is None and owner not in self._hurrying and owner not in self._waiting:
+        if held.buffer is None and owner not in self._to_read_first and owner not in self._to_read:
             invariant(held.is_stored, f"{self._kind} of {owner} are read, and nowhere")
-            (self._hurrying if hurries else self._waiting).append(owner)
+            (self._to_read_first if hurries else self._to_read).append(owner)
 
     def ready(self, owner: int, *, fills: bool) -> None:
-        """Take in that somebody who has wanted an owner's buffer has filled or read it, or gives that up."""
+        """End a `want`: the caller has filled or read the owner's buffer, or gives that up."""
         held = self._held.get(owner)
         if held is None or not (held.is_filling if fills else held.readers):
             return
@@ -234,114 +234,114 @@ class Scratch:
             held.is_filling = False
             del self._filling[owner]
             if held.is_newest and held.is_still:
-                self._ready.append(owner)
-            if held.buffer is None and not held.is_stored:  # nothing has come
+                self._to_write.append(owner)
+            if held.buffer is None and not held.is_stored:  # it never had a buffer
                 del self._held[owner]
             return
         held.readers -= 1
-        for line in (self._hurrying, self._waiting):
-            if not held.readers and owner in line:
-                line.remove(owner)
+        for queue in (self._to_read_first, self._to_read):
+            if not held.readers and owner in queue:
+                queue.remove(owner)
 
     def discard(self, owner: int) -> None:
-        """Take in that an owner's data is of no use any more."""
+        """Discard an owner's data and free its slots and buffer, at once or when its transfers have ended."""
         held = self._held.get(owner)
         if held is None:
             return
         self._is_due, held.readers, held.error = True, 0, None
-        self._not_ready(owner)
+        self._do_not_write(owner)
         if held.is_filling:
             held.is_filling = False
             del self._filling[owner]
-        if not held.unread:  # else nothing else is written where it is read from
+        if not held.unread:  # while tiles are read, their slots must not be written
             self._forget(owner, held)
         if held.buffer is None or held.is_still:
-            self._end(owner, held)
+            self._remove(owner, held)
         else:
-            held.is_over = True
+            held.is_discarded = True
 
     def _begin_round_if_none(self, owner: int) -> None:
+        """Begin a round with the first owner to be filled since all was discarded."""
         if not self.is_in_use:
-            self._first, self._shown, self._showing, self.is_full = owner, self._showing, 0, False
+            self._last_round_length, self._round_length = self._round_length, 0
+            self._first_owner, self.is_full = owner, False
             self._avoided.clear()
             self.moved.clear()
 
-    def _not_ready(self, owner: int) -> None:
-        if owner in self._ready:
-            self._ready.remove(owner)
+    def _do_not_write(self, owner: int) -> None:
+        """Take an owner out of the queue of those to be written."""
+        if owner in self._to_write:
+            self._to_write.remove(owner)
 
     # Reports
 
     def landed(self, operation: ReadTile | WriteTile, written: Record | None) -> bool:
-        """Take in that a tile has been read or written; return whether its owner's data has come to its buffer."""
-        owner, held = self._moved_of(operation)
+        """Account for a tile that was read or written; return whether its owner has now been read to its buffer."""
+        owner, held = self._end_transfer(operation)
         self.moved[type(operation)] += 1
         if isinstance(operation, ReadTile):
             held.unread -= 1
         else:
             held.unwritten -= 1
             held.written.append((operation.tile, written or operation.record))
-        if held.is_over:
-            self._end_useless(owner, held)
+        if held.is_discarded:
+            self._remove_when_still(owner, held)
             return False
         if not held.is_still:
             return False
         records, held.written = held.written, []
         if records:
             held.is_newest, held.is_stored = False, True
-        for each, record in records:
-            self._index.commit(each, record)
+        for tile, record in records:
+            self._index.commit(tile, record)
         return isinstance(operation, ReadTile)
 
     def write_again(self, write: WriteTile) -> bool:
-        """Have a tile go elsewhere whose write has failed, if it is of any use; return whether there is room."""
-        owner, held = self._moved_of(write)
-        if not held.is_over:
+        """Write a tile whose write failed to another slot, unless it was discarded; return False without room."""
+        owner, held = self._end_transfer(write)
+        if not held.is_discarded:
             return self._write(owner, held, write.tile, write.buffer_offset, write.record.location.nbytes)
         held.unwritten -= 1
-        self._end_useless(owner, held)
+        self._remove_when_still(owner, held)
         return True
 
     def failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
-        """Take in that a transfer has failed for which no room was promised.
-
-        What was to be written goes to another path, or stays in its buffer.
-        """
+        """Handle a failed transfer of a kind without promised room: a tile is written to another path, or stays."""
         if isinstance(operation, WriteTile):
             location = operation.record.location
             self._index.refuse(location, is_full=isinstance(error, TierFullError))
             self._index.give_back({location.nbytes: 1}, lent=True)
             self._avoided.add(location.path)
             if not self.write_again(operation):
-                self._stay(known(operation.owner, "a tile of nobody").number)
+                self._keep_in_buffer(known(operation.owner, "a tile of nobody").number)
             return
-        owner, held = self._moved_of(operation)
+        owner, held = self._end_transfer(operation)
         held.unread = 0
-        if held.is_over:
-            self._end_useless(owner, held)
+        if held.is_discarded:
+            self._remove_when_still(owner, held)
         else:
             self._free(held)
             held.error = error
 
-    def _moved_of(self, operation: ReadTile | WriteTile) -> tuple[int, Held]:
-        """Take in that a transfer has ended; return whose it was."""
+    def _end_transfer(self, operation: ReadTile | WriteTile) -> tuple[int, Held]:
+        """Count off a transfer that ended; return its owner."""
         self._moving[type(operation)] -= 1
         self._is_due = True
         owner = known(self._owners[known(operation.slot, "a tile without a buffer")], "a buffer of nobody")
         return owner, self._held[owner]
 
-    def _end_useless(self, owner: int, held: Held) -> None:
-        """Free a buffer of no use, once nothing is on its way to or from it."""
+    def _remove_when_still(self, owner: int, held: Held) -> None:
+        """Remove discarded data once no transfer of it is under way."""
         if held.is_still:
             for _, record in held.written:
                 self._index.abandon(record.location)
                 if not self.is_promised:
                     self._index.give_back({record.location.nbytes: 1}, lent=True)
             self._forget(owner, held)
-            self._end(owner, held)
+            self._remove(owner, held)
 
-    def _end(self, owner: int, held: Held) -> None:
-        """Forget data that is of no use, unless other data is about to come in its place."""
+    def _remove(self, owner: int, held: Held) -> None:
+        """Remove data and free its buffer; if a caller fills the owner anew, it starts with nothing."""
         if held.buffer is not None:
             self._free(held)
         if held.is_filling:
@@ -352,16 +352,16 @@ class Scratch:
     # Decisions
 
     def advance(self) -> None:
-        """Give buffers to those who wait for one, and have others written so that there will be some."""
+        """Give buffers to owners that wait for one, write others so that more become free, and read ahead."""
         if not self._is_due:
             return
         self._is_due = False
         for owner in self._filling:
-            if self._held[owner].buffer is None and self._has_room() and (buffer := self._take()) is not None:
-                self._begin(owner, buffer)
-        for line in (self._hurrying, self._waiting):
-            while line and (buffer := self._take()) is not None:
-                self._begin(line.popleft(), buffer)
+            if self._held[owner].buffer is None and self._has_room() and (buffer := self._find_buffer()) is not None:
+                self._give_buffer(owner, buffer)
+        for queue in (self._to_read_first, self._to_read):
+            while queue and (buffer := self._find_buffer()) is not None:
+                self._give_buffer(queue.popleft(), buffer)
         for owner in self._filling:
             self._make_newest(owner, self._held[owner])
         self._make_room()
@@ -371,16 +371,16 @@ class Scratch:
         return [self._held[owner] for owner in self._owners if owner is not None]
 
     def _has_room(self) -> bool:
-        """Return whether one more buffer may hold what lies nowhere else."""
+        """Return whether one more buffer may hold data that lies nowhere else."""
         return sum(held.is_newest or held.is_filling for held in self._in_buffers()) < self._buffers.alone
 
     def _least_useful(self) -> int | None:
-        """Return the owner whose buffer goes to another: of those that may, the one that was filled first."""
+        """Return the owner that was filled first among those whose buffer another may take; None if there is none."""
         clean = [n for n in self._owners if n is not None and self._held[n].is_clean]
         return min(clean, key=lambda owner: self._held[owner].order, default=None)
 
-    def _take(self) -> int | None:
-        """Return a buffer that is free, or may be taken; None if there is none."""
+    def _find_buffer(self) -> int | None:
+        """Return a free buffer, freed from a clean owner if none is; None if there is no such owner."""
         if None not in self._owners:
             owner = self._least_useful()
             if owner is None:
@@ -392,8 +392,8 @@ class Scratch:
         self._owners[known(held.buffer, "a buffer that nobody has")] = None
         held.buffer, held.is_newest = None, False
 
-    def _begin(self, owner: int, buffer: int) -> None:
-        """Have an owner have a free buffer, and its data read into it, if there is any."""
+    def _give_buffer(self, owner: int, buffer: int) -> None:
+        """Give a free buffer to an owner, and read its data into it if there is any on the paths."""
         held = self._held[owner]
         self._owners[buffer], held.buffer = owner, buffer
         if not held.is_stored:
@@ -406,30 +406,30 @@ class Scratch:
             self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
 
     def _make_newest(self, owner: int, held: Held) -> None:
-        """Have a buffer changed that nothing is on its way to or from: what lies on the paths is of no use then."""
+        """Let a buffer be filled once it has no transfer; its copy on the paths would be old, so that is freed."""
         if held.is_still and not held.is_newest:
             held.is_newest = True
             self._forget(owner, held)
 
     def _make_room(self) -> None:
-        """Write what was filled first: what will not stay anyway, and else until no more lies in buffers than may."""
-        ready, staying = self._ready, self._buffers.staying
-        leaving = self._first + self._shown - staying
+        """Write owners, first filled first: those that will not fit in buffers, then until the others fit."""
+        queue, staying = self._to_write, self._buffers.staying
+        first_to_stay = self._first_owner + self._last_round_length - staying  # as this round fills what the last did
         filling = sum(map(self.may_fill, self._filling))
-        while ready and not self.is_full:
-            early = ready[0] < leaving and self._moving[WriteTile] < self._buffers.moving
-            if not early and len(ready) + filling <= staying:
+        while queue and not self.is_full:
+            is_early = queue[0] < first_to_stay and self._moving[WriteTile] < self._buffers.moving
+            if not is_early and len(queue) + filling <= staying:
                 return
-            owner = ready.popleft()
-            tile = self._leave(owner)
+            owner = queue.popleft()
+            tile = self._write_owner(owner)
             if tile is not None and self.is_promised:
                 self.homeless = tile
                 return
             if tile is not None:
-                self._stay(owner)
+                self._keep_in_buffer(owner)
 
-    def _leave(self, owner: int) -> TileId | None:
-        """Have a buffer written; return a tile for which there is no room, if there is one."""
+    def _write_owner(self, owner: int) -> TileId | None:
+        """Write an owner's buffer to the paths; return the first tile for which there is no room, else None."""
         held, tiles = self._held[owner], self._tiles(owner)
         held.unwritten = len(tiles)
         for tile, offset, nbytes in tiles:
@@ -448,6 +448,7 @@ class Scratch:
         return True
 
     def _claim(self, nbytes: int) -> Location | None:
+        """Claim a slot: of the promised room, or else one that state and checkpoints can do without."""
         if self.is_promised:
             return self._index.claim(nbytes)
         if not self._index.reserve({nbytes: 1}, lent=True):
@@ -457,10 +458,10 @@ class Scratch:
             self._index.give_back({nbytes: 1}, lent=True)
         return location
 
-    def _stay(self, owner: int) -> None:
-        """Leave a tile in its buffer, as no path takes it."""
+    def _keep_in_buffer(self, owner: int) -> None:
+        """Leave an owner in its buffer, as no path takes its tile, and write no other in this round."""
         self._held[owner].unwritten = 0
-        self._ready.appendleft(owner)
+        self._to_write.appendleft(owner)
         self.is_full = True
 
     def _forget(self, owner: int, held: Held) -> None:
@@ -471,15 +472,15 @@ class Scratch:
                 self._index.drop(tile) if self.is_promised else self._index.forget(tile)
 
     def _read_ahead(self) -> None:
-        """Read the next owners of backward's order into buffers that are free, or hold what is needed later."""
+        """Read the next owners that backward needs into buffers that are free, or hold owners that it needs later."""
         most = self._buffers.moving
-        while self._ahead is not None and self._ahead >= self._first and self._moving[ReadTile] < most:
+        while self._ahead is not None and self._ahead >= self._first_owner and self._moving[ReadTile] < most:
             owner, held = self._ahead, self._held.get(self._ahead)
             if held is not None and held.is_stored and held.buffer is None:
-                last = self._least_useful() if None not in self._owners else owner
-                if last is None or last > owner:
+                evicted = self._least_useful() if None not in self._owners else owner
+                if evicted is None or evicted > owner:
                     return
-                self._begin(owner, known(self._take(), "a buffer that is free"))
+                self._give_buffer(owner, known(self._find_buffer(), "a buffer that is free"))
             self._ahead -= 1
 
     def _owner(self, number: int) -> Owner:
@@ -490,23 +491,20 @@ class Scratch:
         return self._plan.scratch_tiles(self._owner(owner))
 
     def check(self, in_flight: Collection[Operation]) -> None:
-        """Verify the invariants that the module states.
-
-        Raises:
-            InternalError: If one does not hold.
-        """
+        """Verify the module's invariants, for `Machine.check`."""
         kind, owners = self._kind, [owner for owner in self._owners if owner is not None]
-        there = [owner for owner, held in self._held.items() if held.buffer is not None]
-        invariant(sorted(owners) == sorted(there), f"a buffer of {kind} has an owner that left it")
+        with_buffers = [owner for owner, held in self._held.items() if held.buffer is not None]
+        invariant(sorted(owners) == sorted(with_buffers), f"a buffer of {kind} has an owner that left it")
         for owner, held in self._held.items():
             if held.buffer is not None:
                 invariant(self._owners[held.buffer] == owner, f"the {kind} buffer {held.buffer} is not {owner}'s")
             invariant(not (held.is_newest and held.is_stored), f"old {kind} of {owner} are kept on the paths")
             invariant(not held.unread or held.is_stored, f"{kind} of {owner} come from nowhere")
-            is_somewhere = held.is_newest or held.is_stored or held.is_filling or held.is_over
+            is_somewhere = held.is_newest or held.is_stored or held.is_filling or held.is_discarded
             invariant(is_somewhere, f"{kind} of {owner} are nowhere")
-            comes = held.buffer is not None or owner in (*self._hurrying, *self._waiting) or held.error is not None
-            invariant(comes or not held.readers, f"somebody waits for {kind} of {owner}, which do not come")
+            is_queued = owner in (*self._to_read_first, *self._to_read)
+            is_coming = held.buffer is not None or is_queued or held.error is not None
+            invariant(is_coming or not held.readers, f"somebody waits for {kind} of {owner}, which do not come")
         newest = sum(held.is_newest for held in self._held.values())
         invariant(newest <= self._buffers.alone, f"no buffers are left for {kind} to be read into")
         moved = [o for o in in_flight if isinstance(o, ReadTile | WriteTile) and o.owner and o.owner.kind == kind]

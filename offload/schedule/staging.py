@@ -1,22 +1,36 @@
 """Where each subgroup's state is: its phase, and the slot of staging memory that it has. Pure.
 
-Phases of a streamed subgroup (`ARROWS` has all)::
+Phases, with the usual course of streamed state first::
 
-    ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
+    ABSENT   | it gets a slot, and its tiles are read  | FETCHING
+    FETCHING | all tiles are in the slot               | READY
+    READY    | its visit begins                        | BUSY
+    BUSY     | the visit has changed it                | DIRTY
+    DIRTY    | its slot is needed, or a save           | FLUSHING
+    FLUSHING | all tiles are written; it stays, cached | READY
+    READY    | its slot is given to another            | ABSENT
+    ABSENT   | it gets a slot, fresh or overwritten    | READY
+    BUSY     | the visit has read it only              | READY
+    DIRTY    | its visit begins                        | BUSY
+    DIRTY    | `TakeOver` replaces it by other state   | ABSENT
+    FLUSHING | the save that it is for has failed      | DIRTY
+    RESIDENT | its visit begins                        | BUSY
+    BUSY     | the visit has ended, at home            | RESIDENT
+    RESIDENT | a `Leave` has it written                | FLUSHING
+    FLUSHING | all tiles of a `Leave` are written      | ABSENT
+    FLUSHING | no path takes a tile of a `Leave`       | RESIDENT
+    FETCHING | all tiles are at home                   | RESIDENT
+    ABSENT   | it comes home, fresh or overwritten     | RESIDENT
 
-A resident subgroup is RESIDENT or BUSY, unless its state has left memory for storage::
-
-    RESIDENT -> FLUSHING -> ABSENT -> FETCHING -> RESIDENT
-
-A subgroup whose state has never been changed is *fresh*: nothing is fetched
-for it, and its first visit starts from undefined memory (the visitor fills it).
+A subgroup whose state has never been changed is *fresh*: nothing is fetched for it, and its first visitor fills
+memory that is undefined.
 
 Visits of streamed subgroups without a slot wait for one in a line, in the order of the sweep. In an open sweep
-admitted visits come first, and also get the slots of those that are not admitted.
+admitted visits come first, and take slots from visits that are not admitted.
 
 Invariants, verified by `Staging.check`:
   * a staging slot belongs to at most one subgroup; a streamed subgroup in any state but ABSENT has one;
-  * a slot changes hands only when its content is on storage in its newest version (or is fresh).
+  * a slot is given to another subgroup only when the newest version of its content is on storage (or it is fresh).
 """
 
 from __future__ import annotations
@@ -44,24 +58,23 @@ class Phase(Enum):
 
 
 ARROWS: Mapping[Phase, Collection[Phase]] = {
-    Phase.ABSENT: (Phase.FETCHING, Phase.READY, Phase.RESIDENT),  # the last two: there is nothing to fetch
+    Phase.ABSENT: (Phase.FETCHING, Phase.READY, Phase.RESIDENT),
     Phase.FETCHING: (Phase.READY, Phase.RESIDENT),
     Phase.READY: (Phase.BUSY, Phase.ABSENT),
     Phase.BUSY: (Phase.READY, Phase.DIRTY, Phase.RESIDENT),
-    Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),  # ABSENT: exchanged for what lies on storage
-    # DIRTY: the flush was for a save that has failed; RESIDENT: state that was to leave memory stays there.
+    Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),
     Phase.FLUSHING: (Phase.READY, Phase.DIRTY, Phase.ABSENT, Phase.RESIDENT),
     Phase.RESIDENT: (Phase.BUSY, Phase.FLUSHING),
 }
-"""The phases that may follow each phase."""
+"""The phases that may follow each phase: the arrows of the module's table."""
 
 
 class Slots:
     """Slots of one kind, and which subgroup has each.
 
     Attributes:
-        owners: By slot; None for one that is free.
-        limit: How many of them, from the first, are given out; None for all.
+        owners: The subgroup that has each slot; None for a free one.
+        limit: How many slots, from the first, may be assigned; None for all.
     """
 
     def __init__(self) -> None:
@@ -69,7 +82,7 @@ class Slots:
         self.limit: int | None = None
 
     def assign(self, subgroup: int) -> int | None:
-        """Return the first free slot, from now on a subgroup's; None if there is none."""
+        """Assign the first free slot to a subgroup and return it; None if there is none."""
         if None not in self.owners:
             return None
         slot = self.owners.index(None)
@@ -91,9 +104,9 @@ class Subgroup:
         phase: Where its state is.
         version: Step of its last change; None while it is fresh.
         slot: Its staging slot, if it has one.
-        unread: Tiles that are being fetched.
-        visit: Its visit in the sweep under way, until that begins.
-        passing: A visit that has not run, and its slot on the GPU or for weights.
+        unread: Number of tiles that are being fetched.
+        visit: Its visit in the sweep under way, until that visit begins.
+        passing: A visit that has begun and not run, after the slot that it has on the GPU or for weights.
     """
 
     phase: Phase
@@ -107,15 +120,12 @@ class Subgroup:
 class Staging:
     """Subgroups, their phases and slots, and who waits for a slot.
 
-    Args:
-        plan: What lives where.
-
     Attributes:
         subgroups: All, by number.
-        slots: Whose each staging slot is.
-        dirty: Staged subgroups that are to be flushed, in the order of their last change.
+        slots: The staging slots.
+        dirty: Subgroups in staging slots that have to be flushed, in the order of their last change.
         line: Subgroups whose visits wait for a slot.
-        priorities: Of each visit of an open sweep: (whether it is not admitted, its place); the lowest comes first.
+        priorities: Of each visit of an open sweep: (whether it is not admitted, index in the sweep), lowest first.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -127,32 +137,32 @@ class Staging:
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Take in a plan that keeps all homes and slots."""
+        """Go on with another plan, which keeps all homes and slots."""
         invariant(plan.staging_slots >= len(self.slots.owners), "a plan takes staging slots away")
         for home in plan.homes[len(self.subgroups) :]:
             self.subgroups.append(Subgroup(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT))
         self.slots.owners.extend([None] * (plan.staging_slots - len(self.slots.owners)))
 
     def to(self, number: int, phase: Phase) -> None:
-        """Bring a subgroup into another phase; the one place where a phase changes."""
+        """Change a subgroup's phase, along one of `ARROWS`; nothing else changes a phase."""
         subgroup = self.subgroups[number]
         if phase not in ARROWS[subgroup.phase]:  # not by `invariant`: a step does this for every subgroup
             raise InternalError(f"subgroup {number} goes from {subgroup.phase} to {phase} (this is a bug in offload)")
         subgroup.phase = phase
 
     def changed(self, number: int) -> None:
-        """Take note that a subgroup is to be flushed, its last change being the newest."""
+        """Mark a subgroup dirty, as the one that was changed last."""
         self.dirty.pop(number, None)
         self.dirty[number] = None
         self.to(number, Phase.DIRTY)
 
     def give(self, number: int, slot: int) -> None:
-        """Have a subgroup own a slot that is free."""
+        """Give a free slot to a subgroup."""
         self.slots.owners[slot] = number
         self.subgroups[number].slot = slot
 
     def vacate(self, number: int) -> int | None:
-        """Take a subgroup's slot, if it has one, and return it."""
+        """Free a subgroup's slot, if it has one, and return it."""
         subgroup = self.subgroups[number]
         slot, subgroup.slot = subgroup.slot, None
         if slot is not None:
@@ -161,7 +171,7 @@ class Staging:
         return slot
 
     def vacate_clean(self) -> int | None:
-        """Return a slot that is empty, or whose content is on storage and not visited in this sweep."""
+        """Return a free slot, or free one whose content is on storage and has no visit to come; else return None."""
         clean = None
         for slot, owner in enumerate(self.slots.owners):
             if owner is None:
@@ -180,7 +190,7 @@ class Staging:
         return number in self.priorities and not self.priorities[number][0]
 
     def may_begin(self, number: int) -> bool:
-        """Return whether a visit of the open sweep may begin: it is admitted, and the live version is on storage."""
+        """Return whether a visit of the open sweep may begin: it is admitted, and its live version is on storage."""
         return self.subgroups[number].phase is Phase.READY and self.is_admitted(number)
 
     def admit(self, number: int) -> None:
@@ -191,37 +201,36 @@ class Staging:
             self.enqueue(number)
 
     def enqueue(self, number: int) -> None:
-        """Have a streamed visit wait for a slot: as the last one, or in an open sweep by its priority."""
-        place = len(self.line)
+        """Put a streamed visit into the line for slots: at its end, or in an open sweep by its priority."""
+        index = len(self.line)
         if number in self.priorities:
-            while place and self.priorities[self.line[place - 1]] > self.priorities[number]:
-                place -= 1
-        self.line.insert(place, number)
+            while index and self.priorities[self.line[index - 1]] > self.priorities[number]:
+                index -= 1
+        self.line.insert(index, number)
 
     def evict(self, subgroup: int) -> int | None:
-        """Return the slot of the last visit that is not admitted, for a subgroup that comes before it; else None."""
-        last, owner = self.priorities[subgroup], None
+        """Take a slot from the last visit that is not admitted, if it comes after this subgroup's; else return None.
+
+        The visit that loses its slot waits in the line again.
+        """
+        lowest, evicted = self.priorities[subgroup], None
         for number in self.slots.owners:
             if number is None or self.subgroups[number].visit is None or self.is_admitted(number):
                 continue
-            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > last:
-                last, owner = self.priorities[number], number
-        if owner is None:
+            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > lowest:
+                lowest, evicted = self.priorities[number], number
+        if evicted is None:
             return None
-        self.enqueue(owner)
-        return self.vacate(owner)
+        self.enqueue(evicted)
+        return self.vacate(evicted)
 
     def forget_waiting(self) -> None:
-        """Have nobody wait for a slot: the sweep has ended."""
+        """Empty the line for slots: the sweep has ended."""
         self.line.clear()
         self.priorities.clear()
 
     def check(self, plan: Plan) -> None:
-        """Verify the invariants that the module states.
-
-        Raises:
-            InternalError: If one does not hold.
-        """
+        """Verify the module's invariants, for `Machine.check`."""
         for number, subgroup in enumerate(self.subgroups):
             phase, slot, resident = subgroup.phase, subgroup.slot, plan.is_resident(number)
             wrong = ""  # texts are made of what is wrong only: a simulation asks thousands of times

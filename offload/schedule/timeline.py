@@ -1,4 +1,4 @@
-"""What a lane did, and when; and that as a trace that other programs show."""
+"""When lanes worked on which operations, and that as a trace file for viewers such as Perfetto."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 CALLER = "caller"
-"""What is shown like a lane: forward and backward, and waits there, while a step goes on."""
+"""Shown like a lane: forward and backward, and waits in them, while a step goes on."""
 
 ENGINE = "engine"
-"""What the engine's own thread does: each time it has been woken, up to when it waits again."""
+"""Shown like a lane: the engine thread, each time from when it is woken until it waits again."""
 
 LANES = (CALLER, ENGINE, "cpu", "gpu", "read", "write", "h2d", "d2h")
 """The order in which lanes are shown."""
@@ -23,12 +23,12 @@ class Interval(NamedTuple):
     Attributes:
         lane: "engine", "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and
             "d2h"; of checkpoints "save:<path>" and "copy:<path>".
-        label: What it worked on.
-        started_s: When it was taken up, on the monotonic clock.
-        finished_s: When it was through.
+        label: What the operation worked on.
+        started_s: When the lane began it, on the monotonic clock.
+        finished_s: When the lane had finished it.
         nbytes: Bytes of state that were moved or updated.
-        due_s: When what it follows from had ended: when an engine that takes no time would have handed it to the
-            lane. None where that was not noted: as it was taken up.
+        due_s: When the event that made it possible happened: an engine that takes no time would have handed it to the
+            lane then. None if that was not noted; it then counts as `started_s`.
     """
 
     lane: str
@@ -49,16 +49,16 @@ def covered_s(intervals: Iterable[Interval]) -> float:
 
 
 def lane_order(lane: str) -> tuple[int, int, str]:
-    """Return what lanes are sorted by."""
+    """Return the key by which lanes are sorted: their kind, then the number of their path."""
     kind, _, index = lane.partition(":")
     order = LANES.index(kind) if kind in LANES else len(LANES)
     return order, int(index) if index.isdecimal() else 0, lane
 
 
 def tracks(intervals: Sequence[Sequence[Any]]) -> list[int]:
-    """Return for each interval, in order of their start, the first track that is free by then."""
-    used: list[tuple[float, int]] = []  # until when, and which
-    free: list[int] = []
+    """Return for each interval, given in the order of their starts, the first track (row) that is free by then."""
+    used: list[tuple[float, int]] = []  # heap of (end of its interval, track)
+    free: list[int] = []  # heap
     tracks = []
     for began_s, ended_s in (interval[2:4] for interval in intervals):
         while used and used[0][0] <= began_s:
@@ -74,7 +74,7 @@ def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int)
 
     Args:
         timeline: Intervals, or their first five values.
-        paths: What the path numbers in the lanes' names stand for.
+        paths: Names of the paths, by the number in a lane's name.
         step: Number of the step.
 
     Source: "Trace Event Format", the Chromium project.

@@ -1,9 +1,9 @@
-"""The activations of a session: what callers write to tiles in forward, and read from them in backward.
+"""The activations of a session: memory of tensors that callers write to tiles in forward, and read in backward.
 
-Callers' threads copy to buffers, and from them; which tile has which buffer is decided by the machine
-(`offload.schedule.scratch`), on the engine thread, which hears of it through `offload.session.scratch`.
+Callers' threads copy to buffers, and from them. The machine decides which tile has which buffer
+(`offload.schedule.scratch`), on the engine thread, which callers reach through `offload.session.scratch`.
 
-Not here: which tensors leave, and what belongs to them (`offload.optim.activations`).
+Not here: which tensors are written, and how autograd gets them back (`offload.optim.activations`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from offload.session.scratch import Wanted, Wants
 from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
-"""Of what lies beside each other in a tile."""
+"""Of each piece in a tile, in bytes."""
 
 LEAST_BYTES = LEAST_ACTIVATION_BUFFERS * LEAST_ACTIVATION_TILE_BYTES
 """The least host memory for activations."""
 
 
 class Piece(NamedTuple):
-    """Where a part of what was written lies: so many bytes of a tile, from an offset on."""
+    """A piece of one tensor's memory: `nbytes` of a tile, from an offset on."""
 
     tile: int
     offset: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class Written:
-    """What a caller has written; whoever forgets it gives up its place.
+    """One tensor's memory that a caller has written; its tiles are discarded when no such object needs them.
 
     Attributes:
         pieces: Where it lies, in order; no two in one tile.
@@ -63,13 +63,12 @@ class Written:
 
 
 class Uses:
-    """What tiles are of use for: pieces that were written to them, and callers who want them. On the engine thread.
+    """Counts the uses of each tile: pieces that lie in it, and callers that fill or read it. On the engine thread.
 
-    Args:
-        parts: The session's, whose machine discards what is of no use.
+    A tile is discarded when it has no use left.
 
     Attributes:
-        figures: Bytes and seconds since no tile was of use, by what they are.
+        figures: Bytes and seconds since no tile had a use, by the names of metrics.
     """
 
     def __init__(self, parts: SessionParts) -> None:
@@ -79,26 +78,26 @@ class Uses:
         self.figures: Counter[str] = Counter()
 
     def note(self, piece: Piece) -> None:
-        """Take in that a piece is written."""
+        """Count a piece that is being written."""
         self._pieces.add(piece)
         self._counts[piece.tile] += 1
         self.figures[metrics.PACKED_BYTES] += piece.nbytes
 
     def forget(self, pieces: Iterable[Piece]) -> None:
-        """Take in that pieces are of no use any more."""
+        """Stop counting pieces, which nobody will read any more."""
         for piece in pieces:
-            if piece in self._pieces:  # else an interrupt has come before it was noted
+            if piece in self._pieces:  # else an interrupt came before `note` was posted
                 self._pieces.remove(piece)
                 self.release(piece.tile)
 
     def take(self, tile: int, *, fills: bool) -> None:
-        """Take in that somebody wants a tile."""
+        """Count a caller that fills or reads a tile; figures begin anew if no tile had a use."""
         if fills and not self._counts:
             self.figures.clear()
         self._counts[tile] += 1
 
     def release(self, tile: int) -> None:
-        """Take in that somebody does not want a tile any more."""
+        """Take a use off a tile's count; discard the tile if it was the last."""
         self._counts[tile] -= 1
         if not self._counts[tile]:
             del self._counts[tile]
@@ -107,10 +106,10 @@ class Uses:
 
 
 class _Asked(Wanted):
-    """A tile that a caller has asked for, to be written to or read.
+    """A tile that a caller has asked for, to fill or to read it.
 
     Attributes:
-        filled: Bytes of a tile to be written to that are given out.
+        filled: Bytes from its beginning that have been written, or are being copied to.
     """
 
     def __init__(self, uses: Uses, tile: int, *, fills: bool) -> None:
@@ -119,21 +118,16 @@ class _Asked(Wanted):
         self.filled = 0
 
     def begin(self) -> None:
-        """See `Wanted.begin`: what somebody wants is of use."""
+        """Count the caller as a use of the tile."""
         self._uses.take(self.tile, fills=self.fills)
 
     def end(self) -> None:
-        """See `Wanted.end`."""
+        """Take the caller off the tile's uses."""
         self._uses.release(self.tile)
 
 
 class Activations:
-    """The activations of one session.
-
-    Args:
-        parts: The session's.
-        thread: Its engine thread.
-    """
+    """The activations of one session."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
@@ -142,20 +136,20 @@ class Activations:
         # On callers' threads
         self._writing, self._reading = threading.RLock(), threading.RLock()
         self._is_writing = False
-        self._open: _Asked | None = None  # the tile that is written to
-        self._last_read: _Asked | None = None  # a tile that stays for now, as what is read next may lie there, too
+        self._open: _Asked | None = None  # the tile that is being filled
+        self._last_read: _Asked | None = None  # a tile that is held, as the next tensor to be read may lie there, too
         self._next_tile = 0
-        self._in_transit: deque[tuple[Mark, Any]] = deque()  # tensors that a device still copies from
+        self._in_transit: deque[tuple[Mark, Any]] = deque()  # tensors that a device still copies from, with marks
         # On the engine thread
         self._arena: Any = None
 
     # Memory
 
     def take(self, nbytes: int) -> None:
-        """Have buffers of so many bytes in all.
+        """Allocate buffers of `nbytes` in all, in place of those of another size.
 
         Raises:
-            ConfigError: It is less than `LEAST_BYTES`, there are no paths, or other buffers are in use.
+            ConfigError: `nbytes` is below `LEAST_BYTES`, there are no paths, or the present buffers are in use.
             InfeasiblePlanError: The system has no such memory.
         """
         if not self._parts.plan.budgets.paths:
@@ -172,7 +166,7 @@ class Activations:
                 self._thread.request(partial(self._adopt, nbytes, tile_bytes))
 
     def _adopt(self, nbytes: int, tile_bytes: int) -> None:
-        """Take memory for buffers in the place of those there are; on the engine thread."""
+        """Replace the buffers, while nothing lies in them; on the engine thread."""
         parts, before = self._parts, self._arena
         if self.are_alive() or self._is_writing:
             allowed = f"leave it at {parts.plan.budgets.activation_bytes} while tensors of an earlier pass are saved"
@@ -188,6 +182,7 @@ class Activations:
         parts.allocate()
 
     def _use(self, arena: Any, tile_bytes: int) -> None:
+        """Make a plan whose buffers for activations lie in `arena` (None: no buffers), and go on with it."""
         parts, nbytes = self._parts, arena.nbytes if arena is not None else 0
         self._arena = arena
         budgets = dataclasses.replace(parts.plan.budgets, activation_bytes=nbytes, activation_tile_bytes=tile_bytes)
@@ -202,15 +197,15 @@ class Activations:
     # On callers' threads
 
     def write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
-        """Copy what is to be read later to tiles; wait for a buffer.
+        """Copy a tensor's memory to tiles, to be read later; wait for buffers.
 
         Args:
-            source: Address, of host or device memory.
-            nbytes: How much.
-            tensor: Keeps that memory while a device copies from it.
+            source: Its address, in host or device memory.
+            nbytes: Its size.
+            tensor: A reference that keeps the memory while a device copies from it.
 
         Returns:
-            Where it lies; None if there is no room now, or the session cannot be used.
+            Where the copy lies; None if there is no room now, or the session cannot be used.
         """
         if not self._thread.is_usable:
             return None
@@ -222,7 +217,7 @@ class Activations:
             try:
                 written = self._write(source, nbytes, tensor)
             except BaseException:
-                self._close_tile()  # else whoever comes next waits for what may never have been asked for
+                self._close_tile()  # an interrupt may have come before it was asked for: the next write would wait
                 raise
             finally:
                 self._is_writing = False
@@ -231,6 +226,7 @@ class Activations:
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
+        """Copy piece by piece, each to what is left of the open tile or to a new one; see `write`."""
         written, lanes = Written(self._wants, self._uses), self._parts.lanes
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
         self._leave_read()
@@ -259,82 +255,87 @@ class Activations:
         return written
 
     def _let_go(self, most_bytes: float = math.inf) -> None:
-        """Let go of tensors that a device has copied; have it copy those beyond so many bytes first."""
+        """Drop tensors that a device has copied; wait for copies while they hold more than `most_bytes`."""
         in_transit, held_bytes = self._in_transit, sum(tensor.nbytes for _, tensor in self._in_transit)
         while in_transit and (held_bytes > most_bytes or in_transit[0][0].reached()):
             in_transit[0][0].wait()
             held_bytes -= in_transit.popleft()[1].nbytes
 
     def _stop_writing(self) -> None:
+        """Release the open tile, and wait until devices have copied all tensors in transit."""
         with self._writing:
-            if not self._is_writing:  # else a signal handler has interrupted that
+            if not self._is_writing:  # else this is a signal handler that has interrupted `write`
                 self._close_tile()
                 self._let_go()
 
     def _close_tile(self) -> None:
-        """Say that the open tile holds all that it will."""
+        """Release the open tile: it is full, or is not filled further."""
         asked, self._open = self._open, None
         if asked is not None:
-            self._wants.ready(asked)
+            self._wants.release(asked)
 
     def rest(self) -> None:
-        """Say that no tile is written to or read for now."""
-        if os.getpid() != self._thread.pid:  # what another thread had locked stays so in a forked copy
+        """Release all tiles that are held for the next write or read, as none comes for now."""
+        if os.getpid() != self._thread.pid:  # in a forked copy, locks that other threads held are never released
             return
         self._stop_writing()
         self._leave_read()
         self._wants.wake()
 
     def _leave_read(self) -> None:
+        """Release the tile that is held as the next tensor to be read may lie there, too."""
         asked, self._last_read = self._last_read, None
         if asked is not None:
-            self._wants.ready(asked)
+            self._wants.release(asked)
 
     def read(self, written: Written, target: int) -> None:
-        """Copy what was written to host or device memory; wait until it is in a buffer.
+        """Copy what was written to `target`, an address in host or device memory; wait until it is in buffers.
 
-        Work that the calling thread puts on a device from now on comes behind the copy.
+        Work that the calling thread puts on a device from now on is ordered after the copy.
 
         Raises:
-            TierError: It cannot be read.
-            SessionBrokenError: The session was closed or is broken, or another process has written it.
+            TierError: A path has failed.
+            SessionBrokenError: The session was closed or is broken, or another process has written the tensor.
         """
         self._thread.check_usable()
         if self._open is not None or self._in_transit:
             self._stop_writing()
         with self._reading:
             asked, self._last_read = self._last_read, None
-            mine = {} if asked is None else {asked.tile: asked}
+            held = {} if asked is None else {asked.tile: asked}
             try:
-                self._read(written.pieces[::-1], target, mine)
-                self._leave_read()  # of a signal handler
-                self._last_read = mine.pop(written.pieces[0].tile)
+                self._read(written.pieces[::-1], target + sum(piece.nbytes for piece in written.pieces), held)
+                self._leave_read()  # one that a signal handler has read
+                self._last_read = held.pop(written.pieces[0].tile)
             finally:
-                for asked in mine.values():
-                    self._wants.ready(asked)
+                for asked in held.values():
+                    self._wants.release(asked)
 
-    def _read(self, pieces: list[Piece], target: int, mine: dict[int, _Asked]) -> None:
-        """Read pieces, last ones first as backward goes; `mine` are the tiles that stay meanwhile."""
-        target += sum(piece.nbytes for piece in pieces)
+    def _read(self, pieces: list[Piece], end: int, held: dict[int, _Asked]) -> None:
+        """Copy pieces, given last first, to memory that ends at address `end`; ask for the next tile meanwhile.
+
+        The last tensor written is the first that backward reads, so the first tile is read last, and is held for the
+        next call. `held` has the tiles whose buffers the caller of this releases, by number.
+        """
         for number, piece in enumerate(pieces):
-            for wanted in pieces[number : number + 2]:  # the next one comes meanwhile
-                if wanted.tile not in mine:
-                    mine[wanted.tile] = _Asked(self._uses, wanted.tile, fills=False)
-                    self._wants.ask(mine[wanted.tile])
-            asked = mine[piece.tile]
+            for wanted in pieces[number : number + 2]:  # this one, and the next
+                if wanted.tile not in held:
+                    held[wanted.tile] = _Asked(self._uses, wanted.tile, fills=False)
+                    self._wants.ask(held[wanted.tile])
+            asked = held[piece.tile]
             self._await(asked)
             if asked.error is not None:
                 raise asked.error
             self._thread.check_usable()
             buffer = known(asked.buffer, f"tile {piece.tile} has no buffer")
             address = self._parts.memory.buffer_address("activations", buffer)
-            target -= piece.nbytes
-            asked.mark = self._parts.lanes.restore(target, address + piece.offset, piece.nbytes)
-            for tile in [tile for tile in mine if tile not in (p.tile for p in pieces[number:])]:
-                self._wants.ready(mine.pop(tile))
+            end -= piece.nbytes
+            asked.mark = self._parts.lanes.restore(end, address + piece.offset, piece.nbytes)
+            for tile in [tile for tile in held if tile not in (p.tile for p in pieces[number:])]:
+                self._wants.release(held.pop(tile))
 
     def _await(self, asked: _Asked) -> None:
-        """Wait until the engine has answered, or will not."""
+        """Wait until a tile has a buffer or an error, or the session cannot be used; account for the time."""
         if not asked.answered.is_set():
             started_s = time.monotonic()
             self._thread.wait_for_buffer(asked)
@@ -344,20 +345,20 @@ class Activations:
         self._wants.post(self._uses.figures.update, {figure: count})
 
     def are_in_use(self) -> bool:
-        """Return whether anything that was written is of use; in the caller's turn."""
-        found: list[bool] = []
+        """Return whether anybody may still read a tensor that was written; in the caller's turn."""
+        answers: list[bool] = []
         if self._parts.plan.activation_buffers:
-            self._thread.request(lambda: found.append(self.are_alive()), needs_memory=False)
-        return any(found)
+            self._thread.request(lambda: answers.append(self.are_alive()), needs_memory=False)
+        return any(answers)
 
     # On the engine thread
 
     def are_alive(self) -> bool:
-        """Return whether anything that was written is of use."""
+        """Return whether anybody may still read a tensor that was written."""
         return self._wants.are_in_use("activations")
 
     def metrics(self) -> dict[str, float]:
-        """Return what has been done since nothing was of use, by the names of metrics; none before `take`."""
+        """Return bytes and seconds since no tile had a use, by the names of metrics; none before `take`."""
         plan = self._parts.plan
         if not plan.activation_buffers:
             return {}

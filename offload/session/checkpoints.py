@@ -1,4 +1,4 @@
-"""Checkpoints of a session: written while it goes on, waited for, kept, released, and gone on from."""
+"""Checkpoints of a session: writing them in the background, waiting for them, keeping, releasing and loading them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,7 @@ from offload.tiers.place import Folder
 
 
 class Checkpoints:
-    """The checkpoints of one session.
-
-    Args:
-        parts: What is saved.
-        thread: Does it.
-        visits: Makes state ready for it.
-    """
+    """The checkpoints of one session."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
@@ -50,14 +44,14 @@ class Checkpoints:
     # Writing and keeping them
 
     def save(self, request: SaveRequest) -> None:
-        """Start a checkpoint of the state as it is now; it is written while the caller goes on.
+        """Start a checkpoint of the state as it is now; it is written in the background.
 
-        What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
-        update at the latest. Masters that are (fp32) weights are written before this returns, as their owner may
+        State on a path stays where it is, and its store slots are reserved; state in memory is written, before its
+        next update at the latest. Masters that are (fp32) weights are written before this returns, as the caller may
         change them. Without paths, or with `copy`, everything is written to the folder itself.
 
         Args:
-            request: Where to, and what goes beside the state.
+            request: The folder, and what is saved beside the state.
 
         Raises:
             ConfigError: Two parameters would have one name.
@@ -76,7 +70,7 @@ class Checkpoints:
             self._save(folder, request)
 
     def _manifest(self, request: SaveRequest) -> Manifest:
-        """Return the manifest of a checkpoint of the state as it is now, still without tiles."""
+        """Return the manifest of a checkpoint of the state as it is now; records of tiles are added later."""
         config, layout, tables = self._parts.config, self._parts.plan.layout, self._parts.tables
         layout = layout.renamed(request.names) if request.names else layout
         replica, rounds = request.replica, layout.state.format.rounds
@@ -95,7 +89,7 @@ class Checkpoints:
         )
 
     def _save(self, folder: Folder, request: SaveRequest) -> None:
-        """Hand over a checkpoint, in the caller's turn."""
+        """Begin a checkpoint, in the caller's turn; start over if a signal handler began another one meanwhile."""
         parts = self._parts
         parts.saves.wait_for_pending()
         self._thread.check_usable()
@@ -105,18 +99,19 @@ class Checkpoints:
             self._release_now(parts.saves.release_interrupted)
         parts.saves.begin(request)
         layout, index = parts.plan.layout, parts.machine.index
-        # Another session's store is none that a checkpoint can name.
+        # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
         if unmade := sorted({*foreign, *self._unmade(request.replica)}):
             visitor = self._visits.visitor(nothing, True, range(len(layout.parameters)), follow=False)
             self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
         if request.rank == 0:
-            commit_to_replace(folder)  # raises if it is not ours
+            commit_to_replace(folder)  # raises if the folder was not written by this library
         folder.prepare()
         overtaken = False
 
         def begin() -> None:
+            """Reserve and hand over the state, unless another request has come in between (`overtaken`)."""
             nonlocal overtaken
             machine = parts.machine
             overtaken = parts.saves.pending is not None or bool(self._unmade(request.replica))
@@ -136,12 +131,12 @@ class Checkpoints:
                 )
             except OffloadError:
                 raise
-            except Exception as cause:  # nothing has begun, so it is not the session's end
+            except Exception as cause:  # nothing has begun, so it does not break the session
                 raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
             machine.handle(BeginSave(pending.save))
             saver = machine.saver
             save = saver.under_way
-            # Steps write elsewhere than to what it holds.
+            # Steps write to other slots than those that the checkpoint keeps, so there must be room for both.
             if save is not None and save.request.sink is None and not parts.allocate():
                 parts.executor.submit(machine.take_operations())
                 machine.handle(GiveUp(no_room(save.reserve)))
@@ -153,14 +148,14 @@ class Checkpoints:
                 raise error
 
         self._request(folder.path, begin, needs_memory=False)
-        if overtaken:  # by what a signal handler has asked for
+        if overtaken:  # by a request of a signal handler
             self._save(folder, request)
 
     def _unmade(self, is_replica: bool) -> list[int]:
-        """Return subgroups with state that is nowhere yet, as it is still to be taken from weights.
+        """Return subgroups whose state does not exist yet, as it is still to be made from weights.
 
         Args:
-            is_replica: Whether state that was never changed may stay so, as may weights that are masters.
+            is_replica: Whether another rank saves this rank's state: state that was never changed need not be made.
         """
         machine, tables = self._parts.machine, self._parts.tables
         subgroups = range(len(self._parts.plan.layout.subgroups))
@@ -171,11 +166,11 @@ class Checkpoints:
         ]
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
-        """Have the engine thread do a part of a save; tell its failure from the session's.
+        """Make a request that is part of a save, and tell a failure of the save from one of the session.
 
         Raises:
-            CheckpointError: The save has failed.
-            SessionBrokenError: The session has.
+            CheckpointError: The save has failed; training may go on.
+            SessionBrokenError: The session has broken.
         """
         try:
             self._thread.request(begin, needs_memory=needs_memory)
@@ -190,8 +185,8 @@ class Checkpoints:
         """Wait until the checkpoint that was started last has been committed.
 
         Raises:
-            CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
-            TimeoutError: It has not been by then.
+            CheckpointError: It failed; if a tier has failed, its error is the cause. Training may go on.
+            TimeoutError: It has not been committed by then.
         """
         saves = self._parts.saves
         pending = saves.pending or saves.last
@@ -203,21 +198,22 @@ class Checkpoints:
             raise pending.error
 
     def has_begun(self, id: str) -> bool:
-        """Return whether the newest save has an id: it is under way or has ended, even if an interrupt hid that."""
+        """Return whether the newest save, under way or ended, has this id; for a caller that was interrupted."""
         saves = self._parts.saves
         return any(save is not None and save.request.id == id for save in (saves.pending, saves.last))
 
     def mirror_folder(self, folder: str, rank: int = 0, ranks: int = 1, *, is_new: bool = True) -> None:
-        """Have `OffloadConfig.mirror` get a framework's folder, if there is a mirror; what cannot be begun is logged.
+        """Queue a background copy of a framework's checkpoint folder to `OffloadConfig.mirror`, if there is a mirror.
 
-        Its files are opened, and the folder may be deleted when this returns. It is marked as whole in the mirror
-        when all of it is there. What goes from the run's folder goes from the mirror, once this is whole there.
+        All files of the folder are open when this returns, so the folder may be deleted. Once the copy is complete it
+        is marked so; then copies of sibling folders that have been deleted here are deleted from the mirror, too. If
+        the copy cannot be begun, that is logged.
 
         Args:
-            folder: A directory that has been marked, which nobody writes to any more. All ranks name the same.
+            folder: A directory with a complete marker, which nobody writes to any more. All ranks name the same.
             rank: This rank, of those that have saved the checkpoint in it.
-            ranks: How many these are.
-            is_new: Whether it has just been saved; else a session that was killed may have copied some of it.
+            ranks: How many ranks have.
+            is_new: True just after saving. False: a session that was killed may have copied some of it already.
         """
         begin = partial(self._parts.saves.mirror_folder, folder, rank, ranks, is_new=is_new)
         waits.apart(begin, "offload-mirror-folder", lambda: f"{folder} to be opened")
@@ -226,16 +222,16 @@ class Checkpoints:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
 
         Raises:
-            CheckpointError: It could not be mirrored. It is a checkpoint all the same, and training may go on.
-            TimeoutError: It has not been by then.
+            CheckpointError: It could not be mirrored. The checkpoint itself is whole, and training may go on.
+            TimeoutError: It has not been mirrored by then.
         """
         self._parts.saves.wait_for_mirror(timeout_s)
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
+        """Folders of the checkpoints whose state stays on the paths, oldest first; without those saved with `copy`.
 
-        Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
+        If there are `OffloadConfig.checkpoints_kept` of them, the next save without `copy` releases the oldest.
         """
         return tuple(checkpoint.folder for checkpoint in self._parts.saves.kept)
 
@@ -253,40 +249,40 @@ class Checkpoints:
             names: Which state tensors, all if left out; "weight" is the master, rounded to the weight's type.
 
         Raises:
-            CheckpointError: It is not there, or cannot be read.
+            CheckpointError: There is no checkpoint in the folder, or it cannot be read.
             Exception: What `take` raised.
         """
         with self.open(path, buffers=CHECKPOINT_BUFFERS) as checkpoint:
             checkpoint.visit(self._parts.plan.layout.parameters, take, names)
 
     def open(self, path: str | os.PathLike[str], *, buffers: int = BUFFERS) -> Checkpoint:
-        """Open a checkpoint, whoever has saved it; its stores are looked for on this session's paths, too.
+        """Open a checkpoint of any session; its stores are looked for on this session's paths, too.
 
-        Stores of other ranks may be on other hosts; what of them is needed has to be here when it is read.
+        Stores of other ranks may lie on other hosts: a store has to be on this host only when it is read.
 
         Args:
-            path: Its folder.
+            path: The checkpoint's folder.
             buffers: Most tiles in memory at once.
 
         Raises:
-            CheckpointError: There is none, it is damaged or of a newer format, or a store of it is not there.
+            CheckpointError: There is none, it is damaged or of a newer format, or one of its stores is missing.
         """
         config = self._parts.config
         places = [place.path for place in config.path_configs]
         return Checkpoint(path, verify=config.checksum, paths=places, whole=False, buffers=buffers)
 
     def release(self, path: str | os.PathLike[str], *, after_mirror: bool = False) -> None:
-        """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
+        """Release a checkpoint that this session keeps: it can no longer be loaded, and its store slots are free.
 
-        A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
-        this says that it is gone.
+        If a kept checkpoint's folder is missing, it may have been deleted or moved, so saves never release it; call
+        this if it was deleted.
 
         Args:
             path: The folder that it was saved to.
-            after_mirror: Have one that is being mirrored be released after that, at a later save.
+            after_mirror: Release a checkpoint that is being mirrored later, at a save after its copy is complete.
 
         Raises:
-            CheckpointError: None in that folder is kept, or somebody is reading it.
+            CheckpointError: No checkpoint in that folder is kept, or somebody is reading it.
         """
         folder = open_folder(path).path
         self._release(lambda: self._parts.saves.release(folder, after_mirror=after_mirror))
@@ -300,9 +296,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Keep all checkpoints while this context lasts; then release the older ones that are too many.
+        """Keep all checkpoints within this block; after it release the older ones that are too many.
 
-        Where an exception ends it, those that were made in it go first, when the next save needs their room.
+        If an exception ends the block, checkpoints made in it are released first, when the next save needs room.
         """
         saves = self._parts.saves
         before = saves.last
@@ -311,11 +307,14 @@ class Checkpoints:
         self._release(partial(saves.release_older, before))
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
+        """Wait for a save under way, then do as `_release_now`."""
         with self._thread.turn():
             self._parts.saves.wait_for_pending()
             self._release_now(release)
 
     def _release_now(self, release: Callable[[], Sequence[int]]) -> None:
+        """Free the store slots of the saves whose numbers `release` returns, in the caller's turn."""
+
         def begin() -> None:
             for number in release():
                 self._parts.machine.handle(Release(number))
@@ -335,15 +334,16 @@ class Checkpoints:
     ) -> None:
         """Replace all state, step counts and weights by what a checkpoint has for these parameters.
 
-        With the same subgroups, tiles and ranks streamed state is not copied: its slots are this session's from then
-        on where their session has ended and they lie on one of its paths, and are only read elsewhere.
+        If subgroups, tiles and ranks are the same, streamed state is not copied. Its store slots become
+        this session's if the session that wrote them has ended and they lie on one of this session's paths; else they
+        are only read.
 
         Args:
             checkpoint: An open one, or a file of another format; may be closed afterwards.
-            names: What a parameter here is called there, where that differs.
+            names: A parameter's name in the checkpoint by its name here, where they differ.
             rank: This rank.
             ranks: Number of ranks.
-            anew: Parameters here that begin anew, with their weights as they are, where it has no state of them.
+            anew: Parameters that keep their weights and begin with new state if the checkpoint has none of them.
 
         Raises:
             CheckpointError: It lacks another parameter, or one has another size; nothing has changed then. Or part
@@ -377,16 +377,17 @@ class Checkpoints:
                 self._thread.drop_checkpoint_buffers()
 
             def begin() -> Sweep:
+                """Take over what can stay in place, and begin the sweep that copies the rest."""
                 self._thread.settle()
                 self._thread.note_save_end()
                 copied = [
                     subgroup.index
                     for subgroup in layout.subgroups
-                    if not parts.machine.is_fresh(subgroup.index)  # which begins anew as it is
+                    if not parts.machine.is_fresh(subgroup.index)  # a fresh one has no state that has to be replaced
                     or any(segment.parameter not in restorer.anew for segment in subgroup.segments)
                 ]
                 buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
-                # Versions go on from there: no two of a tile have the same number.
+                # Versions go on from the checkpoint's: no two versions of a tile have the same number.
                 sweeps.version = max(sweeps.version, checkpoint.last_version)
                 if in_place is not None:
                     copied = [number for number in copied if parts.plan.is_resident(number)]
@@ -412,11 +413,11 @@ class Checkpoints:
     def _take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int, ranks: int
     ) -> None:
-        """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""
+        """Use a checkpoint's tiles of streamed subgroups where they lie, without a copy; on the engine thread."""
         parts = self._parts
         machine, layout = parts.machine, parts.plan.layout
         takeover = parts.saves.take_over(checkpoint, manifest, machine.index, parts, rank, ranks)
-        # Tiles of other checkpoints there may be of later steps; this session now takes those steps another way.
+        # Other checkpoints in these stores may hold tiles of later steps, with versions that must not be used again.
         versions = (record.step for records in takeover.pinned_records.values() for record in records.values())
         self._thread.sweeps.version = max(self._thread.sweeps.version, *versions, 0)
         streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.is_resident(subgroup.index)]

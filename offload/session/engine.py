@@ -1,12 +1,13 @@
-"""`Engine`: one session, the owner of every lifetime, and the framework-neutral face of everything here.
+"""`Engine`: one session, the owner of every lifetime, and the public interface of `offload/session`.
 
 A session has one engine thread, which owns machine and executor. Public methods may be called from any thread, one
 at a time; they post a request to the engine thread and wait for its answer. Between requests the engine thread
 finishes flushes.
 
 Errors: a request on a session that was closed, that broke, or that belongs to another process (after a fork) raises
-`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session; where that
-shows before it is called, or after it has returned, the next request of any kind raises it, once.
+`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session. If it fails
+before `step` is called (an update in backward), or after `step` has returned, the next request of any kind raises
+that, once.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from offload.session.visits import Visits
 class Engine:
     """Optimizer state of one rank, wherever it lives, and its update.
 
-    The engine knows parameters by position (or name), weights and gradients by memory address. Whoever binds an
-    address keeps the memory alive and does not write to it during `step`.
+    The engine knows parameters by position (or name), weights and gradients by memory address. The caller that binds
+    an address keeps the memory alive and does not write to it during `step`.
 
     Args:
         parameters: Name, size, weight dtype and group of each parameter.
@@ -60,17 +61,18 @@ class Engine:
         device: The GPU that holds weights and gradients, as torch calls it or as a `Device`, which the engine closes;
             `bind_*` then take device addresses. The engine allocates the host memory that it needs. None for the CPU.
         rule: What is kept for each parameter, and how a step changes it.
-        among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
-            share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
+        among: This rank's number, from 0, among those that may run on the same cores, and how many these are: it
+            takes its share of the cores, by NUMA nodes. None: all nodes, and as many threads as the launcher's
+            variables allow each rank.
         limits: No setting: for tests, whose models are small.
         passing_bytes: Host memory of the caller's that gradients pass through on their way to slots; planned for.
 
     Attributes:
-        activations: What is saved for backward, and leaves memory: see `offload.session.activations.Activations`.
-        checkpoints: To save and load them: see `offload.session.checkpoints.Checkpoints`.
-        config: What it was made with.
-        gradients: Where they lie, when they have arrived, their norms: see `offload.session.gradients.Gradients`.
-        state: What is kept of each parameter, to be read and written: see `offload.session.state.State`.
+        activations: Tensors saved for backward that leave memory: see `offload.session.activations.Activations`.
+        checkpoints: To save and load checkpoints: see `offload.session.checkpoints.Checkpoints`.
+        config: The config that the engine was made with.
+        gradients: Where gradients lie, whether they have arrived, norms: see `offload.session.gradients.Gradients`.
+        state: State of each parameter, to be read and written: see `offload.session.state.State`.
 
     Raises:
         ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
@@ -109,7 +111,7 @@ class Engine:
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
                 self.activations = Activations(parts, thread)
-                # None of these holds this object, so an engine that is forgotten is closed.
+                # None of these refers to this object, so the garbage collector finds and closes a forgotten engine.
                 self._shutdown = Shutdown(parts, thread)
                 self._finalizer = weakref.finalize(self, self._shutdown.forgotten)
                 try:
@@ -127,7 +129,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What lives where."""
+        """The present plan: homes, placements and visiting order of all subgroups."""
         return self._parts.plan
 
     @property
@@ -142,7 +144,7 @@ class Engine:
 
     @property
     def step_number(self) -> int:
-        """How many steps the state has had; a checkpoint brings its own."""
+        """How many steps the state has had; loading a checkpoint sets it to the checkpoint's."""
         self._thread.wait_pending()
         return self._thread.sweeps.step_number
 
@@ -162,7 +164,7 @@ class Engine:
     def last_step(self) -> StepAccount:
         """The account of the last step that has ended."""
         sweeps = self._thread.sweeps
-        if sweeps.account is sweeps.last:  # else a GPU's lanes have worked for the next step since
+        if sweeps.account is sweeps.last:  # else intervals that a GPU has timed belong to the next step
             self._parts.executor.take_timed()
         return sweeps.last
 
@@ -172,15 +174,15 @@ class Engine:
         return self._thread.speculation.is_on
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step that has ended as a flat dict; wait for nothing.
+        """Return figures of the last step that has ended, by name; wait for nothing.
 
-        docs/metrics.md says what each key is, by the table in `offload/metrics.py`.
+        docs/metrics.md explains each name, from the table in `offload/metrics.py`.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
         account = self.last_step
         timeline = [*account.timeline]
-        # A step returns when the GPU knows what to do; it has ended when new weights are there.
+        # A step returns when all work is queued on the GPU; it has ended when the GPU has the new weights.
         ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         figures: dict[str, float] = {
             metrics.STEP: self._thread.sweeps.step_number,
@@ -222,22 +224,22 @@ class Engine:
     ) -> None:
         """Give memory back to the system between steps, until the next request that needs it, or `unpark`.
 
-        State at home in memory leaves it for the paths, beyond what may stay there. Then all memory goes, but for
-        state that stays, including gradient slots. State on paths is not moved. No number changes by it.
+        State at home in memory that may not stay there is written to the paths. Then all other memory, gradient slots
+        included, is given back. State on paths is not moved. No number changes.
 
         Args:
             keep_host: Whether state stays in host memory, up to the budget; whole subgroups, in their order.
-            wait: Wait until memory has been given back, and for a checkpoint that is being written before. False:
-                this goes on behind the caller, and ends early where the session is used.
-            accepted: Called on the engine thread when nothing else stands against it, before any memory goes: the
-                caller lets go of gradients in slots, or refuses. Returns address and size of those that somebody
-                still holds, whose memory stays. By default that of slots stays in which gradients are bound.
+            wait: Wait until memory has been given back, and first for a checkpoint that is being written. False:
+                this goes on in the background, and ends early if the session is used.
+            accepted: Called on the engine thread once parking is possible, before any memory is given back: the
+                caller drops gradients in slots, or refuses by an exception. Returns address and size of gradients
+                that somebody still holds, whose memory is kept. By default slots with bound gradients are kept.
 
         Raises:
             ConfigError: Gradients have left a GPU and no step has used them, or tensors are saved for a backward pass
                 (`activations`).
-            InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
-            OffloadError: Paths have failed; what they did not take of homes is still in memory, and training goes on.
+            InfeasiblePlanError: The paths have no room for state that has to leave memory; nothing has changed then.
+            OffloadError: Paths have failed; state that they did not take is still in memory, and training goes on.
         """
         parts, thread = self._parts, self._thread
         self.activations.rest()
@@ -251,13 +253,13 @@ class Engine:
 
             pending: list[PendingPark] = []
             if self.activations.are_in_use():
-                gc.collect()  # torch's checkpoints leave cycles, which hold what an interrupted pass has saved
+                gc.collect()  # activation checkpointing leaves cycles, which hold tensors of an interrupted pass
             thread.request(begin, needs_memory=False)
         if wait:
             pending[0].wait()
 
     def unpark(self) -> None:
-        """Take memory again that `park` gave back; state comes home when it is used.
+        """Take memory again that `park` gave back; state is read back from the paths when it is used.
 
         Raises:
             InfeasiblePlanError: The system has no such memory now; the session stays parked.
@@ -271,7 +273,7 @@ class Engine:
         return self._thread.parking.is_parked
 
     def add(self, parameters: Sequence[Parameter]) -> None:
-        """Add parameters; the homes of the state that is there stay as they are.
+        """Add parameters; the homes of the present state stay as they are.
 
         Raises:
             InfeasiblePlanError: If the new state does not fit; nothing has changed then.
@@ -282,7 +284,7 @@ class Engine:
 
             def extend() -> None:
                 thread.settle()
-                # A signal handler may have added others since.
+                # A signal handler may have added other parameters since the plan was made.
                 parts.adopt(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
 
             parts.saves.wait_for_pending()
@@ -294,13 +296,13 @@ class Engine:
         self._parts.tables.weights[self._parts.position(parameter)] = address
 
     def reload_master(self, parameter: int | str, *, whole: bool = True) -> None:
-        """Take the master from the weight when the parameter is next updated or saved; the moments stay.
+        """Set the master from the weight when the parameter is next updated or saved; the moments stay.
 
-        Until then `state` shows it so, and the stored one stays.
+        Until then `state` shows the master as it will be, and the stored one is not changed.
 
         Args:
             parameter: Which one.
-            whole: Take all of it; else only elements of a 16-bit weight that are not what the master rounds to.
+            whole: Set all elements; else only those whose 16-bit weight is not what the master rounds to.
         """
         self._visits.wait_for([parameter])
         how = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
@@ -309,15 +311,15 @@ class Engine:
     def speculate(self, on: bool) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
-        `overlap` "backward" and "both" begin with it. A step that would do the same, bit for bit, takes over the new
-        version; else it is revoked. Whoever gives gradients to the engine says what the step would use, as each
-        pass begins (`gradients.foresee`; `offload.optim.hiding.Announcer` does it): else nothing is updated.
-        With weights on a GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
-        stay and are copied when an update is about to read them (`final`). Where they leave for the paths
-        (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
+        With `overlap` "backward" and "both" this is on from the beginning. A step that would compute the same bits
+        takes over the new version of a subgroup; else that version is revoked. The caller says what the step
+        would use as each pass begins (`gradients.foresee`; `offload.optim.hiding.Announcer` does it): else nothing is
+        updated. With weights on a GPU the CPU makes these updates. Gradients are copied to the host during backward
+        (`arrived`), or stay on the GPU until an update is about to read them (`final`). With `gradient_memory`, where
+        gradients leave for the paths, this does nothing. An engine without gradient slots reads bound gradients.
 
         Args:
-            on: False: not from the next step on.
+            on: False: no more from the next step on.
         """
         if self.plan.updates_in_backward:
             self._parts.lanes.wakes = on
@@ -337,24 +339,25 @@ class Engine:
     ) -> None:
         """Update state and weights of all active parameters from their bound gradients.
 
-        With `pending` this returns when the step has begun, and it goes on: `wait_for` waits for some weights;
-        `finish`, and whatever else asks anything of the engine but `metrics`, for all. Until then nobody writes to
-        weights or gradients.
+        With `pending` this returns when the step has begun, and the step goes on in the background: `wait_for` waits
+        for some weights; `finish`, and any other method but `metrics`, for the whole step. Until then nobody writes
+        to weights or gradients.
 
         Args:
             groups: Hyperparameters, by group index: what the rule's `values` makes of one of torch's groups (Adam's
                 are `offload.rules.GroupScalars`).
             scale: What the gradients were multiplied by (loss scale); they are divided by it.
             clip: Factor for the unscaled gradients.
-            active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
-                A pending step updates them in this order, but for what lies in staging memory, which is first.
+            active: Parameters that have a gradient; None for all. All other parameters stay as they are, bit for bit.
+                A pending step updates them in this order, except that subgroups in staging slots come first.
             pending: Do not wait, and keep these tensors until the step is over: the memory of weights and gradients.
             begun: Called on the engine thread once a pending step has begun, and before this returns: an interrupt
-                comes before both or after both.
+                comes either before the step begins or after this call.
 
         Raises:
-            ConfigError: `scale` is 0 or not finite, something is not bound, or memory is borrowed for a pending step.
-            StepAbortedError: If it, or a pending step before it, could not be finished; the session is broken.
+            ConfigError: `scale` is 0 or not finite, a weight or gradient is not bound, or the step is pending and GPU
+                memory is borrowed, which has to be given back before the next forward pass.
+            StepAbortedError: If this step, or a pending one before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
         parts, thread, visits, tables = self._parts, self._thread, self._visits, self._parts.tables
@@ -387,7 +390,7 @@ class Engine:
                 raise
             except Exception as error:
                 if error is not thread.broken:
-                    raise  # not the sweep's: a signal handler's
+                    raise  # a signal handler's error, not the step's
                 raise thread.aborted(error) from error
 
     @property
@@ -398,11 +401,11 @@ class Engine:
     def wait_for(self, parameters: Iterable[int | str], *, on_any_stream: bool = False) -> None:
         """Wait until the weights of some parameters are those of the last step, and their gradients have been read.
 
-        On a GPU the work that the calling thread enqueues from now on waits for them, too.
+        On a GPU, work that the calling thread enqueues from now on is ordered after the new weights.
 
         Args:
             parameters: Which.
-            on_any_stream: On a GPU: also where somebody has waited for all of the step, perhaps on another stream.
+            on_any_stream: On a GPU: order it so even if the whole step was waited for, perhaps on another stream.
 
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
@@ -427,11 +430,11 @@ class Engine:
 
         The session's files are deleted, except those that kept checkpoints refer to. Other ranks have half a minute
         to do their part of a checkpoint, and seconds if an exception is on its way. After the session has failed, or
-        when another call was interrupted, this returns within seconds: what hangs is left, which is logged, and put
-        away when the device answers.
+        when another call was interrupted, this returns within seconds: resources that hang are logged, and freed in
+        the background when the device answers.
         """
         self._shutdown.close()
-        if self._shutdown.work is not None:  # else it was put off, for a request under way that may be interrupted
+        if self._shutdown.work is not None:  # else it was put off to the end of the request under way
             self._finalizer.detach()
 
     def __enter__(self) -> Engine:

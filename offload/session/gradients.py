@@ -1,4 +1,4 @@
-"""The gradients of a session's parameters, as whoever makes them says where they lie."""
+"""The gradients of a session's parameters: a caller says here where they lie, and when they have arrived."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from offload.session.visits import Visits
 
 
 class Gradients:
-    """Where gradients lie, when they have arrived, and their norms.
-
-    Args:
-        parts: The session's, whose store of gradients this is a face of.
-        thread: Says whether the session can be used.
-        visits: What reads gradients.
-    """
+    """Where gradients lie, when they have arrived, and their norms."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
@@ -31,16 +25,16 @@ class Gradients:
         self._visits = visits
 
     def begins_pass(self, parameter: int | str, is_last: bool | Callable[[], bool] | None = None) -> bool:
-        """Say of which pass a gradient is that is about to arrive; return whether updates in backward ask for more.
+        """Say of which pass a gradient is about to arrive; return whether to call `foresee` before it does.
 
         Args:
             parameter: Whose gradient it is.
-            is_last: Whether its pass is the last before a step; a function is asked where updates in backward read
-                gradients. None, or if none is said not to be: a gradient is final at its n-th arrival, n being the
-                number before the last step.
+            is_last: Whether its pass is the last before a step, or a function that says so, which is called only if
+                updates are made in backward. If it is None, or no pass has been said not to be the last, a gradient
+                is final at its n-th arrival, n being the number of arrivals before the last step.
 
         Returns:
-            Whether a pass begins with it: `foresee` is called then, before it arrives.
+            Whether updates are made in backward and a pass begins with this gradient.
         """
         speculation = self._thread.speculation
         if not speculation.is_on:
@@ -49,18 +43,18 @@ class Gradients:
         return speculation.begins_pass(self._parts.position(parameter), is_last)
 
     def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None = None) -> None:
-        """Say what the step would use if it came now. A pass of which nothing is said has no updates.
+        """Say what the step would use if it were called now. In a pass without this call nothing is updated.
 
         Args:
             groups: Hyperparameters of all groups; see `Engine.step`.
             kept: Tensors with the memory of fp32 weights, and of gradients that lie in no slot, which updates read
                 until the step.
-            scale: See `Engine.step`; None for that of the last step.
+            scale: See `Engine.step`; None for the last step's.
         """
         self._thread.speculation.foresee(groups, kept, scale)
 
     def announce(self, parameter: int | str) -> None:
-        """Say that a gradient is about to arrive, and is dropped where it was: see `PathGradients.announce`."""
+        """Say that a gradient is about to arrive whose memory is freed then: see `PathGradients.announce`."""
         self._parts.gradients.announce(self._parts.position(parameter))
 
     def slot(self, parameter: int | str) -> torch.Tensor:
@@ -72,10 +66,10 @@ class Gradients:
         return self._parts.gradients.slot(self._parts.position(parameter))
 
     def arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> Mark | None:
-        """Take in a parameter's gradient: gather its norm and, with slots, copy it there.
+        """Say that a parameter's gradient has arrived: its norm is taken and, with slots, it is copied to its slot.
 
-        On the CPU it is the whole gradient, whatever was accumulated. On a GPU, and with `gradient_memory`, it is
-        that of one backward pass, to be added to those that arrived since the last step or `forget`.
+        On the CPU it is the whole gradient, with all that was accumulated. On a GPU, and with `gradient_memory`, it
+        is one backward pass's, to be added to those that arrived since the last step or `forget`.
 
         Args:
             parameter: Which one.
@@ -83,9 +77,10 @@ class Gradients:
             dtype: Its element type; widened where the slot is float32.
 
         Returns:
-            On a GPU, the mark after which the gradient is not read any more. It is not reached while the gradient
-            waits for others to leave with, until `end_backward` or the mark's `wait` end that. The first gradient of
-            a parameter of which `stays` is true is read, and added to, until the step has returned.
+            On a GPU, the mark after which the gradient is not read any more. Small gradients are copied to the host
+            together: the mark of one that waits for more of them is reached only after `end_backward`, or the mark's
+            `wait`, has them copied. The first gradient of a parameter for which `stays` is true is read, and added
+            to, until the step has returned.
         """
         if self._thread.pending is not None:
             self._visits.wait_for([parameter])
@@ -97,18 +92,18 @@ class Gradients:
         return mark
 
     def take_memory(self) -> None:
-        """Take memory again that `Engine.park` has given back, or is about to; call this before writing to a slot."""
+        """Take memory again that `Engine.park` has given back, or is about to; call it before writing to a slot."""
         self._thread.take_memory()
 
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
         """Say that a parameter's gradient lies where the step will read it, unless more of it comes.
 
-        See `Engine.speculate`. One on an accelerator is copied to its slot when an update is about to read it.
+        See `Engine.speculate`. A gradient on an accelerator is copied to its slot when an update is about to read it.
 
         Args:
             parameter: Which one.
             gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before. On an
-                accelerator the caller's stream has it.
+                accelerator it is complete once the caller's stream has done its present work.
         """
         self._visits.wait_for([parameter])
         self._thread.check_usable()
@@ -118,34 +113,34 @@ class Gradients:
             self._thread.speculation.note_arrival(position, final)
 
     def end_backward(self) -> None:
-        """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
+        """Say that a backward pass has ended: small gradients that wait on a GPU to be copied together are copied."""
         self._thread.check_usable()
         self._parts.gradients.leave()
-        self._parts.gradients.return_borrowed()  # what comes next may be another forward pass
+        self._parts.gradients.return_borrowed()  # a forward pass may follow, which needs the memory
 
     def drop(self) -> None:
-        """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
+        """Say that all gradients since the last step have been dropped: revoke updates that were made from them."""
         if self._thread.is_usable and self._thread.speculation.drop_arrivals():
             with self._thread.turn():
                 self._thread.request(nothing)
 
     def forget(self, dropped: Iterable[torch.Tensor] = ()) -> None:
-        """Forget all gradients that arrived on a GPU, or in buffers: those that arrive next are the first.
+        """Forget all gradients that arrived on a GPU, or in buffers: the next one to arrive is the first again.
 
         Args:
-            dropped: Gradients of which `stays` is true, and which the caller drops now.
+            dropped: Gradients for which `stays` is true, and which the caller drops now.
         """
         if self._thread.is_usable:
-            for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
+            for gradient in dropped:  # before `forget`, after which an interrupt may let the caller drop them
                 self._parts.lanes.device.give_up(gradient)
-            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            # No gradient is here, so placements can be reviewed; a pending step is waited for, a few times.
+            self._parts.gradients.forget()  # orders the caller's stream after work that reads them
+            # No gradient is here, so placements can be reviewed, at the price of a wait for the pending step.
             if self._thread.speculation.drop_arrivals() or self._visits.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placement_review.review)
 
     def stays(self, parameter: int | str) -> bool:
-        """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
+        """Return whether the GPU updates some of a parameter, so that its gradient is read where it lies."""
         return self._parts.gradients.stays(self._parts.position(parameter))
 
     def has_arrived(self, parameter: int | str) -> bool:
@@ -158,28 +153,27 @@ class Gradients:
         self._parts.gradients.settle()
 
     def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool = False) -> None:
-        """Hold a gradient on a GPU until it has been read, or forgotten.
+        """Keep a gradient on a GPU alive until it has been read, or forgotten.
 
-        Of more than a gibibyte that is held, the oldest is let go, and the caller's stream waits until it has been
-        read.
+        If more than a gibibyte is kept, the oldest are freed, once the caller's stream has waited for their reads.
 
         Args:
             gradient: Has arrived; the caller drops it, and nobody writes to it.
             mark: What `arrived` returned.
-            elsewhere: Whether its memory is used again on other streams than the caller's: then the caller waits
-                itself, and not its stream.
+            elsewhere: Whether its memory is used again on other streams than the caller's: then the caller waits,
+                instead of its stream.
         """
         self._parts.gradients.hold(gradient, mark, elsewhere=elsewhere)
 
     def bind(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
-        """Say where a parameter's gradient lies for the next norm and step.
+        """Say where a parameter's gradient lies, for the next norm and step to read.
 
         Args:
             parameter: Which one.
             address: Its first element, at any alignment.
             dtype: Its element type.
-            gathered: Whether `arrived` gathered its norm. On the CPU the norm is made anew where any bit of
-                the gradient has changed since; false saves looking.
+            gathered: Whether `arrived` took its norm. On the CPU the norm is taken anew if any bit of the gradient
+                has changed since; False saves the comparison.
         """
         self._visits.wait_for([parameter])
         self._parts.gradients.bind(self._parts.position(parameter), address, dtype, gathered)
@@ -187,8 +181,8 @@ class Gradients:
     def norm_sq(self, parameters: Iterable[int | str]) -> float:
         """Return the squared L2 norm of the bound gradients, as `offload.kernels.reference` defines it.
 
-        It is not finite if and only if an element is not. What was gathered on arrival is used where the gradient
-        still has the fingerprint that it had then (it is read for that); the rest is made anew.
+        The result is not finite if and only if an element is not. Norms that were taken on arrival are used where the
+        gradient still has the fingerprint that it had then (it is read for that); others are taken anew.
         """
         self._thread.check_usable()
         self.take_memory()  # for the sums of blocks

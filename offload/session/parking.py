@@ -1,11 +1,11 @@
 """Memory that a session gives back between steps, and takes again: a session that is parked.
 
-State that may not stay in memory leaves it for the paths first. Then homes, staging slots, gradient slots and all
-other memory of the session go back to the system; their addresses stay. The next request that needs memory takes it
-again, and state comes home when it is visited.
+State that may not stay in memory is written to the paths first. Then the pages of homes, staging slots, gradient
+slots and all other memory of the session are given back to the system; their addresses stay reserved. The next
+request that needs memory takes it again, and state is read back to its home when it is visited.
 
-Invariants: no version and no bit changes; memory is given back only when nothing in it counts any more; what does not
-fit on the paths is refused before anything moves.
+Invariants: no version and no bit changes; memory is given back only when nothing in it is needed any more; state that
+does not fit on the paths is refused before anything moves.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ log = logging.getLogger("offload")
 
 
 def check_keep_host(keep_host: object, sizes: Mapping[str, object]) -> None:
-    """Refuse what says in bytes how much stays, which is either nothing or what fits the budget.
+    """Refuse arguments of `park` that say in bytes how much stays: either nothing stays or what fits the budget.
 
     Raises:
-        ConfigError: Names both.
+        ConfigError: `sizes` has an argument, or `keep_host` is no bool.
     """
     for name, value in (*sizes.items(), ("keep_host", keep_host)):
         if not isinstance(value, bool) or name != "keep_host":
@@ -54,12 +54,12 @@ class PendingPark:
     """A park that is under way.
 
     Attributes:
-        batches: What leaves memory for the paths, one after another: first from host memory, then from the GPU.
+        batches: Subgroups to be written to the paths, one batch after another: from host memory, then from the GPU.
         to_host: Subgroups at home on the GPU whose state stays in host memory.
-        moves_bytes: State that leaves memory for the paths, or is flushed from staging slots.
-        started_s: When it was asked for (`time.monotonic`).
-        kept: Address and size of memory that stays, as somebody holds gradients in it.
-        leave: What leaves now.
+        moves_bytes: State that is written to the paths from homes or staging slots.
+        started_s: When `park` was called (`time.monotonic`).
+        kept: Address and size of memory that is kept, as somebody holds gradients in it.
+        leave: The operation that writes the present batch.
         done: Set when the park has ended, well or not.
         error: Why memory was not given back.
     """
@@ -74,21 +74,16 @@ class PendingPark:
     error: OffloadError | None = None
 
     def wait(self) -> None:
-        """Wait until it has ended; raise what it has failed with."""
+        """Wait until the park has ended; raise its error if it failed."""
         waits.wait_for(self.done.wait, lambda: f"{format_bytes(self.moves_bytes)} of state to leave memory")
         if self.error is not None:
             raise self.error
 
 
 class Parking:
-    """What one session gives back between steps.
+    """One session's memory between steps: given back, and taken again.
 
     All methods belong to the engine thread.
-
-    Args:
-        parts: Its parts.
-        sweeps: Bring state home.
-        wants: What callers want of the session's scratch.
 
     Attributes:
         is_parked: Whether memory has been given back, and none taken again.
@@ -102,16 +97,16 @@ class Parking:
         self._sweeps = sweeps
         self._wants = wants
         self._pending: PendingPark | None = None
-        self._numbers = 0
-        self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
-        self._staged: tuple[int, ...] = ()
+        self._numbers = 0  # of parks and batches so far: each has its own
+        self._kept_ranges: Sequence[tuple[int, int]] = ()  # host memory that stays: (address, bytes)
+        self._staged_before: tuple[int, ...] = ()
         """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
         self._on_host: tuple[Arena, Mapping[int, int]] | None = None
-        """Memory for state at home on the GPU that stays in host memory meanwhile, and where it lies there."""
+        """Host memory for state at home on the GPU while the session is parked, and its address by subgroup."""
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing but requests may use memory: the session is parked, or is about to be."""
+        """Whether only requests may use memory: the session is parked, or is about to be."""
         return self.is_parked or self._pending is not None
 
     @property
@@ -127,15 +122,11 @@ class Parking:
     # Memory is given back
 
     def begin(self, accepted: Callable[[], Sequence[tuple[int, int]]], *, keep_host: bool) -> PendingPark:
-        """Begin to park: it goes on between requests.
-
-        Args:
-            accepted: See `Engine.park`.
-            keep_host: See there.
+        """Begin a park, which `advance` then carries on between requests; see `Engine.park`.
 
         Raises:
-            ConfigError: A gradient is there that no step has used, or a backward pass has not been taken.
-            InfeasiblePlanError: The paths have no room for what has to leave; nothing has changed.
+            ConfigError: A gradient has arrived that no step has used, or a backward pass has not been taken.
+            InfeasiblePlanError: The paths have no room for state that has to leave memory; nothing has changed.
         """
         parts, machine = self._parts, self._parts.machine
         plan, subgroups = parts.plan, parts.plan.layout.subgroups
@@ -157,11 +148,11 @@ class Parking:
         if self.is_parked and on_gpu:
             on_host = tuple(self._on_host[1]) if self._on_host is not None else ()
             if to_host == on_host:
-                leaving_gpu = to_host = ()  # which are where they may stay
+                leaving_gpu = to_host = ()  # the last park has put them where they may stay
             else:
                 self._take_memory()
         moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
-        self._staged = tuple(machine.slots) or self._staged
+        self._staged_before = tuple(machine.slots) or self._staged_before
         self._numbers += 1
         self._pending = pending = PendingPark(
             deque((leaving, *self._batches(leaving_gpu))),
@@ -177,7 +168,7 @@ class Parking:
         return pending
 
     def _split(self, numbers: Sequence[int], nbytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return which subgroups leave memory, and which stay, so that no more than `nbytes` of state does."""
+        """Return which subgroups leave memory, and which stay, so that no more than `nbytes` of state stays."""
         leaving, staying = list[int](), list[int]()
         for number in numbers:
             size = self._parts.plan.layout.subgroups[number].state_bytes
@@ -186,7 +177,7 @@ class Parking:
         return tuple(leaving), tuple(staying)
 
     def _check_room(self, leaving: Sequence[int]) -> None:
-        """Refuse what the paths have no room for."""
+        """Refuse to write subgroups to the paths if these have no room for them beside promised checkpoints."""
         parts = self._parts
         tiles = [tile for number in leaving for tile in parts.plan.layout.subgroups[number].tiles]
         needed = sum(nbytes for _, _, nbytes in tiles)
@@ -213,11 +204,11 @@ class Parking:
         return [tuple(batch) for batch in batches]
 
     def _scratch(self, nbytes: int) -> tuple[int, int]:
-        """Return address and size of memory that holds nothing now."""
+        """Return address and size of host memory that holds nothing now, of `nbytes` or more."""
         return self._parts.memory.scratch(nbytes, staging=not self._parts.machine.slots)
 
     def is_due(self) -> bool:
-        """Return whether `serve` has something to do."""
+        """Return whether `advance` has something to do."""
         pending, machine = self._pending, self._parts.machine
         if pending is None or not machine.idle:
             return False
@@ -229,12 +220,12 @@ class Parking:
 
     @property
     def _finished(self) -> tuple[Leave, Exception | None] | None:
-        """How what leaves now has ended, once it has; what was given up may end later, for nobody."""
+        """The present batch and its error or None, once it has ended; batches that were given up end for nobody."""
         finished = self._parts.machine.finished_leave
         return finished if finished is not None and self._pending and finished[0] is self._pending.leave else None
 
-    def serve(self) -> None:
-        """Have the next batch leave memory, or give memory back when all has left it."""
+    def advance(self) -> None:
+        """Write the next batch to the paths, or give memory back when all batches are written; called when due."""
         machine, pending = self._parts.machine, self._pending
         if pending is None:
             return
@@ -246,7 +237,7 @@ class Parking:
         if error is None:
             try:
                 if pending.batches:
-                    self._leave(pending)
+                    self._begin_leave(pending)
                     return
                 self._give_back(pending)
             except InternalError:
@@ -255,20 +246,23 @@ class Parking:
                 error = failed
         self.end(error)
 
-    def _leave(self, pending: PendingPark) -> None:
-        """Have the next batch leave memory."""
+    def _begin_leave(self, pending: PendingPark) -> None:
+        """Begin to write the next batch to the paths."""
         parts, batch = self._parts, pending.batches.popleft()
-        self._check_room(batch)  # again: a path may have failed since
+        self._check_room(batch)  # again: a path may have failed since `begin`
         if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
-            parts.lanes.fetch(as_pieces(self._copies(self._lend(batch))))
+            parts.lanes.fetch(as_pieces(self._copies(self._place_on_host(batch))))
         self._numbers += 1
         pending.leave = Leave(self._numbers, batch)
         parts.allocate()
         parts.machine.handle(pending.leave)
         parts.executor.submit(parts.machine.take_operations())
 
-    def _lend(self, batch: Sequence[int], address: int = 0) -> Mapping[int, int]:
-        """Have a batch at home on the GPU lie in host memory for now: in scratch memory, or from an address on."""
+    def _place_on_host(self, batch: Sequence[int], address: int = 0) -> Mapping[int, int]:
+        """Choose host addresses for a batch at home on the GPU, from `address` on or in scratch memory; return them.
+
+        Until told otherwise, the engine looks for the state of these subgroups there. Nothing is copied.
+        """
         subgroups = self._parts.plan.layout.subgroups
         sizes = [subgroups[number].state_bytes for number in batch]
         address = address or self._scratch(sum(sizes))[0]
@@ -282,7 +276,7 @@ class Parking:
         return [(homes[number].address, address, subgroups[number].state_bytes) for number, address in places.items()]
 
     def _give_back(self, pending: PendingPark) -> None:
-        """Give all memory back that holds no state."""
+        """Give all memory back that holds no state, and log what was given back and how long taking it will take."""
         parts, machine, memory = self._parts, self._parts.machine, self._parts.memory
         homes = [s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST]
         kept = [s for s in homes if not machine.is_away(s.index) and not machine.is_fresh(s.index)]
@@ -290,7 +284,7 @@ class Parking:
         if pending.to_host:
             nbytes = sum(parts.plan.layout.subgroups[number].state_bytes for number in pending.to_host)
             arena = memory.arena(nbytes)
-            places = self._lend(pending.to_host, arena.address)
+            places = self._place_on_host(pending.to_host, arena.address)
             try:
                 parts.lanes.fetch(as_pieces(self._copies(places)))
             except OffloadError:
@@ -300,17 +294,17 @@ class Parking:
         if self._on_host is not None:
             ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
         self._leave_device()
-        self._kept = ranges
+        self._kept_ranges = ranges
         try:
             given_bytes = memory.give_pages_back(ranges)
-        finally:  # other threads read it, and take it that memory is gone
+        finally:  # `arrived` on other threads reads it, to take memory again before writing to slots
             self.is_parked = True
         seconds = time.monotonic() - pending.started_s
         self.figures = {
             metrics.PARK_MOVED_BYTES: pending.moves_bytes,
             metrics.GIVEN_BACK_BYTES: given_bytes,
             metrics.PARK_S: seconds,
-            metrics.PREDICTED_BACK_S: self._back_s(given_bytes),
+            metrics.PREDICTED_BACK_S: self._predicted_back_s(given_bytes),
         }
         log.info(
             "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used; "
@@ -327,12 +321,12 @@ class Parking:
         self._parts.lanes.wait()
         self._parts.lanes.memory.give_back()
 
-    def _back_s(self, given_bytes: int) -> float:
-        """Return what `predict_back_s` says of all that was given back and all that has left memory."""
+    def _predicted_back_s(self, given_bytes: int) -> float:
+        """Return the seconds predicted for taking memory again and reading back state that has left it."""
         parts, machine = self._parts, self._parts.machine
         plan, reads = parts.plan, Counter[int]()
         away = [number for number in range(len(plan.homes)) if machine.is_away(number)]
-        for number in (*away, *self._staged):
+        for number in (*away, *self._staged_before):
             for tile, _, nbytes in plan.layout.subgroups[number].tiles:
                 record = machine.index.get(tile)
                 if record is not None:
@@ -346,7 +340,7 @@ class Parking:
         )
 
     def end(self, error: BaseException | None) -> None:
-        """End the park under way, if there is one: nothing more leaves memory."""
+        """End the park under way, if there is one: nothing more leaves memory; `error` is raised by its `wait`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -364,20 +358,20 @@ class Parking:
     # Memory is taken again
 
     def make_way(self, *, needs_memory: bool) -> None:
-        """Let a request begin: finish or end the park under way, and take memory again if it is needed.
+        """Before a request begins: end the park under way, or finish it, and take memory again if `needs_memory`.
 
         Raises:
             OffloadError: There is no memory; the session stays parked.
         """
         if self._pending is not None:
-            self._finish(ends=needs_memory)
+            self._finish_or_end(ends=needs_memory)
         if needs_memory and self.is_parked:
             self._take_memory()
         if needs_memory and self._numbers and self._parts.machine.broken is None:
-            self._bring_to_gpu()
+            self._fetch_to_gpu()
 
-    def _finish(self, *, ends: bool) -> None:
-        """Finish the park under way, or have it end early."""
+    def _finish_or_end(self, *, ends: bool) -> None:
+        """Wait until the park under way is finished; with `ends` only until its present batch is."""
         machine, pending = self._parts.machine, self._pending
         if ends and pending is not None:
             log.info("a park ends early, as the session is used")
@@ -388,10 +382,10 @@ class Parking:
             self.end(None)
         while self._pending is not None:
             pump(machine, self._parts.executor, lambda m: self.is_due())
-            self.serve()
+            self.advance()
 
     def _take_memory(self) -> None:
-        """Take memory again that was given back.
+        """Take memory again that was given back, all or none of it, and copy state back to the GPU.
 
         Raises:
             InfeasiblePlanError: The system has less; the session stays parked.
@@ -407,7 +401,7 @@ class Parking:
         with contextlib.ExitStack() as undo:
             parts.lanes.memory.take_again()
             undo.callback(self._leave_device)
-            undo.callback(parts.memory.give_pages_back, self._kept)
+            undo.callback(parts.memory.give_pages_back, self._kept_ranges)
             parts.memory.take_pages()
             if self._on_host is not None:
                 parts.lanes.store(self._copies(self._on_host[1]))
@@ -418,13 +412,13 @@ class Parking:
             parts.memory.lend({})
             parts.memory.give_back(arena)
 
-    def _bring_to_gpu(self) -> None:
-        """Bring home state that belongs on the GPU, and lies on the paths."""
+    def _fetch_to_gpu(self) -> None:
+        """Read state at home on the GPU back from the paths, batch by batch through host memory."""
         parts, machine = self._parts, self._parts.machine
         homes = enumerate(parts.plan.homes)
         away = [number for number, home in homes if home is Home.GPU and machine.is_away(number)]
         for batch in self._batches(away):
-            places = self._lend(batch)
+            places = self._place_on_host(batch)
 
             def visit(run: Run, places: Mapping[int, int] = places) -> None:
                 number = run.visit.subgroup

@@ -63,9 +63,9 @@ TILES_PER_PATH = 4
 class SessionParts:
     """The parts of one session.
 
-    Made in two steps, so that whoever makes them can end them whatever comes in between: new ones hold nothing, and
+    Made in two steps, so that their maker can end them whatever is raised in between: new ones hold nothing, and
     `open` makes the session. From then on `executor`, `machine`, `views`, `saves` and `plan` belong to the engine
-    thread; others read `plan`.
+    thread; other threads may read `plan`.
     """
 
     executor: LiveExecutor
@@ -90,7 +90,7 @@ class SessionParts:
         self.limits = limits = limits or Limits()
         self._empty = Layout((), (), config.state_of(rule))  # to which the session's parameters are added
         self.is_whole = False
-        self._told_nameless = self._told_missing = False
+        self._told_nameless = self._told_missing = False  # whether that warning has been logged
         self._is_allocating = False
         self.tables = Tables(config.seed)
         self.tiers: list[Tier] = []
@@ -122,8 +122,8 @@ class SessionParts:
             gradient_slots = True
         self.memory = HostMemory(self.lanes)
         self.closing: list[Tier] = []
-        """Those that are being closed."""
-        self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
+        """Tiers that are being closed."""
+        self.ends = contextlib.ExitStack()  # frees everything, in reverse, each whatever the others raise
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
             exist=gradient_slots and config.gradient_memory is None,
@@ -145,13 +145,13 @@ class SessionParts:
     # Putting them together
 
     def open(self, parameters: tuple[Parameter, ...], listener: Listener, filler: Filler, caller: Mark) -> None:
-        """Make the session; whoever gets an error closes `ends`.
+        """Make the session's plan, memory, lanes and machine; after an error the caller closes `ends`.
 
         Args:
-            parameters: Its first.
-            listener: Is told what breaks it.
-            filler: Gives buffers to gradients that pass through some.
-            caller: What the caller has put on the device so far.
+            parameters: The first parameters.
+            listener: Is told what breaks the machine.
+            filler: Gives buffers to gradients that pass through buffers.
+            caller: A mark after the work that the caller has put on the device so far.
         """
         config = self.config
         paths = [path.path for path in config.path_configs]
@@ -163,7 +163,7 @@ class SessionParts:
         if known_rates is not None:
             known_rates = dataclasses.replace(known_rates, nodes=nodes)
         budgets = self._first_plan(parameters, known_rates)
-        saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
+        saves_end = self.ends.enter_context(contextlib.ExitStack())  # ended after lanes: saves lock what these use
         self._open_lanes(filler)
         self._measure(known_rates, budgets, caller)
         self.plan = self._adopt_device(self.plan, self._empty)
@@ -195,7 +195,7 @@ class SessionParts:
         self.is_whole = True
 
     def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        """Return parameters that know how their state is stored."""
+        """Return parameters, with those marked whose state a compact format stores in exact form."""
         if not self._empty.state.format.shares_scales:
             return parameters
         nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
@@ -214,22 +214,22 @@ class SessionParts:
         return self.lanes.known_rates(known_rates) if known_rates is not None else None
 
     def _node_rates(self, known_rates: Rates | None) -> tuple[NodeRates, ...]:
-        """Return the rates of the memory nodes that were named, of which at least one is: measured now if need be."""
+        """Return the rates of the memory nodes that `host_memory` names: measured now unless known or only one."""
         wanted = self.config.node_bytes
         known = known_rates.nodes if known_rates is not None else ()
         if len(wanted) < 2 or {rates.node for rates in known} >= set(wanted):
             return known
         with bound(self._near), contextlib.closing(CpuUpdateKernel(self.queue, self._threads)) as kernel:
-            found = probe_nodes(kernel, self.queue, sorted(wanted), max(wanted.values()), self.lanes)
-        log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, found)))
-        return found
+            measured = probe_nodes(kernel, self.queue, sorted(wanted), max(wanted.values()), self.lanes)
+        log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, measured)))
+        return measured
 
     def _first_plan(self, parameters: tuple[Parameter, ...], known_rates: Rates | None) -> Budgets:
-        """Cut the state and plan it; return the budgets of the plan."""
+        """Cut the state into subgroups and tiles and plan where they live; return the budgets of the plan."""
         config = self.config
         paths = [path.path for path in config.path_configs]
-        with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there says why
-            delete_free(paths)  # before the plan counts what room there is
+        with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there raises why
+            delete_free(paths)  # before the plan counts free space
         numel = sum(parameter.numel for parameter in parameters)
         self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(
             numel, config.staging_bytes, self._empty
@@ -268,13 +268,13 @@ class SessionParts:
         return budgets
 
     def _open_lanes(self, filler: Filler) -> None:
-        """Take memory for the plan, and open tiers and kernel; lanes end before their memory does."""
+        """Allocate the plan's memory, and open tiers and kernel; `ends` closes lanes before their memory is freed."""
         config = self.config
         self.ends.callback(self.memory.close)
         self.ends.callback(self._close_tiers)
         for number, path in enumerate(config.path_configs):
             self.tiers.append(self.open_tier(number, self._store, path.depth))
-        with bound(self._near):  # threads that it starts stay there
+        with bound(self._near):  # threads that the kernel starts stay on these CPUs
             self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
         self.gradients = self._make_gradients(filler)
@@ -285,7 +285,7 @@ class SessionParts:
         self.tables.extend(self.plan.layout)
 
     def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
-        """Measure the lanes unless their rates are known, and plan again: with a GPU, placements follow the rates."""
+        """Measure the lanes unless their rates are known, and plan again, as placements depend on the rates."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
@@ -293,7 +293,7 @@ class SessionParts:
         if known_rates is not None:
             self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
-        caller.wait()  # forward and backward would slow the probe, and the probe them
+        caller.wait()  # work on the device and the probe would slow each other
         parts = self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes
         rates = quick_probe(*parts, verify=self.config.checksum)
         rates = with_whole_parameters(rates, self.plan.layout)
@@ -313,18 +313,19 @@ class SessionParts:
         return open_path(self.config, path, store, self.queue, self.plan.storage_bytes, depth, used_bytes)
 
     def reopen_tier(self, number: int, store: uuid.UUID, used_bytes: int) -> Tier:
-        """Open a store in which so many bytes are used on a path, as deep as the present one."""
+        """Open a store with `used_bytes` in use on a path, with as many requests in flight as its present store."""
         return self.open_tier(number, store, self.tiers[number].depth, used_bytes)
 
     def allocate(self) -> bool:
-        """Have the room of all slots that the plan needs be there on the paths; return whether it is.
+        """Allocate on the paths the space of all store slots that the plan needs; return whether all is allocated.
 
-        Nobody else takes it then. Where some is missing, nothing is lent that a step may need, and a step may fail.
+        No other process can take the space then. While some is missing, a step may fail for want of it, so
+        checkpoints do not reserve slots that a step may need.
         """
         index = self.machine.index
         if index.is_whole or not self.tiers:
             return True
-        if self._is_allocating:  # a path hangs, which its next transfer will say
+        if self._is_allocating:  # a path has hung in an earlier call; its next transfer raises that
             return False
         self.machine.handle(Cut())
         ends = tuple(map(index.end_bytes, range(len(self.tiers))))
@@ -352,12 +353,12 @@ class SessionParts:
         return index.is_whole
 
     def replace_tier(self, number: int, tier: Tier) -> None:
-        """Have a path's requests go to another store of it; the one that they went to ends."""
+        """Close a path's store, and send the path's requests to another store from now on."""
         self.tiers[number].close()
         self.tiers[number] = tier
 
     def _adopt_device(self, plan: Plan, before: Layout) -> Plan:
-        """Take memory for what `plan` adds on the device and for it; return the plan with its gradients' bytes."""
+        """Allocate what `plan` adds on the device and in host memory for it; return the plan with gradient bytes."""
         slots = self._gradient_slots
         layout = plan.layout
         kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
@@ -373,7 +374,7 @@ class SessionParts:
     # Growing
 
     def plan_with(self, parameters: tuple[Parameter, ...]) -> Plan:
-        """Return a plan with more parameters, in which the state that is there stays where it is.
+        """Return a plan with more parameters, in which the present state stays where it is.
 
         Raises:
             InfeasiblePlanError: The new state does not fit.
@@ -389,7 +390,7 @@ class SessionParts:
         try:
             return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
         except InfeasiblePlanError:
-            # Larger slots may be the reason, as those there are in use: cut the new state to their size.
+            # It may need larger staging slots, and the present ones are in use: cut the new state to their size.
             most = before.layout.state.fitting_numel(before.slot_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
@@ -397,8 +398,9 @@ class SessionParts:
             return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
 
     def _place(self, layout: Layout, budgets: Budgets) -> Plan:
+        """Extend the present plan to a larger layout within budgets."""
         before = self.plan
-        if before.gradient_buffers:  # which may hold what lies nowhere else, and become larger
+        if before.gradient_buffers:  # which may become larger, and no fewer: they may hold gradients
             wider = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
             kept = max(budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * wider)
             budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept)
@@ -408,7 +410,7 @@ class SessionParts:
         """Return a parameter's position from its position or name.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is no such parameter.
         """
         layout = self.plan.layout
         if isinstance(parameter, str):
@@ -420,7 +422,7 @@ class SessionParts:
         return parameter
 
     def adopt(self, plan: Plan) -> None:
-        """Go on with a plan that keeps all homes; on the engine thread, with nothing in flight.
+        """Replace the plan by one that keeps all homes; on the engine thread, with nothing in flight.
 
         Raises:
             InfeasiblePlanError: The paths have no room any more.
@@ -428,10 +430,10 @@ class SessionParts:
         """
         before = self.plan
         if plan.staging_slots and not self.machine.index.has_room(plan.slot_counts):
-            # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
+            # Tiles go to paths as fast as these are, not as planned: store slots of other sizes take the room.
             offers = {path.name: path.available_bytes for path in plan.budgets.paths}
             raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
-        # Each of these may find no memory; what went before it is not used then.
+        # Each of these may find no memory; what was allocated before it is not used then.
         plan = self._adopt_device(plan, before.layout)
         self.memory.adopt_homes(plan, before.layout)
         self.gradients.adopt(plan, before.layout)
@@ -443,8 +445,8 @@ class SessionParts:
         self.machine.handle(Extend(plan))
         self.plan = self.views.plan = plan
 
-    def replace(self, plan: Plan) -> None:
-        """Go on with a plan that updates other subgroups on the GPU; on the engine thread, with nothing in flight.
+    def replace_plan(self, plan: Plan) -> None:
+        """Replace the plan by one that updates other subgroups on the GPU, if memory suffices; else as `adopt`.
 
         Raises:
             OffloadError: There is no memory for it; nothing has changed then.
@@ -461,13 +463,13 @@ class SessionParts:
     # The end
 
     def on_device(self, work: Callable[[], None]) -> None:
-        """Do what a thread of ours is for, as one that works for the session's device."""
-        with contextlib.suppress(OffloadError):  # a device that has failed is closed, too
+        """Do a thread's `work` with the session's device as that thread's current one."""
+        with contextlib.suppress(OffloadError):  # a device that has failed has to be closed, too
             self.lanes.device.adopt_thread()
         work()
 
     def _keep_slots(self) -> None:
-        """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
+        """Tell the tiers which store slots kept checkpoints refer to, so that closing does not delete these."""
         kept_offsets: dict[int, set[int]] = {}
         for records in [*self.machine.saver.held_records.values(), self.saves.named_records]:
             for record in records.values():
@@ -477,11 +479,11 @@ class SessionParts:
                 tier.keep(kept_offsets[number])
 
     def _close_tiers(self) -> None:
-        """Close them side by side: one whose device hangs keeps no other open."""
+        """Close all tiers side by side: one whose device hangs keeps no other open."""
         self.closing = [*self.tiers, *self.others.values()]
         self.others.clear()
         closes = [partial(self._close_tier, tier) for tier in self.closing]
-        waits.side_by_side(closes, "offload-close", lambda: "")  # whoever waits for all ends says what for
+        waits.side_by_side(closes, "offload-close", lambda: "")  # `Shutdown` logs what it waits for
 
     def _close_tier(self, tier: Tier) -> None:
         try:
@@ -491,7 +493,7 @@ class SessionParts:
 
 
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:
-    """Find out how many requests a path should have in flight, and say it."""
+    """Try how many requests a path should have in flight, use the fastest number, and log it."""
     tried = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
     rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
     log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

@@ -1,8 +1,8 @@
 """Choosing again which device updates each subgroup, by the rates that steps have shown.
 
-The first choice rests on a probe. When as many steps have been seen as a rate is the median of, placement "auto" is
-chosen anew, and again ever more rarely. What changes is who updates a subgroup, and with that the memory for its
-gradients; homes and staging stay, and so does every bit of the state.
+The first choice rests on a probe. A rate is the median of `HISTORY` observations: when that many steps have been
+seen, placement "auto" is chosen anew, and again ever more rarely. A review changes which device updates a subgroup,
+and with that the memory for its gradients; homes and staging stay, and so does every bit of the state.
 
 Invariants: the plan changes with nothing in flight, no checkpoint under way, and no gradient that has arrived; a
 session changes it `MOST_CHANGES` times at most.
@@ -22,21 +22,17 @@ from offload.units import format_seconds
 log = logging.getLogger("offload")
 
 WORTH_A_CHANGE = 0.03
-"""Another choice is taken where it saves more than this part of the time."""
+"""Another choice is taken where it saves more than this part of the step time."""
 
 MOST_CHANGES = 3
-"""Two choices may each look better by the rates that the other one shows."""
+"""Bounded, as two choices may each look better by the rates that are seen with the other one."""
 
 
 class PlacementReview:
-    """When a session's placement is chosen again.
-
-    Args:
-        parts: The session's.
-        thread: Its engine thread.
+    """Decides when a session's placement is chosen again, and chooses it.
 
     Attributes:
-        due: Whether it is time to; see `review`.
+        due: Whether `review` is to choose at the next chance.
     """
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
@@ -53,11 +49,12 @@ class PlacementReview:
         return self.due or self._is_due_after(self._seen_steps + 1)
 
     def _is_due_after(self, steps: int) -> bool:
+        """Return whether a review is due once so many steps have been seen since the last one."""
         chooses = self._parts.config.placement == "auto"
         return chooses and steps >= self._needed_steps and self._changes < MOST_CHANGES
 
     def learnt(self) -> None:
-        """Take note that rates have been refined by one more step."""
+        """Note that rates have been refined by one more step."""
         self._seen_steps += 1
         self.due = self.due or self._is_due_after(self._seen_steps)
 
@@ -74,9 +71,9 @@ class PlacementReview:
         before = parts.plan
         try:
             self._thread.settle()
-            parts.replace(plan)
+            parts.replace_plan(plan)
         except OffloadError as error:
-            if machine.broken is None:  # else whoever asks next is told
+            if machine.broken is None:  # else the next request raises that
                 self._changes = MOST_CHANGES
                 log.warning("the GPU updates what it did before, which is slower than it could be: %s", error)
             return
@@ -89,7 +86,7 @@ class PlacementReview:
         )
 
     def _better_plan(self) -> Plan | None:
-        """Return a plan that is faster by the rates known now, and by enough; None if there is none."""
+        """Return a plan that is faster by more than `WORTH_A_CHANGE` at the present rates; None if there is none."""
         plan, rates = self._parts.plan, self._parts.rates
         try:
             other = choose_plan(plan.layout, plan.budgets, rates, kept=plan)

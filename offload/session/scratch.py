@@ -1,7 +1,8 @@
-"""Scratch as callers' threads fill and read it: what buffers they want, and when they have them.
+"""Scratch buffers that callers' threads fill and read: which ones they want, and when they have them.
 
-Which owner has which buffer is decided by the machine (`offload.schedule.scratch`), on the engine thread. A caller
-posts what it does, and waits for a buffer alone: posts are taken up between events, whatever sweep is under way.
+The machine decides which owner has which buffer (`offload.schedule.scratch`), on the engine thread. A caller posts
+what it wants and does without waiting for an answer, except for the buffer itself. The engine thread takes posts
+between events, whatever sweep is under way.
 
 Not here: what lies in buffers (`offload.gradients.paths`, `offload.session.activations`).
 """
@@ -22,10 +23,10 @@ class Wanted:
     """A buffer that a caller wants, to fill it (`fills`) or to read it.
 
     Attributes:
-        buffer: Its number, once `answered`; None where there is none.
+        buffer: Its number, once `answered`; None if the caller gets none.
         error: Why it cannot be read, or filled.
         mark: After the last copy that a device makes to the buffer, or from it.
-        is_known: Whether the engine has heard of it; an interrupt may come before it is asked.
+        is_known: Whether the engine thread has taken the post that asks for it; an interrupt may prevent that.
     """
 
     def __init__(self, owner: Owner, *, fills: bool) -> None:
@@ -37,30 +38,26 @@ class Wanted:
         self.answered = waits.Latch()
 
     def begin(self) -> None:
-        """Take in that the engine hears of it; on the engine thread, before the machine does."""
+        """Called on the engine thread when it takes the wish, before it tells the machine."""
 
     def end(self) -> None:
-        """Take in that nothing touches the buffer for it any more; on the engine thread, after the machine has."""
+        """Called on the engine thread when caller and device are done with the buffer, after the machine is told."""
 
 
 class Wants:
-    """What callers want of a session's scratch.
-
-    Args:
-        parts: The session's.
-    """
+    """The scratch buffers that callers want from a session."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self._posts: deque[tuple[Callable[[Any], None], Any]] = deque()
         # On the engine thread
         self._awaited: list[Wanted] = []
-        self._behind: list[Wanted] = []  # what is ready when a device has copied
+        self._after_copies: list[Wanted] = []  # released by their callers, but a device still copies
 
     # On callers' threads
 
     def post(self, take_in: Callable[[Any], None], what: Any) -> None:
-        """Have the engine thread take something in, in order; a garbage collector may do so at any line."""
+        """Post a call, `take_in(what)`, to the engine thread, which makes calls in order; safe in a `__del__`."""
         self._posts.append((take_in, what))
 
     def ask(self, wanted: Wanted) -> None:
@@ -68,23 +65,23 @@ class Wants:
         self.post(self._begin, wanted)
         self.wake()
 
-    def ready(self, wanted: Wanted) -> None:
-        """Say that a buffer has been filled or read, once its mark is reached, or is not wanted any more."""
+    def release(self, wanted: Wanted) -> None:
+        """Say that the caller is done with a buffer: filled or read once its mark is reached, or no longer wanted."""
         self.post(self._end, wanted)
 
     def wake(self) -> None:
-        """Have the engine thread look at what was posted."""
+        """Wake the engine thread, to take what was posted."""
         self._parts.queue.post(WAKE)
 
     # On the engine thread
 
     def is_due(self) -> bool:
         """Return whether `serve` has something to do."""
-        has_copied = any(wanted.mark is None or wanted.mark.reached() for wanted in self._behind)
+        has_copied = any(wanted.mark is None or wanted.mark.reached() for wanted in self._after_copies)
         return bool(self._posts) or has_copied or any(map(self._is_answerable, self._awaited))
 
     def serve(self) -> None:
-        """Take in what callers have done, and answer them."""
+        """Take posts, start the operations that follow from them, and answer callers whose buffers are there."""
         self.take_posts()
         machine = self._parts.machine
         self._parts.executor.submit(machine.take_operations())
@@ -98,20 +95,21 @@ class Wants:
             wanted.answered.set()
 
     def take_posts(self) -> None:
-        """Take in what callers have done."""
-        behind, self._behind = self._behind, []
-        for wanted in behind:
-            self._let_go(wanted)
+        """Take posts, and release buffers that a device has copied from or to by now."""
+        waiting, self._after_copies = self._after_copies, []
+        for wanted in waiting:
+            self._release_when_copied(wanted)
         while self._posts:
             take_in, what = self._posts.popleft()
             take_in(what)
 
     def are_in_use(self, kind: ScratchKind) -> bool:
-        """Return whether any data of a kind is of use."""
+        """Return whether any data of a kind is being filled, or may still be read."""
         self.take_posts()
         return self._parts.machine.scratch[kind].is_in_use
 
     def _is_answerable(self, wanted: Wanted) -> bool:
+        """Return whether it is decided that a caller gets its buffer, or why it gets none."""
         machine, owner = self._parts.machine, wanted.owner.number
         if machine.broken is not None:
             return True
@@ -128,18 +126,19 @@ class Wants:
         self._awaited.append(wanted)
 
     def _end(self, wanted: Wanted) -> None:
+        """Take a release; where a device still copies, its mark wakes this thread to do the rest."""
         if not wanted.is_known:
             return
         if wanted in self._awaited:  # an interrupt has ended the wait
             self._awaited.remove(wanted)
-        self._let_go(wanted)
-        if wanted in self._behind and wanted.mark is not None:
+        self._release_when_copied(wanted)
+        if wanted in self._after_copies and wanted.mark is not None:
             self._parts.lanes.device.report(wanted.mark, self._parts.queue, WAKE)
 
-    def _let_go(self, wanted: Wanted) -> None:
-        """Have the machine know that a buffer is not wanted any more, when a device has copied."""
+    def _release_when_copied(self, wanted: Wanted) -> None:
+        """Tell the machine that a caller is done with a buffer; if a device still copies, note it for later."""
         if wanted.mark is not None and not wanted.mark.reached():
-            self._behind.append(wanted)
+            self._after_copies.append(wanted)
             return
         if self._parts.machine.broken is None:
             self._parts.machine.handle(Ready(wanted.owner, wanted.fills))

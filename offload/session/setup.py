@@ -1,4 +1,4 @@
-"""What a session starts from: its budgets and its paths, by the user's config, and what it calls their errors."""
+"""What a session starts from: its budgets and stores, from the user's config; and errors for want of resources."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from offload.tiers.common import DEFAULT_EXTENT_BYTES
 log = logging.getLogger("offload")
 
 BESIDE_BYTES = 2 << 30
-"""Host memory that state leaves to forward and backward where nobody says what it may take; half of what is available
-where that is less."""
+"""Host memory that is kept free of state, for forward and backward, if `host_memory` is not set; half of what is
+available where that is less."""
 
 LEAST_TILE_BYTES = 1 << 20
-"""A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
+"""A subgroup is cut so that every path gets several of its tiles, but into none smaller: a disk would be slow."""
 
 
 def default_threads(lanes: Lanes, sharing: int | None = None) -> int:
-    """Return how many threads update, if nobody says it: the cores that this process may use, shared by local ranks.
+    """Return how many threads update if `threads` is not set: this process's cores, divided among local ranks.
 
     Args:
         lanes: The session's.
-        sharing: How many ranks share the cores; None for what their launcher says.
+        sharing: How many ranks share the cores; None for the number that their launcher says.
     """
     cores = len(os.sched_getaffinity(0)) // (sharing or _local_ranks())
     return max(1, cores - lanes.cores_beside)
 
 
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""What launchers say how many ranks they have started on this node: torchrun, DeepSpeed's, Open MPI's, MPICH's."""
+"""Variables in which launchers say how many ranks run on this node: torchrun, DeepSpeed's, Open MPI's, MPICH's."""
 
 
 def _local_ranks() -> int:
@@ -60,14 +60,14 @@ def _local_ranks() -> int:
 def first_budgets(
     config: OffloadConfig, layout: Layout, lanes: Lanes, gradient_bytes: int, leftover_bytes: int
 ) -> Budgets:
-    """Return what a session may use.
+    """Return the bytes of each tier that a session's first plan may use.
 
     Args:
         config: The user's.
-        layout: All its state.
+        layout: All state of the session.
         lanes: Those of the device that the weights are on.
         gradient_bytes: Host memory that gradients take.
-        leftover_bytes: What lies on its paths from sessions that have ended and gives way.
+        leftover_bytes: Files of ended sessions on the paths, which are deleted when their room is needed.
     """
     host = config.host_bytes
     if host is None:
@@ -94,17 +94,17 @@ def fitted(
     available: int,
     before: Plan | None = None,
 ) -> Plan:
-    """Return a plan; where nobody says what `host_memory` is, state takes no more than the rest of the plan leaves.
+    """Return a plan; if `host_memory` is not set, state takes only host memory that the rest of the plan leaves.
 
-    `first_budgets` gives it half of what is available. Buffers, gradients and `BESIDE_BYTES` for forward and backward
-    come first, so that whatever trains with `host_memory=0` trains without a setting.
+    `first_budgets` gives state half of what is available. Buffers, gradients and `BESIDE_BYTES` for forward and
+    backward come first here, so that a model that trains with `host_memory=0` also trains without a setting.
 
     Args:
         config: The user's.
-        budgets: What a plan may use, with `first_budgets`' choice of `host_bytes`.
-        planned: Makes a plan of budgets.
+        budgets: What a plan may use, with `host_bytes` as `first_budgets` has chosen it.
+        planned: Makes a plan from budgets.
         available: Host memory that all ranks of this node may still take.
-        before: The plan that this session has so far: what is at home stays.
+        before: The plan that this session has so far: state at home in host memory stays there.
     """
     plan = planned(budgets)
     if config.host_memory is not None or not config.paths:
@@ -114,7 +114,7 @@ def fitted(
     kept_bytes = 0
     if before is not None:
         available, kept_bytes = available + before.host_bytes, before.home_bytes[Home.HOST]
-    while True:  # with less at home there may be more buffers
+    while True:  # a plan with less state at home may need more buffers, which leave less again
         at_home = plan.home_bytes[Home.HOST]
         most = max(kept_bytes, available - (plan.host_bytes - at_home))
         if at_home <= most:
@@ -123,7 +123,7 @@ def fitted(
 
 
 def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str:
-    """Return what to do where a plan needs more host memory than is available, in settings that were given."""
+    """Return advice for a plan that needs more host memory than is available: which given settings to lower."""
     if not config.paths:
         return "give paths to stream state from"
     if plan.fits_but_for_backward(available):
@@ -145,7 +145,7 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
 def gradient_budget(config: OffloadConfig) -> int | None:
     """Return how many bytes of gradients may stay in host memory; None for all.
 
-    "auto" is half of what is available beside state at home there: the other half is for activations.
+    "auto" is half of what state at home leaves available: the other half is for activations.
     """
     if config.gradient_memory != "auto":
         return None if config.gradient_memory is None else int(config.gradient_memory)
@@ -155,7 +155,10 @@ def gradient_budget(config: OffloadConfig) -> int | None:
 
 
 def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
-    """Return a config whose `gradient_memory` is in bytes, None where all fit; `sizes`: (elements, item bytes)."""
+    """Return a config whose `gradient_memory` is in bytes, or None if all gradients fit.
+
+    `sizes` has elements and bytes of an element of each parameter's gradient.
+    """
     budget = gradient_budget(config)
     if budget is None:
         return config
@@ -178,8 +181,8 @@ def open_path(
     Args:
         config: The user's.
         path: Where.
-        store: Its identity; that of another session's to take it over.
-        queue: What it reports to.
+        store: The store's uuid: a new one, or that of another session's store to take over.
+        queue: The queue that the store reports to.
         state_bytes: How much state there is on all paths.
         depth: Requests in flight; None for the tier's own choice.
         used_bytes: How much of a store that is taken over is in use; None for a new one.
@@ -200,7 +203,7 @@ def open_path(
 
 
 def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
-    """Return how to take turns on a path with other processes, or None for not at all."""
+    """Return how to take turns on a path with other processes; None if turns are not taken."""
     # "auto" is off: whether turns pay depends on the device, and bench/lock.py has found none where they do.
     if config.path_lock in ("off", "auto"):
         return None
@@ -210,7 +213,10 @@ def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
 
 @contextlib.contextmanager
 def named_shortage(doing: str) -> Iterator[None]:
-    """Turn errors for want of memory, threads or files, of Python, torch and native code, into `OffloadError`."""
+    """Raise errors for want of memory, threads or files, of Python, torch and native code, as `OffloadError`.
+
+    `doing` begins the message: what could not be done.
+    """
     try:
         yield
     except OffloadError:

@@ -19,13 +19,9 @@ log = logging.getLogger("offload")
 class Shutdown:
     """The end of one session.
 
-    What may hang runs on a thread of its own, which holds all that lanes still use: lanes end before the memory that
-    they work on goes, however long that takes, and `close` waits for that no longer than makes sense. A device that
-    answers after all lets that thread finish.
-
-    Args:
-        parts: What is freed.
-        thread: Ends before them.
+    Calls that may hang are made on a thread of their own, which keeps all that lanes still use: memory is freed only
+    after the lanes that work on it have ended, however long that takes. `close` waits for that thread for a limited
+    time. If a device answers later, the thread goes on and frees everything then.
     """
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
@@ -33,18 +29,18 @@ class Shutdown:
         self._thread = thread
         self.freed = False
         self.work: waits.BackgroundWork | None = None
-        """Ends the thread and frees the parts."""
+        """Ends the engine thread and frees the parts."""
         self._stop = waits.BackgroundWork(thread.stop, "offload-stop")
-        self._told_left = False
-        self._gives_up = False  # a close was interrupted: the next one waits for nothing that may never come
+        self._is_remainder_logged = False
+        self._gives_up = False  # whether a close was interrupted: the next one waits for a limited time only
 
     def close(self) -> None:
-        """See `Engine.close`; if it is interrupted, another call goes on with it.
+        """Close the session as `Engine.close` says; if this is interrupted, another call carries on.
 
-        Called by a signal handler that interrupts a request of this session, it takes effect when that has ended.
+        Called by a signal handler that interrupts a request of this session, it is put off until that has ended.
         """
         thread = self._thread
-        if os.getpid() != thread.pid:  # a lock that another thread held at the fork stays held
+        if os.getpid() != thread.pid:  # in a forked child, where a lock that another thread held is never released
             return
         if thread.requester is not None and not thread.closed:  # in a signal handler that interrupts a turn
             thread.close_later(self)
@@ -58,6 +54,11 @@ class Shutdown:
             raise
 
     def _close(self) -> None:
+        """Wait for a checkpoint and the mirror, then for the engine thread and the freeing of parts, each in bounds.
+
+        Bounds are shorter while an exception is on its way, and shortest where the session broke or a close was
+        interrupted. What has not ended by then is logged once.
+        """
         self._thread.closed = True
         self._finish_save()
         limits = self._parts.limits
@@ -70,30 +71,31 @@ class Shutdown:
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
-        settle_s = 0.0 if self._told_left else limits.settle_s
+        settle_s = 0.0 if self._is_remainder_logged else limits.settle_s
         is_raising = sys.exception() is not None
         patience_s = limits.unwind_s if is_raising else None
         waits.wait_for(self._stop.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
         patience_s = limits.unwind_s if is_raising else self._parts.config.stall_timeout_s
-        waits.wait_for(self.work.wait, self._left, settle_s if self._is_given_up else patience_s)
+        waits.wait_for(self.work.wait, self._unfreed, settle_s if self._is_given_up else patience_s)
         if self.work.done and self.work.error is not None:
             raise self.work.error
-        if not self.work.done and not self._told_left:
-            self._told_left = True
+        if not self.work.done and not self._is_remainder_logged:
+            self._is_remainder_logged = True
             log.error(
-                "the session is closed, but this does not end: %s; it stays as it is until it does", self._left()
+                "the session is closed, but this does not end: %s; it stays as it is until it does", self._unfreed()
             )
 
     @property
     def _is_given_up(self) -> bool:
+        """Whether to wait only briefly: the session has broken, or an earlier close was interrupted."""
         return self._gives_up or self._thread.broken is not None
 
     def _unstopped(self) -> str:
-        """Return what keeps the engine thread, unless the executor says it."""
+        """Say for the log what the engine thread waits for; nothing where the executor logs that itself."""
         return "" if self._parts.is_whole and self._parts.machine.in_flight else "the engine thread to end"
 
-    def _left(self) -> str:
-        """Return what is not freed yet."""
+    def _unfreed(self) -> str:
+        """Say for the log what is not freed yet."""
         memory = f"{sum(arena.nbytes for arena in self._parts.memory.arenas)} bytes of host memory"
         if not self._stop.done:
             return f"the engine thread (with all paths, and {memory})"
@@ -102,7 +104,7 @@ class Shutdown:
         return f"requests to {places} (with their threads and open files, and {memory})" if places else memory
 
     def _finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, for other ranks only so long; see `commit`."""
+        """Wait for the checkpoint that is being written, and for other ranks' part of it for a limited time."""
         pending = self._parts.saves.pending if self._parts.is_whole else None
         if pending is None or self._is_given_up:
             return
@@ -111,7 +113,7 @@ class Shutdown:
         pending.wait()
 
     def _end_all(self, stop: waits.BackgroundWork) -> None:
-        """End the engine thread, then free everything; on a thread of its own."""
+        """End the engine thread, then free everything; on the thread `offload-end`."""
         stop.start()
         stop.wait()
         if stop.error is not None:
@@ -122,10 +124,10 @@ class Shutdown:
             self.freed = True
 
     def forgotten(self) -> None:
-        """Close what nobody has any more."""
+        """Close the session of an engine that the garbage collector has found."""
         if threading.current_thread() is threading.main_thread():
             self.close()
         else:
-            # The garbage collector runs on any thread; one of the session's own would wait for itself.
+            # The collector may run on a thread of the session's own, which would wait for its own end.
             work = partial(self._parts.on_device, self.close)
             threading.Thread(target=work, name="offload-close").start()

@@ -1,11 +1,12 @@
 """Updates that are admitted before their step is sealed: speculative versions, made during backward.
 
-When all gradients of a streamed subgroup are there, it is updated as if nothing were clipped, with weights written to
-an *image* of them. The step makes the rows that it would use, and takes the version of a subgroup as its own where
-these rows, and the bytes of gradients (and fp32 weights), are those that the version was made from, bit for bit. It
-revokes all others: a mistake costs time, and changes nothing.
+When all gradients of a streamed subgroup have arrived, the subgroup is updated as if nothing were clipped. Its new
+weights are written to an *image*: host memory apart from the weights, which forward and backward still read. The step
+then makes the rows (hyperparameters of each segment) that it would use itself. Where these rows, and the bytes of
+gradients (and fp32 weights), are those that a version was made from, bit for bit, the step confirms that version and
+copies its image to the weights. It revokes all other versions: a wrong guess costs time, and changes nothing.
 
-Not known here: where a speculative version lies (`offload.schedule.machine`), whose gradients they are.
+Not known here: where a speculative version lies (`offload.schedule.machine`), which optimizer the gradients are for.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ LONGEST_PAUSE = 64
 """Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
 
 MOST_WAITING = 1024
-"""Arrivals that the engine thread leaves where they were posted, at most, while they have nothing updated."""
+"""Most arrivals that are posted without waking the engine thread, while they can have nothing admitted."""
 
 DROPPED = -1
-"""Posted in the place of a parameter's position: all gradients that have arrived are dropped."""
+"""Posted instead of a parameter's position: all gradients that have arrived are dropped."""
 
 SUMS = 2
 """Fingerprints of a segment: of its gradient, and of its fp32 weight."""
@@ -54,13 +55,13 @@ SUMS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """What the step would use if it came now.
+    """What the step would use if it were called now.
 
     Attributes:
         groups: Hyperparameters of all groups.
-        kept: Memory to be kept while updates read it: fp32 weights, gradients in no slot.
-        scale: Of the loss; None for that of the last step.
-        weights: Where weights are bound.
+        kept: Memory to be kept while updates read it: fp32 weights, gradients outside slots.
+        scale: Scale of the loss; None for the last step's.
+        weights: Addresses of all weights.
     """
 
     groups: Sequence[Any]
@@ -75,7 +76,7 @@ class _Source:
 
     Attributes:
         table: The rows of its update.
-        sums: Fingerprints of what the update has read, by segment; complete when it has run.
+        sums: Fingerprints of the gradients and weights that the update reads, by segment; complete when it has run.
     """
 
     table: npt.NDArray[Any]
@@ -85,62 +86,59 @@ class _Source:
 class Speculation:
     """The updates of one session that are made before their step is sealed.
 
-    Gradients count as final at the arrival that was their last in the step before, so there is none before the first
-    step, nor before one after a step that was clipped.
+    A gradient counts as final at its n-th arrival, n being its number of arrivals before the last step. So nothing is
+    updated before the first step, nor before a step that follows a clipped one.
 
-    Callers post arrivals, and what a step would use now. The engine thread counts them, and decides.
-
-    Args:
-        parts: Its parts.
-        sweeps: Makes open ones.
+    Callers post arrivals, and what a step would use now. The engine thread counts arrivals, and decides.
     """
 
     def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:
         self.is_on = False
         """Whether anything is updated before its step is sealed, from the next step on."""
         self.confirmed_bytes = self.revoked_bytes = 0
-        """State of versions that the last step which was sealed has confirmed, and of those revoked up to then."""
+        """State of versions that the last sealed step has confirmed, and of those revoked since the step before."""
         self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
-        """Posted and not counted yet: position, the gradient if it lies in no slot, whether the pass is the last."""
+        """Posted and not counted yet: position, the gradient if it lies outside slots, whether its pass is the last
+        before the step (None: not known)."""
         self._parts = parts
         self._sweeps = sweeps
-        self._first_position: int | None = None  # of the gradient that came first: with it a pass begins
-        self._is_last: bool | None = None  # whether the pass is the last before the step, if that is known
+        self._first_position: int | None = None  # of the first to arrive: when it comes again, a pass begins
+        self._is_last: bool | None = None  # whether the pass is the last before the step; None: not known
         self._foreseen: _Foreseen | None = None
         self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
-        self._wanted = MOST_WAITING  # with fewer arrivals nothing can be admitted
+        self._wakes_at = MOST_WAITING  # posted arrivals that wake the engine thread: fewer can have nothing admitted
         self._figures = {metrics.CONFIRMED_BYTES: 0, metrics.REVOKED_BYTES: 0}  # of the last step that has ended
         self._revoked_bytes = 0  # of versions that were revoked for other requests since the last step
         self._is_armed = False  # whether subgroups may be opened and admitted for the next step
-        self._pause = self._next_pause = 0
-        self._scale = 1.0
+        self._pause = self._next_pause = 0  # steps without speculation that are left; of the last such pause
+        self._scale = 1.0  # of the loss in the last step
         self._counts: Counter[int] = Counter()  # arrivals of each gradient since the last step
-        self._expected: dict[int, int] = {}
-        self._clock = itertools.count()
-        self._arrived_at: dict[int, int] = {}
+        self._expected: dict[int, int] = {}  # ... and before it, of those that it used
+        self._arrival_numbers = itertools.count()
+        self._arrived_at: dict[int, int] = {}  # the number of each gradient's latest arrival
         self._final: set[int] = set()  # gradients that have arrived, and of which no more comes before the step
-        self._has_heard = False  # whether a pass since the last step was not the last one
+        self._has_heard = False  # whether a pass since the last step was said not to be the last
         self._all_arrived = False  # whether all gradients of the last step arrived, and no others
-        self._missing_gradients: dict[int, int] = {}  # by subgroup of the next open sweep: not final yet
-        self._order: list[int] = []
+        self._missing_gradients: dict[int, int] = {}  # by subgroup of the next open sweep: how many are not final yet
+        self._order: list[int] = []  # subgroups of the next open sweep, those first whose gradients arrive first
         self._admissible: deque[int] = deque()  # subgroups whose gradients are final, and not admitted yet
         self._rows: StepRows | None = None  # of the expected step
         self._images: Arena | None = None
         self._image_offsets: dict[int, int] = {}
-        self._image_candidates: frozenset[int] = frozenset()  # some may have found no memory for an image
+        self._image_candidates: frozenset[int] = frozenset()  # subgroups that asked for one; not all may have it
         self._sources: dict[int, _Source] = {}
-        self._slotless: set[int] = set()  # parameters whose gradients lie in no slot
-        self._loose_gradients: dict[int, FinalGradient] = {}  # ... and where updates may read them
+        self._without_slot: set[int] = set()  # parameters whose gradients lie outside slots
+        self._gradients_outside_slots: dict[int, FinalGradient] = {}  # ... and where updates may read them
         self._kept_tensors: Sequence[torch.Tensor] = ()
 
     def metrics(self) -> dict[str, int]:
-        """Return what the last step that has ended took over, and what it did not; nothing where this is not on."""
+        """Return bytes that the last step to end has confirmed and revoked; nothing where speculation is off."""
         return self._figures if self.is_on else {}
 
     # On the caller's thread, or that of backward
 
     def begins_pass(self, position: int, is_last: bool | None) -> bool:
-        """Take note of the pass of which a gradient is about to arrive; return whether it begins, to be foreseen."""
+        """Note of which pass a gradient is about to arrive; return whether to call `foresee` first."""
         self._is_last = is_last
         begins = self.is_on and self._is_asking and self._first_position in (None, position)
         if begins:
@@ -148,8 +146,8 @@ class Speculation:
         return begins
 
     def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None) -> None:
-        """Take note of what the step would use if it came now, as a pass begins."""
-        # Weights that are bound later may be gone before the step; the caller has these kept.
+        """Note what the step would use if it were called now, as a pass begins."""
+        # Weights that are bound later may be freed before the step; the caller keeps those that are bound now.
         self._foreseen = _Foreseen(groups, kept, scale, self._parts.tables.weights.copy())
 
     def note_arrival(self, position: int, gradient: FinalGradient | None = None) -> None:
@@ -157,44 +155,45 @@ class Speculation:
         if not self.is_on:
             return
         self.arrivals.append((position, gradient, self._is_last))
-        if len(self.arrivals) >= self._wanted or gradient is not None:  # which is not to be held for nothing
+        if len(self.arrivals) >= self._wakes_at or gradient is not None:  # a posted gradient keeps its memory
             self._parts.queue.post(WAKE)
 
     def drop_arrivals(self) -> bool:
         """Post that gradients are dropped; return whether a version may have been made from them."""
-        if not self.arrivals and not self._counts:  # as after the begin of a step
+        if not self.arrivals and not self._counts:  # none since the last step began
             return False
         self._first_position = None
         self.arrivals.append((DROPPED, None, None))
-        return self._is_armed or bool(self._loose_gradients)
+        return self._is_armed or bool(self._gradients_outside_slots)
 
     # On the engine thread
 
     def _count_arrivals(self) -> None:
-        """Count what has arrived, and admit the subgroups of which that was the last."""
+        """Count posted arrivals, and admit the subgroups whose gradients are final with them."""
         while True:
             while self.arrivals:
                 self._count(*self.arrivals[0])
-                self.arrivals.popleft()  # last: whoever drops gradients looks at both
+                self.arrivals.popleft()  # after counting: `drop_arrivals` looks at arrivals, then at counts
             missing = [count for count in self._missing_gradients.values() if count > 0] if self._is_armed else []
-            self._wanted = min(missing, default=MOST_WAITING)
-            if len(self.arrivals) < self._wanted:  # else they have come before `_wanted` said that they count
+            self._wakes_at = min(missing, default=MOST_WAITING)
+            if len(self.arrivals) < self._wakes_at:  # else these were posted while `_wakes_at` was higher: no wake
                 return
 
     def _count(self, position: int, gradient: FinalGradient | None, is_last: bool | None) -> None:
+        """Count one arrival; if its gradient is final with it, admit subgroups that missed only that gradient."""
         if position == DROPPED:
             self._forget_arrivals()
             return
         self._counts[position] += 1
-        self._arrived_at[position] = next(self._clock)
+        self._arrived_at[position] = next(self._arrival_numbers)
         if gradient is not None:
-            self._slotless.add(position)
+            self._without_slot.add(position)
         if not self._is_final(position, is_last) or position in self._final:
             return
         self._final.add(position)
         if self._is_armed:
             if gradient is not None:
-                self._loose_gradients.setdefault(position, gradient)  # the one before may still be read
+                self._gradients_outside_slots.setdefault(position, gradient)  # an earlier one may still be read
             for subgroup, _ in self._parts.plan.layout.places[position]:
                 if subgroup in self._missing_gradients:
                     self._missing_gradients[subgroup] -= 1
@@ -204,7 +203,8 @@ class Speculation:
     def _is_final(self, position: int, is_last: bool | None) -> bool:
         """Return whether a gradient that has arrived is what the step will read.
 
-        Unless a pass was said not to be the last, that is its n-th arrival, n being the count before the last step.
+        Once a pass was said not to be the last, gradients of the pass that is said to be the last are final. Else the
+        n-th arrival is, n being the number of arrivals before the last step.
         """
         self._has_heard |= is_last is False
         if self._has_heard and is_last is not None:
@@ -212,7 +212,7 @@ class Speculation:
         return self._counts[position] == self._expected.get(position)
 
     def _forget_arrivals(self) -> None:
-        """Forget them; admit nothing more before a request, as gradients that were admitted may have been dropped."""
+        """Forget all arrivals, as gradients were dropped or a step begins; admit nothing more before a request."""
         self._counts.clear()
         self._final.clear()
         self._has_heard = False
@@ -220,18 +220,19 @@ class Speculation:
         self._missing_gradients.clear()
 
     def _admit(self, subgroup: int) -> None:
+        """Queue a subgroup whose gradients are final for `open_and_admit`; disarm if the step cannot be foreseen."""
         if self._rows is None:
             self._rows = self._expect_step()
         if self._rows is None:
             self._is_armed = False
             return
-        if self._loose_gradients:
+        if self._gradients_outside_slots:
             segments = self._parts.plan.layout.subgroups[subgroup].segments
-            self._parts.gradients.read_final(self._loose_gradients, segments, self._rows)
+            self._parts.gradients.read_final(self._gradients_outside_slots, segments, self._rows)
         self._admissible.append(subgroup)
 
     def _expect_step(self) -> StepRows | None:
-        """Return the rows of the step as it was foreseen; None where they cannot be made."""
+        """Return the rows of the step as it was foreseen; None where it was not, or they cannot be made."""
         foreseen = self._foreseen
         if foreseen is None:
             return None
@@ -239,11 +240,11 @@ class Speculation:
         scale = self._scale if foreseen.scale is None else foreseen.scale
         try:
             return self._parts.tables.rows(foreseen.groups, scale, 1.0, [*self._expected], slots, foreseen.weights)
-        except Exception:  # the caller may mend hyperparameters before the step, which raises it else
+        except Exception:  # if hyperparameters are still wrong in the step, the step raises this
             return None
 
     def is_due(self) -> bool:
-        """Count what has arrived; return whether a sweep is to be opened, or a visit to be admitted, now."""
+        """Count posted arrivals; return whether a sweep can be opened, or a visit admitted, now."""
         machine = self._parts.machine
         if self.arrivals:
             self._count_arrivals()
@@ -253,12 +254,12 @@ class Speculation:
             return self._is_armed and machine.idle and machine.finished_sweep is None
         with contextlib.suppress(OffloadError):
             return self._next_has_landed()
-        return True  # a GPU has failed: `serve` says so
+        return True  # a GPU has failed: `open_and_admit` says so
 
     def _next_has_landed(self) -> bool:
-        """Return whether gradients of the next subgroup are where an update reads them.
+        """Return whether the gradients of the next admissible subgroup lie where an update reads them.
 
-        Lanes of a GPU wake this thread when more of them are.
+        A GPU's lanes wake the engine thread when more gradients have been copied to the host.
         """
         if not self._admissible:
             return False
@@ -269,38 +270,41 @@ class Speculation:
         parts, number = self._parts, subgroup.index
         if not parts.plan.may_speculate(number) or parts.machine.is_fresh(number):
             return False
-        return not parts.plan.layout.begins_within_block(subgroup)  # where no fingerprint can begin
+        return not parts.plan.layout.begins_within_block(subgroup)  # a fingerprint covers whole blocks
 
-    def serve(self) -> None:
-        """Open the sweep of the next step, and admit the visits whose gradients are there."""
+    def open_and_admit(self) -> None:
+        """Open the next step's sweep unless it is open, and admit subgroups whose gradients lie where updates read.
+
+        Called when `is_due`. The sweep has the subgroups of `_order`, which was chosen after the last step.
+        """
         parts, machine = self._parts, self._parts.machine
-        with self._stopping():
+        with self._failures_break_session():
             if not machine.is_open:
                 subgroups = parts.plan.layout.subgroups
-                # Another plan may have come since they were chosen.
+                # The plan may have changed since `_order` was chosen.
                 chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
                 visits = tuple(Visit(number, speculative=True) for number in chosen)
                 machine.handle(Begin(self._sweeps.open(visits, self._visit)))
             admitted = []
             while self._next_has_landed():
                 subgroup = parts.plan.layout.subgroups[self._admissible[0]]
-                parts.gradients.bring_final(self._loose_gradients, subgroup, self._masters_of(subgroup))
+                parts.gradients.bring_final(self._gradients_outside_slots, subgroup, self._master_copies(subgroup))
                 admitted.append(self._admissible.popleft())
             if admitted:
                 machine.handle(Admit(tuple(admitted)))
             parts.executor.submit(machine.take_operations())
 
-    def _masters_of(self, subgroup: Subgroup) -> Pieces:
-        """Return copies of fp32 weights, which are masters, from a GPU to their image, where they are updated."""
+    def _master_copies(self, subgroup: Subgroup) -> Pieces:
+        """Return copies of a subgroup's fp32 weights from a GPU to their image: these are masters, updated there."""
         if not self._parts.plan.passing_bytes(subgroup.index) or subgroup.dtype is not DtypeCode.FLOAT32:
             return as_pieces([])
-        # Weights that were bound since the pass began may be gone when they are copied.
+        # Weights that were bound since the pass began may be freed before they are copied.
         weights = known(self._rows, "no step is expected").weights
-        return self._parts.tables.weight_copies(subgroup.index, self._image_of(subgroup.index), weights=weights)
+        return self._parts.tables.weight_copies(subgroup.index, self._image_address(subgroup.index), weights=weights)
 
     @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Have a GPU that fails break the session; nobody waits for this, so whoever asks next is told."""
+    def _failures_break_session(self) -> Iterator[None]:
+        """Break the session if a GPU fails within this; no caller waits here: the next request raises the error."""
         try:
             yield
         except InternalError:
@@ -309,19 +313,19 @@ class Speculation:
             self._parts.machine.handle(Stop(error))
 
     def _visit(self, run: Run) -> npt.NDArray[Any]:
-        """Return the kernel's table for a speculative run."""
+        """Return the kernel's table for a speculative run, which writes to an image and fingerprints inputs."""
         parts, subgroup = self._parts, run.visit.subgroup
         segments = len(parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
         parts.lanes.await_sent(subgroup)
-        rows, image = known(self._rows, "no step is expected"), self._image_of(subgroup)
+        rows, image = known(self._rows, "no step is expected"), self._image_address(subgroup)
         address = parts.memory.slot_address(known(run.slot, "a streamed subgroup is updated in no slot"))
         read_at = image if parts.plan.weights_on_gpu else None
         table = parts.tables.fill(run, address, rows, weights_address=read_at, apart=(image, sums))
         self._sources[subgroup] = _Source(table, sums)
         return table
 
-    def _image_of(self, subgroup: int) -> int:
+    def _image_address(self, subgroup: int) -> int:
         """Return the address of the image of a subgroup's new weights."""
         return known(self._images, "there is no image of weights").address + self._image_offsets[subgroup]
 
@@ -337,7 +341,7 @@ class Speculation:
         self._forget_arrivals()
 
     def choose_confirmed(self, subgroups: Collection[int]) -> tuple[int, ...]:
-        """Return which of `subgroups`, that the step updates, have a version that it would make again; see `seal`."""
+        """Return which of `subgroups`, which the step updates, have a version with the bits that it would make."""
         machine, self.confirmed_bytes = self._parts.machine, 0
         self.revoked_bytes, self._revoked_bytes = self._revoked_bytes, 0
         if not machine.is_open or machine.broken is not None:
@@ -349,20 +353,20 @@ class Speculation:
         return confirmed
 
     def seal(self, confirmed: tuple[int, ...], rest: Sweep) -> None:
-        """Seal the open sweep, if there is one: publish confirmed weights, and begin what is left of the step."""
+        """Seal the open sweep, if any: copy confirmed weights from their images, and begin the rest of the step."""
         machine = self._parts.machine
         machine.handle(Seal(confirmed, rest) if machine.is_open else Begin(rest))
         if machine.broken is None:
-            with self._stopping():
+            with self._failures_break_session():
                 for subgroup in confirmed:
                     self._publish(subgroup)
             self._forget_versions()
         self._release_gradients()
 
     def revoke(self) -> None:
-        """Revoke the open sweep, for another request than a step.
+        """Revoke the open sweep, before a request that is no step.
 
-        It is opened again once before a step: other requests alone have nothing written again and again.
+        Before the step it is opened again only once, so that many such requests do not write state again and again.
         """
         machine = self._parts.machine
         self._count_arrivals()
@@ -370,12 +374,12 @@ class Speculation:
             self._is_armed = self._is_armed and not self._revoked_bytes and machine.broken is None
             self._revoked_bytes += self._state_bytes(machine.speculative_versions)
             machine.handle(Seal())
-            if machine.broken is not None:  # an update may still run: its memory stays
+            if machine.broken is not None:  # an update may still run: its memory is kept
                 return
             self._forget_versions()
         if self._is_armed:
             self._prepare()
-        if not self._counts:  # they have been dropped
+        if not self._counts:  # gradients have been dropped
             self._release_gradients()
 
     def _state_bytes(self, numbers: Collection[int]) -> int:
@@ -383,24 +387,28 @@ class Speculation:
         return sum(subgroups[number].state_bytes for number in numbers)
 
     def _release_gradients(self) -> None:
-        """Let go of gradients in no slot, which no update reads any more."""
-        if self._parts.machine.broken is None:  # else some may
-            self._loose_gradients.clear()
+        """Forget gradients outside slots, which no update reads any more."""
+        if self._parts.machine.broken is None:  # else an update may still read some
+            self._gradients_outside_slots.clear()
 
     def _forget_versions(self) -> None:
-        with self._stopping():  # fp32 weights on a GPU may still be on their way to images, also of what was revoked
+        """Forget all speculative versions, once no lane copies fp32 weights to their images any more."""
+        with self._failures_break_session():
             self._parts.gradients.end_final()
         self._sources.clear()
         self._admissible.clear()
         self._kept_tensors = ()
 
     def _unchanged(self, subgroups: Sequence[int]) -> list[int]:
-        """Return the subgroups that the step would update from the same rows and bytes."""
+        """Return the subgroups that the step would update from the same rows and the same bytes.
+
+        Rows are compared first. Then the gradients and masters of subgroups that agree are fingerprinted again.
+        """
         parts, tables, sources = self._parts, self._parts.tables, self._sources
         layout = parts.plan.layout
 
         def is_alike(number: int) -> bool:
-            # Gradients that are on their way cannot be compared.
+            # Gradients that are still being copied to the host cannot be compared.
             landed = parts.gradients.has_landed(layout.subgroups[number].segments)
             return landed and tables.agree(number, known(self._rows, "no step is expected"), tables.begun)
 
@@ -420,14 +428,17 @@ class Speculation:
     def _publish(self, subgroup: int) -> None:
         """Copy the weights of a confirmed version from its image to where they belong."""
         active = active_rows(self._sources[subgroup].table)
-        copies = self._parts.tables.weight_copies(subgroup, self._image_of(subgroup), active)
+        copies = self._parts.tables.weight_copies(subgroup, self._image_address(subgroup), active)
         self._parts.lanes.send_weights(subgroup, copies, time.monotonic())
 
     def end_step(self, scale: float, clip: float) -> None:
-        """Take note of a step that has ended well, and choose what to speculate on before the next one."""
+        """Note that a step has ended well, and choose what to speculate on before the next one.
+
+        After a step that revoked more than it confirmed, speculation pauses, twice as long each time.
+        """
         self._figures = {metrics.CONFIRMED_BYTES: self.confirmed_bytes, metrics.REVOKED_BYTES: self.revoked_bytes}
         if not self.is_on:
-            with contextlib.suppress(OffloadError):  # a GPU that has failed, as the next step will find
+            with contextlib.suppress(OffloadError):  # a GPU that has failed: the next step raises that
                 self._free_images()
             return
         if self.revoked_bytes > self.confirmed_bytes:
@@ -443,7 +454,7 @@ class Speculation:
         self._is_asking = self._is_armed
 
     def _prepare(self) -> None:
-        """Choose the subgroups to be updated before the next step, if there are any."""
+        """Choose the subgroups to be updated before the next step, and arm if there are any."""
         self._admissible.clear()
         self._rows = None
         missing, last_arrivals = {}, {}
@@ -460,13 +471,13 @@ class Speculation:
         self._order = [number for number in self._order if number in self._image_offsets]
         self._missing_gradients = {number: missing[number] for number in self._order}
         for number in self._order:
-            if self._is_armed and not self._missing_gradients[number]:  # all has arrived while the last step went on
+            if self._is_armed and not self._missing_gradients[number]:  # all arrived while the last step went on
                 self._admit(number)
         self._count_arrivals()
 
     def _has_arrived(self, position: int) -> bool:
         """Return whether a gradient is final, and an update can read it."""
-        has_place = position not in self._slotless or position in self._loose_gradients
+        has_place = position not in self._without_slot or position in self._gradients_outside_slots
         return has_place and position in self._final
 
     def _allocate_images(self) -> bool:
@@ -479,8 +490,8 @@ class Speculation:
         offsets, end, needed = {}, 0, sum(subgroups[number].weight_bytes for number in candidates)
         try:
             self._free_images()
-            share = 1 if self._parts.plan.image_bytes else 2  # half of it, where no plan has counted them
-            most = available_bytes() // share
+            # All available memory if the plan has counted images, else half of it.
+            most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)
             for number in candidates:
                 nbytes = subgroups[number].weight_bytes
                 if end + nbytes <= most:
@@ -500,13 +511,13 @@ class Speculation:
     def _free_images(self) -> None:
         """Free all images, while there is no speculative version."""
         if self._images is not None:
-            self._parts.lanes.wait()  # weights may still be on their way from there
+            self._parts.lanes.wait()  # weights may still be copied from them to the device
         old, self._images = self._images, None
         self._parts.memory.give_back(old)
         self._image_offsets, self._image_candidates = {}, frozenset()
 
     def hold(self) -> None:
-        """Start no further update: a request has come in."""
+        """Start no further speculative update, as a request has come in."""
         machine = self._parts.machine
         machine.handle(Hold())
         self._parts.executor.submit(machine.take_operations())

@@ -13,19 +13,13 @@ from offload.layout import Segment
 from offload.rules import MASTER, checked_step
 from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
-from offload.session.state_copy import StateCopy, copy_run, refuse_negative, refuse_uncopied, rooms_beside
+from offload.session.state_copy import StateCopy, copy_run, free_bytes_beside, refuse_negative, refuse_uncopied
 from offload.session.thread import EngineThread
 from offload.session.visits import SegmentWork, Visits
 
 
 class State:
-    """What the rule keeps of each parameter, wherever it lives.
-
-    Args:
-        parts: Where it lives.
-        thread: Serves one request at a time.
-        visits: Have it in memory, subgroup by subgroup.
-    """
+    """The tensors that the rule keeps of each parameter, wherever they live."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
@@ -35,8 +29,8 @@ class State:
     def read(self, parameters: Iterable[int | str], *, own_masters: bool = True) -> list[dict[str, torch.Tensor]]:
         """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32.
 
-        More than 64 MiB lies in a file without a name, on a path or where temporary files go: pages that are not used
-        take no memory. The file goes with the last tensor.
+        More than 64 MiB lies in a file without a name, on a path or in the directory for temporary files: pages that
+        are not used take no memory. The file is deleted with the last tensor.
 
         Args:
             parameters: Which ones.
@@ -74,15 +68,17 @@ class State:
             return [states[position] for position in positions]
 
     def new_copy(self, numels: Sequence[int]) -> StateCopy:
-        """Return new fp32 zeros, to be filled with state that `visit` hands out; the caller ends writing (`close`).
+        """Return new fp32 zeros for a copy of state: fill them by `StateCopy.write` as `visit` hands it out.
+
+        Call `StateCopy.close` after the last write. For where the tensors lie, and errors, see `read`.
 
         Args:
-            numels: Elements of each tensor. Where they lie, and what is raised: see `read`.
+            numels: Elements of each tensor.
         """
         parts = self._parts
         with self._thread.turn(), named_shortage("state cannot be copied"):
-            rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
-            return StateCopy(numels, rooms, parts.limits.large_copy_bytes)
+            free_bytes_by_directory = free_bytes_beside(parts.config, parts.plan, parts.rates, parts.tiers)
+            return StateCopy(numels, free_bytes_by_directory, parts.limits.large_copy_bytes)
 
     def visit(
         self,
@@ -95,7 +91,7 @@ class State:
             take: Called with a parameter's position, the first element of the run, and flat fp32 views of its
                 state that must not be written to or kept. It runs on a thread of the engine's and
                 must not call the engine.
-            parameters: Whose subgroups; None for all.
+            parameters: Parameters whose subgroups are visited; None for all.
 
         Raises:
             Exception: What `take` raised first; it is not called again, and the state is unharmed.
@@ -106,7 +102,7 @@ class State:
             if not failed:
                 try:
                     take(segment.parameter, segment.start, views)
-                except Exception as error:  # the reader's own affair
+                except Exception as error:  # raised here, it would break the session
                     failed.append(error)
 
         with self._thread.turn():
@@ -134,11 +130,11 @@ class State:
         Args:
             values: By parameter and name of a tensor.
             steps: Step counts by parameter.
-            weights: Whether 16-bit weights follow masters that are given; else they do with their next update.
+            weights: Whether 16-bit weights are set to masters that are given now; else with their next update.
 
         Raises:
             ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
-                negative where a compact format stores roots; or a count is none.
+                negative where a compact format stores roots; or a step count is no count.
         """
         parts = self._parts
         with self._thread.turn():
@@ -167,11 +163,11 @@ class State:
             self._change(self._visits.subgroups_of(tensors_of), write, counts, masters, follow=weights)
 
     def change(self, work: Callable[[int, Mapping[str, torch.Tensor]], None], *, masters: bool) -> None:
-        """Have a function change all state where it lies in memory, run by run in the engine's order.
+        """Call a function that changes state where it lies in memory, run by run in the engine's order.
 
         Args:
             work: Called with a parameter's position and flat views of its state, as `visit`'s; it may write to them.
-            masters: Whether it changes masters, so that weights follow.
+            masters: Whether it changes masters: 16-bit weights are set to their rounding then.
         """
         with self._thread.turn():
             layout = self._parts.plan.layout
@@ -179,7 +175,7 @@ class State:
             self._change(range(len(layout.subgroups)), lambda s, views: work(s.parameter, views), {}, chosen)
 
     def reset(self, parameters: Iterable[int | str]) -> None:
-        """Make moments and step counts 0; masters and weights stay."""
+        """Set moments and step counts to 0; masters and weights stay."""
         with self._thread.turn():
             chosen = {self._parts.position(parameter) for parameter in parameters}
             machine = self._parts.machine
@@ -189,7 +185,7 @@ class State:
                     for name in views.keys() - {MASTER}:
                         views[name].zero_()
 
-            # What was never changed has no moments yet.
+            # Subgroups that were never updated have no moments yet.
             subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
             self._change(subgroups, reset, dict.fromkeys(chosen, 0))
 

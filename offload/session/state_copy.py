@@ -1,9 +1,9 @@
-"""Memory for state that is handed out: the process's own for a little, a file without a name on a disk for more.
+"""Memory for state that is handed out: ordinary memory for little state, a mapped file without a name for more.
 
-The pages of such a file are the kernel's to write and to drop, so a state dict of any size takes hardly any memory.
-State is written to it by system calls and not through the mapping: a disk that fails gives an error then, no SIGBUS.
-What somebody writes to the tensors goes to the file, too, until the process forks: from then on its pages, and the
-child's, are their own, and what is written to them is memory.
+The kernel writes such a file's pages to disk and drops them, so a state dict of any size takes hardly any memory.
+State is written to the file by system calls and not through the mapping: if the disk fails, that is an error then, no
+SIGBUS. Writes of users to the tensors go to the file, too, until the process forks. From then on the mapping is
+private in parent and child: pages that one of them writes become its own memory, which the other does not see.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ ALIGNMENT = 64
 """Of a tensor in a file, in bytes."""
 
 NO_DISKS = frozenset({"tmpfs", "ramfs", *NETWORK_FILE_SYSTEMS})
-"""Types of file systems that are memory, or on which a file without a name has one."""
+"""Types of file systems that are memory, or on which a file cannot be without a name."""
 
 
-_FIXED, _NO_RESERVE = 0x10, 0x4000  # Linux's MAP_FIXED and MAP_NORESERVE: the pages of a mapping that is there
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # Linux's MAP_FIXED (replace the mapping at the address) and MAP_NORESERVE
 
 
 class _Pages(mmap.mmap):
-    """A file's pages, shared with the kernel's cache until a fork makes them private."""
+    """A mapping of a file, shared with it until the process is about to fork."""
 
     descriptor: int
-    """Its own, as `mmap` does not tell the one that it has."""
+    """Of the file: our own, as `mmap` does not tell the one that it holds."""
 
     def make_private(self) -> None:
-        """Map the file there once more, so that no write of this process reaches it, or a forked child, any more."""
+        """Map the file anew at the same address, privately: no write of this process reaches file or child any more.
+
+        Python's `mmap` cannot map at a given address, so libc's is called.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
@@ -71,6 +74,7 @@ _shared: weakref.WeakSet[_Pages] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
+    """Make all shared mappings private, before each fork of this process."""
     while _shared:
         _shared.pop().make_private()
 
@@ -83,17 +87,17 @@ class StateCopy:
 
     Args:
         numels: Elements of each.
-        rooms: Directories on disks, the best first, and the bytes that each has room for.
-        large_bytes: From when on they lie there.
+        free_bytes_by_directory: Directories on disks, the best first, and the bytes that each has room for.
+        large_bytes: Copies of more bytes lie in a file there.
 
     Attributes:
         tensors: Flat, each with a storage of its own.
 
     Raises:
-        InfeasiblePlanError: There is not so much room, neither on these disks nor in memory; nothing was taken.
+        InfeasiblePlanError: Neither one of these disks nor memory has room; nothing was taken.
     """
 
-    def __init__(self, numels: Sequence[int], rooms: Mapping[str, int], large_bytes: int) -> None:
+    def __init__(self, numels: Sequence[int], free_bytes_by_directory: Mapping[str, int], large_bytes: int) -> None:
         sizes = [numel * torch.float32.itemsize for numel in numels]
         self._ends = [0]
         for size in sizes:
@@ -101,7 +105,7 @@ class StateCopy:
         needed = self._ends[-1]
         self._file: IO[bytes] | None = None
         if needed > large_bytes:
-            self._directory, self._file = _reserve(needed, rooms, large_bytes)
+            self._directory, self._file = _reserve(needed, free_bytes_by_directory, large_bytes)
         if self._file is None:
             self.tensors = [torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
@@ -136,17 +140,22 @@ class StateCopy:
             raise kind("write", tier="file", path=self._directory, errno=cause.errno, detail=detail) from cause
 
     def close(self) -> None:
-        """End writing; the tensors stay, and what they lie in with them."""
+        """End writing; the tensors, and the mapping that they lie in, stay."""
         if self._file is not None:
             self._file.close()
 
 
-def _reserve(nbytes: int, rooms: Mapping[str, int], large_bytes: int) -> tuple[str, IO[bytes] | None]:
-    """Return a directory, and a file there with `nbytes` reserved on its disk; no file if only memory has room."""
+def _reserve(
+    nbytes: int, free_bytes_by_directory: Mapping[str, int], large_bytes: int
+) -> tuple[str, IO[bytes] | None]:
+    """Return the first directory with room, and a file of `nbytes` allocated there; no file if only memory has room.
+
+    `large_bytes` of memory are to be left free beside such a copy.
+    """
     offers = {}
-    for directory, room in rooms.items():
-        offers[directory] = room
-        if room < nbytes:
+    for directory, free_bytes in free_bytes_by_directory.items():
+        offers[directory] = free_bytes
+        if free_bytes < nbytes:
             continue
         with contextlib.ExitStack() as ends:
             try:
@@ -166,44 +175,42 @@ def _reserve(nbytes: int, rooms: Mapping[str, int], large_bytes: int) -> tuple[s
     return "", None
 
 
-def rooms_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Sequence[Tier]) -> dict[str, int]:
+def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Sequence[Tier]) -> dict[str, int]:
     """Return the directories for files of a session, the best first, with the bytes that each has room for.
 
-    Room that the plan still needs on a disk, for tiles and checkpoints that are not there yet, is left out.
-
-    Args:
-        config: The session's.
-        plan: Likewise.
-        rates: Likewise.
-        tiers: Those of its paths.
+    Space that the plan still needs on a disk, for tiles and checkpoints that are not allocated yet, is not counted.
+    The arguments are the session's; `tiers` are those of its paths.
     """
     promised = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
-    rooms: dict[str, int] = {}
+    most_bytes: dict[str, int] = {}
     missing: dict[int, int] = {}
     for path, tier, share in zip(config.path_configs, tiers, plan.shares(rates), strict=True):
         data_path = getattr(innermost(tier), "data_path", None)
         if data_path is None:  # an object store
             continue
         directory = os.path.dirname(os.path.dirname(data_path))
-        with contextlib.suppress(OSError):  # else it is gone: updates go on in the open files
+        with contextlib.suppress(OSError):  # if the directory was deleted, updates go on in the open files
             status = os.stat(data_path)
             allocated = status.st_blocks * 512
             device = status.st_dev
             missing[device] = missing.get(device, 0) + max(0, int(promised * share) - allocated)
-            rooms[directory] = path.max_bytes - allocated if path.max_bytes is not None else UNLIMITED_BYTES
-    with contextlib.suppress(OSError):  # there is none
-        rooms.setdefault(tempfile.gettempdir(), UNLIMITED_BYTES)
-    free_rooms = {}
-    for directory, most in rooms.items():
+            most_bytes[directory] = path.max_bytes - allocated if path.max_bytes is not None else UNLIMITED_BYTES
+    with contextlib.suppress(OSError):  # there is no temporary directory
+        most_bytes.setdefault(tempfile.gettempdir(), UNLIMITED_BYTES)
+    free_bytes = {}
+    for directory, most in most_bytes.items():
         with contextlib.suppress(OSError):
             if file_system(directory) not in NO_DISKS:
                 free = room_bytes(os.statvfs(directory)) - missing.get(os.stat(directory).st_dev, 0)
-                free_rooms[directory] = max(0, min(most, free))
-    return free_rooms
+                free_bytes[directory] = max(0, min(most, free))
+    return free_bytes
 
 
 def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """Copy elements of a tensor to a flat one, counted in row-major order from `start` on; no other copy is made."""
+    """Copy elements of a tensor, in row-major order from `start` on, to the flat `out` until it is full.
+
+    No other copy is made: of a tensor that is not contiguous, whole rows are copied by views, others recursively.
+    """
     if source.is_contiguous():
         out.copy_(source.view(-1)[start : start + out.numel()])
         return
@@ -221,9 +228,9 @@ def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
 
 
 def refuse_uncopied(tensor: object, what: str) -> None:
-    """Raise `ConfigError` unless it is a dense tensor whose elements can be copied as real numbers.
+    """Raise `ConfigError` unless `tensor` is a dense tensor whose elements can be copied as real numbers.
 
-    Tells before anything is copied. Where the tensor is on a GPU, its streams have come so far.
+    For a check before anything is copied. One element is copied to see, which waits for a GPU's work on the tensor.
     """
     try:
         if not isinstance(tensor, torch.Tensor):

@@ -1,4 +1,4 @@
-"""One step of a session: the account of its work, and, if its caller does not wait for it, how far it is."""
+"""One step of a session: the account of its work, and how far it is, for a step whose caller does not wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.schedule.timeline import Interval
 
 @dataclass(slots=True)
 class StepAccount:
-    """What one step has done: from when it was opened until the next one is.
+    """What lanes have done for one step: from when its account was opened until the next one's is.
 
     Attributes:
         timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
@@ -28,9 +28,9 @@ class StepAccount:
 
 
 class PendingStep:
-    """A step that its caller does not wait for: whoever needs a weight awaits the visits of its subgroups.
+    """A step whose caller does not wait for its end: who needs a weight waits for the visits of its subgroups.
 
-    The engine thread says which visits have ended. A wait may be interrupted: the step goes on.
+    The engine thread reports which visits have ended. A wait may be interrupted: the step goes on.
 
     Args:
         kept_tensors: Memory that the step reads and writes: kept until it is over.
@@ -55,11 +55,11 @@ class PendingStep:
     # On the engine thread
 
     def begin(self, subgroups: Iterable[int]) -> None:
-        """Take note of the visits that are left; the step's caller waits for that."""
+        """Note the visits that are still to be made; the step's caller goes on after that."""
         self._visits = {subgroup: self._latch() for subgroup in subgroups}
 
     def visited(self, subgroups: Iterable[int]) -> None:
-        """Wake those who await some visits, which have ended."""
+        """Wake callers that wait for some visits, as these have ended."""
         for subgroup in subgroups:
             self._visits[subgroup].set()
 
@@ -78,7 +78,7 @@ class PendingStep:
         for subgroup in subgroups:
             latch = self._visits.get(subgroup)
             if latch is not None and not latch.is_set():
-                waits.wait_for(latch.wait, lambda: "")  # the executor says what for
+                waits.wait_for(latch.wait, lambda: "")  # the executor logs what is waited for
 
     def wait(self) -> None:
         """Wait until the step is over."""

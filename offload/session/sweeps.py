@@ -13,11 +13,7 @@ from offload.session.step import StepAccount
 
 
 class Sweeps:
-    """The sweeps of one session; all methods belong to the engine thread.
-
-    Args:
-        parts: What they work on.
-    """
+    """The sweeps of one session; all methods belong to the engine thread."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
@@ -33,7 +29,7 @@ class Sweeps:
         self._count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
-        """Begin the sweep that has `visitor` work on some subgroups."""
+        """Begin a sweep in which `visitor` works on some subgroups."""
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):
@@ -44,7 +40,7 @@ class Sweeps:
         return sweep
 
     def open(self, visits: tuple[Visit, ...], visitor: Visitor) -> Sweep:
-        """Return the open sweep of the next step, in which `visitor` makes the tables of updates."""
+        """Return an open sweep for the next step, to which visits are admitted; `visitor` makes their tables."""
         self.open_account()
         return self.make(visits, visitor, updates=True, is_open=True)
 
@@ -58,14 +54,14 @@ class Sweeps:
         updates: bool = False,
         is_open: bool = False,
     ) -> Sweep:
-        """Return the next sweep, and have a visitor work in it; see `LiveExecutor.visit_with`."""
+        """Number the next sweep and return it; the executor calls `visitor` in it: see `LiveExecutor.visit_with`."""
         self._parts.executor.visit_with(visitor, coming, updates=updates)
         self._count += 1
         self.version += changes
         return Sweep(self._count, self.version, visits, is_open)
 
     def open_account(self) -> None:
-        """Open the account of the next step, unless it is open."""
+        """Open the account of the next step unless it is open: what lanes do from now on counts for it."""
         if self.account is self.last:
             self._parts.executor.take_timed()
             self._unlearnt, self.account = self.last, StepAccount()
@@ -79,6 +75,6 @@ class Sweeps:
         self.last = account
 
     def take_unlearnt(self) -> StepAccount | None:
-        """Return the account of the step before the open one, once."""
+        """Return the account of the step before the open one, once; None if it has been returned."""
         account, self._unlearnt = self._unlearnt, None
         return account

@@ -3,12 +3,12 @@
 A caller posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What
 a request does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
 
-A step may be answered when it has begun (`PendingStep`). The next request is taken when it is over, and whoever asks
-for that waits until then.
+A step may be answered when it has begun (`PendingStep`). The next request is taken when that step is over, and its
+caller waits until then.
 
-A signal handler may interrupt a caller at any line. Whatever changes a session does so on the engine thread, and a
-caller's *turn* is one scope: what a handler asks for within it is answered within it, and the session is not closed
-before its end.
+A signal handler may interrupt a caller at any line. So all changes to a session are made on the engine thread, and a
+caller's *turn* is one scope: requests that a handler makes within it are answered within it, and the session is not
+closed before its end.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ def nothing() -> None:
 
 @dataclass(slots=True)
 class _Request:
-    """Something that a caller waits for."""
+    """What a caller asks the engine thread to do, while the caller waits."""
 
     begin: Callable[[], Sweep | None]
     """Runs on the engine thread with no sweep under way but an open one; returns the sweep that it has begun."""
     applied: Callable[[], None]
     """Called when the sweep has ended well; on the engine thread, where no interrupt can come between."""
     begun: Callable[[], None]
-    """Called on the engine thread when first operations are under way; then a pending step's caller goes on."""
+    """Called on the engine thread when the first operations have started; then a pending step's caller goes on."""
     meanwhile: Callable[[], None]
-    """Called on the engine thread after that."""
+    """Called on the engine thread after `begun`, while the sweep goes on."""
     seals: bool
-    """Whether it seals the open sweep itself, as a step does; for another request that is revoked."""
+    """Whether `begin` seals the open sweep, as a step does; before any other request the open sweep is revoked."""
     pending: PendingStep | None
-    """The step, where its caller does not wait for it: it is told of its visits and its end."""
+    """The step, where its caller does not wait for it: the engine thread reports visits and the end to it."""
     needs_memory: bool
-    """Whether a session that is parked takes memory again for it."""
+    """Whether a session that is parked takes memory again before `begin`."""
     error: BaseException | None = None
 
 
@@ -74,23 +74,19 @@ class _WantedToFill(Wanted):
         self._sweeps = sweeps
 
     def begin(self) -> None:
-        """See `Wanted.begin`: what moves from now on counts for the next step."""
+        """Open the account of the next step: bytes that move from now on count for it."""
         self._sweeps.open_account()
 
 
 class Closing(Protocol):
-    """What can be closed."""
+    """An object that can be closed."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the object."""
 
 
 class EngineThread(Listener):
-    """The engine thread of one session.
-
-    Args:
-        parts: What it works with.
-    """
+    """The engine thread of one session."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
@@ -98,18 +94,18 @@ class EngineThread(Listener):
         self.broken: BaseException | None = None
         """Why the session cannot be used any more, or None."""
         self.closed = False
-        """Whether nobody may ask for anything any more."""
+        """Whether requests are refused, as the session has been closed."""
         self.lock = threading.RLock()
-        """Whoever has it may ask."""
+        """Held in a turn: only the thread that holds it may post a request."""
         self._owned = threading.Condition(self.lock)
-        self._put_off: Closing | None = None  # what a signal handler wanted to be closed in the turn under way
+        self._close_after_turn: Closing | None = None  # by a signal handler, in the turn under way
         self.sweeps = Sweeps(parts)
-        """What the machine is to do with the session's state."""
+        """Numbers and versions of the machine's sweeps."""
         self.speculation = Speculation(parts, self.sweeps)
         """The updates that are made before their step is sealed."""
         self.wants = Wants(parts)
-        """What callers want of scratch."""
-        self._filled: Wanted | None = None  # the buffer of gradients that was asked for last
+        """Buffers that callers want, for gradients and activations."""
+        self._wanted_to_fill: Wanted | None = None  # the gradient buffer that is being filled
         self.parking = Parking(parts, self.sweeps, self.wants)
         """Gives memory back between steps, and takes it again."""
         self.pending: PendingStep | None = None
@@ -117,21 +113,21 @@ class EngineThread(Listener):
         self._thread: threading.Thread | None = None
         self._opening: waits.BackgroundWork | None = None
         self._starting = threading.Lock()
-        self._serving = self._told_broken = False
-        self._aborts_untold = False  # whether a break has aborted an open step, and no caller was told
-        self._followed_step: PendingStep | None = None  # the pending step that is told of the sweep under way
-        self._told_visits = 0  # how many ended visits it was told of
-        self._next: _Request | None = None
-        self._current: _Request | None = None
+        self._serving = self._is_broken_logged = False
+        self._aborts_untold = False  # whether a break aborted an open step, which has been raised to no caller
+        self._followed_step: PendingStep | None = None  # the pending step whose sweep is under way
+        self._reported_visits = 0  # how many ended visits have been reported to it
+        self._next: _Request | None = None  # posted, and not taken yet
+        self._current: _Request | None = None  # taken, and not answered yet
         self._session_ends = False  # whether the request that ends the session has come in
         self._reply = CompletionQueue()
 
     # On the caller's thread
 
     def open(self, parameters: tuple[Parameter, ...]) -> None:
-        """Make the session and serve it; whoever gets an error closes it."""
+        """Open the session's parts and start the engine thread; after an error the caller closes the session."""
         caller = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
-        # On a thread of its own, so that no interrupt comes between what is made and taking note of it.
+        # On a thread of its own, so that no interrupt comes between making a part and noting it for its end.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller))
         self._opening = waits.BackgroundWork(work, "offload-open")
         self._opening.do(lambda: "the paths to be opened and probed")
@@ -150,8 +146,8 @@ class EngineThread(Listener):
         """Raise an error unless this process can use the session.
 
         Raises:
-            StepAbortedError: It has broken before a step was called, which nobody was told of before.
-            SessionBrokenError: It cannot be used.
+            StepAbortedError: The session broke before a step was called; raised once.
+            SessionBrokenError: The session is closed or broken, or belongs to the process that forked this one.
         """
         if os.getpid() != self.pid:
             raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
@@ -165,7 +161,7 @@ class EngineThread(Listener):
             raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
 
     def aborted(self, error: BaseException) -> StepAbortedError:
-        """Return what to raise for the step under way, or the next one, which has failed with an error."""
+        """Return the error to raise for the step under way, or the next one, which has failed with `error`."""
         if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
             error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
         parts = self._parts
@@ -175,20 +171,20 @@ class EngineThread(Listener):
 
     @property
     def requester(self) -> int | None:
-        """The calling thread, if it has its turn: a signal handler asks that has interrupted it; else None."""
+        """The calling thread's id if it holds the lock, as in a signal handler that interrupted a turn; else None."""
         try:
-            self._owned.notify(0)  # which is an error to whoever does not own the lock
+            self._owned.notify(0)  # raises unless the calling thread owns the lock
         except RuntimeError:
             return None
         return threading.get_ident()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the caller's turn, and for a pending step; what a signal handler has put off follows it.
+        """Wait for the caller's turn and for the pending step; close after it what `close_later` has named.
 
         Raises:
             SessionBrokenError: The session cannot be used.
-            StepAbortedError: The pending step has failed, or what was updated before the next one was called.
+            StepAbortedError: The pending step has failed, or updates that were made before the next one was called.
         """
         self.finish_pending()
         self.check_usable()
@@ -198,31 +194,31 @@ class EngineThread(Listener):
                 self.check_usable()
                 yield
         finally:
-            if self._put_off is not None and self.requester is None:  # else this was a handler's turn in another
-                closing, self._put_off = self._put_off, None
+            if self._close_after_turn is not None and self.requester is None:  # else a handler, within another turn
+                closing, self._close_after_turn = self._close_after_turn, None
                 closing.close()
 
     def close_later(self, closing: Closing) -> None:
-        """Have something be closed when the turn under way ends: a signal handler wants that, which interrupts it."""
-        self._put_off = closing
+        """Close an object when the turn under way ends; for a signal handler that has interrupted this turn."""
+        self._close_after_turn = closing
 
     def wait_pending(self) -> None:
-        """Wait until the pending step is over, if there is one, well or not."""
+        """Wait until the pending step is over, if there is one; raise nothing if it has failed."""
         pending = self.pending
         if pending is not None and os.getpid() == self.pid:
             pending.wait()
 
     def finish_pending(self) -> None:
-        """Wait until the pending step is over, if there is one; raise what failed it, once.
+        """Wait until the pending step is over, if there is one; raise its error, once.
 
-        Of a session that has been closed, a step that hangs is left.
+        In a session that has been closed, a step that hangs is not waited for.
         """
         pending = self.pending
         if pending is None or os.getpid() != self.pid or (self.closed and not pending.is_over):
             return
         pending.wait()
         lanes = self._parts.lanes
-        with contextlib.suppress(OffloadError):  # a device that has failed ends nothing
+        with contextlib.suppress(OffloadError):  # a device that has failed: the step's own error is raised below
             if not self.closed:
                 lanes.lead_caller()
                 for tensor in pending.kept_tensors:
@@ -232,10 +228,11 @@ class EngineThread(Listener):
             raise pending.error
 
     def wait_for(self, subgroups: Iterable[int]) -> bool:
-        """Wait until the visits of some subgroups have ended; raise what the pending step has failed with, once.
+        """Wait until the pending step's visits of some subgroups have ended; raise the step's error, once.
 
         Returns:
-            Whether they have ended well, of a step that nobody has waited for to its end.
+            True if a step is pending and these visits ended without error: the caller's stream must then be ordered
+            after them. False if no step is pending, or if another caller has been raised the error of a failed one.
         """
         pending = self.pending
         if pending is None:
@@ -256,34 +253,27 @@ class EngineThread(Listener):
         seals: bool = False,
         needs_memory: bool = True,
     ) -> None:
-        """Have the engine thread do something, in the caller's turn, and wait until it has ended, well or not.
+        """Post a request to the engine thread, in the caller's turn, and wait until its sweep has ended.
 
-        For a `pending` step the wait is until it has begun. A sweep reads gradients and writes weights until it has
-        ended, so nothing may cut the wait short: handing over and waiting are one native call, and what is raised in
-        this thread meanwhile (a KeyboardInterrupt, a signal handler's exception) is raised after it. While no lane
-        gives a sign of life for long, that also ends the sweep, and breaks the session.
+        The arguments are the fields of `_Request`. For a `pending` step the wait is until the step has begun.
 
-        Args:
-            begin: See `_Request`.
-            applied: See `_Request`.
-            meanwhile: See `_Request`.
-            pending: See `_Request`.
-            begun: See `_Request`.
-            seals: See `_Request`.
-            needs_memory: See `_Request`.
+        A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: posting and
+        waiting are one native call, and an exception that is raised in this thread meanwhile (a KeyboardInterrupt, a
+        signal handler's) is raised after that call. If no lane has answered for long, such an exception also ends
+        the sweep, and breaks the session.
 
         Raises:
             BaseException: What the request ended with.
         """
         request = _Request(begin, applied, begun, meanwhile, seals, pending, needs_memory)
-        interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
+        interrupted = self._next  # if a signal handler makes this request: one that is about to be posted
         try:
             self._exchange(request)
         finally:
             self._next = interrupted
 
     def _exchange(self, request: _Request) -> None:
-        """Hand over a request, and wait for its answer."""
+        """Post a request, and wait for its answer."""
         self.check_usable()
         self._next = request
         lanes = self._parts.lanes
@@ -292,7 +282,7 @@ class EngineThread(Listener):
             self._parts.queue.exchange(REQUEST, self._reply, waits.QUIET_S, INTERRUPT)
             if request.error is not None:
                 raise request.error
-        except BaseException:  # whatever came of it, weights may be on their way
+        except BaseException:  # weights may still be on their way to the device: the caller's stream waits for them
             with contextlib.suppress(OffloadError):
                 lanes.lead_caller()
             raise
@@ -300,7 +290,7 @@ class EngineThread(Listener):
             lanes.lead_caller()
 
     def wait_for_buffer(self, wanted: Wanted) -> None:
-        """Wait until a buffer that was asked for has been answered for, or will not be."""
+        """Wait until the engine thread has answered a wish for a buffer, or the session cannot be used."""
 
         def arrived(pause_s: float) -> bool:
             return wanted.answered.wait(min(pause_s, waits.SLICE_S)) or not self.is_usable
@@ -309,17 +299,17 @@ class EngineThread(Listener):
             waits.wait_for(arrived, lambda: "")  # the engine thread says what for
 
     def take_memory(self) -> None:
-        """Take memory again that was given back between steps, or is about to be."""
+        """Take memory again that was given back between steps, or end a park that is about to give it back."""
         if self.parking.is_held:
             with self.turn():
                 self.request(nothing)
 
     def fill(self, subgroup: int) -> int:
-        """See `offload.gradients.paths.Filler`."""
+        """Return the number of a subgroup's gradient buffer, once it may be filled; see `paths.Filler`."""
         with self.turn():
             self.take_memory()
             self._stop_filling()
-            self._filled = wanted = _WantedToFill(self.sweeps, subgroup)
+            self._wanted_to_fill = wanted = _WantedToFill(self.sweeps, subgroup)
             self.wants.ask(wanted)
             self.wait_for_buffer(wanted)
             if wanted.error is not None:
@@ -328,17 +318,18 @@ class EngineThread(Listener):
             return known(wanted.buffer, "gradients without a buffer")
 
     def _stop_filling(self) -> None:
-        if self._filled is not None:  # said again after an interrupt, this changes nothing
-            self.wants.ready(self._filled)
-            self._filled = None
+        """Release the buffer that was filled last, which the machine may then write to the paths."""
+        if self._wanted_to_fill is not None:  # releasing it twice, after an interrupt, changes nothing
+            self.wants.release(self._wanted_to_fill)
+            self._wanted_to_fill = None
 
     def begin_step(self) -> None:
-        """See `offload.gradients.paths.Filler`; on the engine thread."""
+        """Release the buffer that was filled last, as all gradients are there; on the engine thread."""
         self._stop_filling()
         self.wants.take_posts()
 
     def drop(self, dropped: Callable[[], None]) -> None:
-        """See `offload.gradients.paths.Filler`."""
+        """Discard all gradients in buffers, then call `dropped` on the engine thread; see `paths.Filler`."""
 
         def drop() -> None:
             self.begin_step()
@@ -351,10 +342,10 @@ class EngineThread(Listener):
             self.request(drop)
 
     def stop(self) -> None:
-        """End the engine thread, once it has begun if it does."""
+        """End the engine thread; if the session is still being opened, wait for that first."""
         if self._opening is not None and self._opening.forestall():
             self._opening.wait()
-        with self._starting:  # a thread that comes to serve later does not
+        with self._starting:  # a thread that gets here later finds the session closed, and ends
             serves = self._serving
         if serves and self._thread is not None:
             self._next = None
@@ -364,6 +355,10 @@ class EngineThread(Listener):
     # On the engine thread
 
     def _serve(self) -> None:
+        """Serve requests until the session ends; the engine thread's main function.
+
+        After an error of its own, every further request is answered with that error.
+        """
         with self._starting:
             if self.closed:
                 return
@@ -372,11 +367,11 @@ class EngineThread(Listener):
             self._parts.lanes.device.adopt_thread()
             self._serve_requests()
         except Exception as error:
-            # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
+            # Nobody waits for this thread itself: callers that wait for an answer, and later ones, get the error.
             self.say_broken(error)
             executor = self._parts.executor
             with contextlib.suppress(Exception):  # what has failed may fail again
-                executor.drain()  # whoever is answered may free what updates still write to
+                executor.drain()  # a caller that is answered may free memory that updates still write to
             self._end_save(error)
             self.parking.end(error)
             if self._current is not None:
@@ -398,7 +393,7 @@ class EngineThread(Listener):
         """Return whether `serve_due` has something to do.
 
         Raises:
-            InternalError: Nothing could ever bring the sweep under way to its end; waiting for it would be for good.
+            InternalError: A sweep is under way and nothing is in flight that could end it: waiting would be forever.
         """
         waits_for_nothing = not (machine.in_flight or machine.idle or machine.is_open)
         invariant(not waits_for_nothing, "a sweep is under way, and nothing that it waits for")
@@ -409,7 +404,7 @@ class EngineThread(Listener):
             or self.parking.is_due()
             or self._may_begin(machine)
             or self._may_speculate()
-            or (self._followed_step is not None and len(machine.ended_visits) > self._told_visits)
+            or (self._followed_step is not None and len(machine.ended_visits) > self._reported_visits)
         )
 
     def _may_begin(self, machine: Machine) -> bool:
@@ -417,9 +412,9 @@ class EngineThread(Listener):
         return (machine.idle or machine.is_open) and self._parts.executor.requests > 0
 
     def serve_due(self) -> bool:
-        """Do what is due; return False for the request that ends the session."""
+        """Do one thing that is due, in the order of the branches; return False after the request to end."""
         machine = self._parts.machine
-        self._tell_ended()
+        self._report_ended_visits()
         self.note_save_end()
         if machine.take_finished_sweep() is not None:
             if not machine.failed:
@@ -436,16 +431,17 @@ class EngineThread(Listener):
                 return False
             self._begin_request()
         elif self.parking.is_due():
-            self.parking.serve()
+            self.parking.advance()
         elif self._may_speculate():
-            self.speculation.serve()
+            self.speculation.open_and_admit()
         return True
 
     def _may_speculate(self) -> bool:
-        """Return whether an update may be made before its step: there is memory for it, and something to do."""
+        """Return whether an update before its step is due, and the session has its memory (is not parked)."""
         return self.speculation.is_due() and not self.parking.is_held
 
     def _begin_request(self) -> None:
+        """Begin the request that was taken; answer at once if it fails, has no sweep, or is a pending step."""
         request = known(self._current, "a request from nobody")
         if not request.seals:
             self.speculation.revoke()
@@ -454,7 +450,7 @@ class EngineThread(Listener):
             self._parts.lanes.is_hidden = request.pending is not None
             sweep = request.begin()
         except OffloadError as error:
-            self.note_save_end()  # a save was being committed when the session broke
+            self.note_save_end()  # if the session broke, so did the save that was being committed
             self._answer(error)
             return
         if sweep is None:
@@ -462,32 +458,32 @@ class EngineThread(Listener):
         else:
             executor = self._parts.executor
             executor.submit(self._parts.machine.take_operations())
-            begun, request.begun = request.begun, nothing  # it may hold the optimizer
+            begun, request.begun = request.begun, nothing  # a closure that may hold the optimizer
             if request.pending is not None:
                 request.pending.begin(visit.subgroup for visit in sweep.visits)
             begun()
             if request.pending is not None:
                 self.pending = self._followed_step = request.pending
-                self._told_visits = 0
-                self._next = None  # as in `_answer`
+                self._reported_visits = 0
+                self._next = None  # no reference to what the caller owns, as in `_answer`
                 self._reply.post(0)
             executor.end_turn()
             request.meanwhile()
 
-    def _tell_ended(self) -> None:
-        """Tell the pending step which of its visits have ended."""
+    def _report_ended_visits(self) -> None:
+        """Report visits that have ended to the pending step, which wakes callers that wait for them."""
         if self._followed_step is not None:
             visits = self._parts.machine.ended_visits
-            self._followed_step.visited(visits[self._told_visits :])
-            self._told_visits = len(visits)
+            self._followed_step.visited(visits[self._reported_visits :])
+            self._reported_visits = len(visits)
 
     def _finish_session(self) -> None:
-        """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
+        """Finish what is in flight as the session is closed; a device that does not answer breaks the session."""
         self.speculation.revoke()
         self.parking.end(None)
         pending = self._parts.saves.pending
-        if pending is not None:  # whoever closes does not wait for it
-            self._told_broken = True
+        if pending is not None:  # a save: `close` has waited for it as long as it was going to
+            self._is_broken_logged = True  # that it is stopped is no break to be logged
             error = CheckpointError(f"the session was closed before {pending.folder.path} was committed")
             self._parts.machine.handle(Stop(error))
             self.note_save_end()
@@ -508,24 +504,25 @@ class EngineThread(Listener):
             raise self._parts.machine.broken
 
     def say_warning(self, message: str) -> None:
-        """See `Listener`."""
+        """Log a warning of the machine's."""
         log.warning("%s", message)
 
     def say_broken(self, error: BaseException) -> None:
-        """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
-        if not self._told_broken:
+        """Note and log what has broken the session, once and at once: a caller may not ask, and hear it, for long."""
+        if not self._is_broken_logged:
             self._aborts_untold = self._parts.is_whole and self._parts.machine.is_open
             log.error("the session has broken and cannot be used any more: %s", error)
-        self._told_broken = True
+        self._is_broken_logged = True
         self.broken = error
 
     def note_save_end(self) -> None:
-        """Take note of a save that has finished, if one has."""
+        """Pass on the outcome of a save that has finished, if one has, and free what it no longer needs."""
         finished = self._parts.machine.take_finished_save()
         if finished is not None:
             self._end_save(finished[1])
 
     def _end_save(self, error: BaseException | None) -> None:
+        """Tell the saves how the pending one ended, and release checkpoints that are too many then."""
         self.drop_checkpoint_buffers()
         for number in self._parts.saves.end_pending(error, broke=self.broken is not None):
             self._parts.machine.handle(Release(number))
@@ -533,19 +530,20 @@ class EngineThread(Listener):
     def drop_checkpoint_buffers(self) -> None:
         """Give back the buffers through which a checkpoint was copied.
 
-        A session that has broken keeps them until its lanes have ended: these may still write there.
+        A session that has broken keeps these buffers until its lanes have ended, as lanes may still write to them.
         """
         if self.broken is None:
             self._parts.memory.drop_checkpoint_buffers()
 
     def _accept_request(self) -> _Request | None:
+        """Take the next request; None for the end of the session, which `stop` posts."""
         self._parts.executor.requests -= 1
         self._current = self._next
         self._session_ends = self._current is None
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:
-        """Say how a request has ended: to its caller, or to whoever awaits a pending step."""
+        """Pass on how a request has ended: to its caller, or to those who wait for a pending step."""
         if error is not None:
             self._aborts_untold = False
         pending, self._followed_step = self._followed_step, None
@@ -554,13 +552,13 @@ class EngineThread(Listener):
             return
         self._current, self._parts.lanes.is_hidden = None, False
         self._parts.executor.visit_with(visit_nothing)
-        if error is None:  # else lanes may still be at it
+        if error is None:  # else lanes may still use all of them
             pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)
         pending.end(None if error is None else self.aborted(error))
 
     def _answer(self, error: BaseException | None) -> None:
+        """Answer the current request's caller with an error, or None, and drop references to the caller's data."""
         request, self._current = known(self._current, "an answer to nobody"), None
-        # What a request has read, or reads from, is its caller's: nothing here holds on to it.
         self._next = None
         self._parts.executor.visit_with(visit_nothing)
         with contextlib.suppress(OffloadError):  # a device that has failed gives nothing back

@@ -1,4 +1,4 @@
-"""Visits of subgroups: what a step, a reader and a writer have the engine thread do with a session's state."""
+"""Visits of subgroups: how a step, a reader and a writer work on a session's state, on the engine thread."""
 
 from __future__ import annotations
 
@@ -33,12 +33,7 @@ def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
 
 
 class Visits:
-    """The sweeps of one session, and what it learns from them.
-
-    Args:
-        parts: What they work on.
-        thread: Runs them.
-    """
+    """Requests for sweeps of one session, and the rates that it learns from steps."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
@@ -70,14 +65,14 @@ class Visits:
         follow: bool = True,
         applied: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have `work` done on every segment of some subgroups, and wait until it is.
+        """Do `work` on every segment of some subgroups, on the engine thread, and wait until all is done.
 
         Args:
             subgroups: Which.
-            work: What to do; on the engine thread.
+            work: What to do.
             changes: Whether the work writes to the state.
-            masters: Parameters whose masters the work sets, or needs as they are by their weights now.
-            follow: Whether 16-bit weights follow those.
+            masters: Parameters whose masters the work sets, or needs as their weights are now.
+            follow: Whether 16-bit weights are set to the rounding of these masters.
             applied: Called on the engine thread when all has been done.
         """
         visitor = self.visitor(work, changes, masters, follow=follow)
@@ -86,7 +81,7 @@ class Visits:
     def visitor(
         self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
     ) -> Callable[[Run], None]:
-        """Return a visitor that does the work on every segment of a run; see `visit`."""
+        """Return a visitor that does `work` on every segment of a subgroup, as `visit` describes."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
         taking = np.zeros(len(tables.steps), bool)
         taking[[*masters]] = True
@@ -107,12 +102,15 @@ class Visits:
     # On the engine thread
 
     def begin_step(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
-        """Seal the step that updates some subgroups as `Tables.begun` says; return what is left of it."""
+        """Seal the step that updates some subgroups as `Tables.begun` says; return the sweep of the rest.
+
+        Updates that were made in backward are confirmed or revoked; the sweep has those that are still to be made.
+        """
         parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
         sweeps = self._thread.sweeps
         speculation.begin_step(active)
         sweeps.open_account()
-        with self._breaking():
+        with self._failures_break_session():
             parts.allocate()
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.choose_confirmed(subgroups)
@@ -140,8 +138,8 @@ class Visits:
         return rest
 
     @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Have an error break the session: the GPU has failed."""
+    def _failures_break_session(self) -> Iterator[None]:
+        """Break the session if an error is raised within this, as the GPU has failed; raise what broke it."""
         try:
             yield
         except OffloadError as error:
@@ -149,9 +147,9 @@ class Visits:
             raise (self._parts.machine.broken or error) from None
 
     def learn(self) -> None:
-        """Take the rates from what the last step did, and let the spread of tiles follow them.
+        """Refine the rates by the last step's timeline, and spread tiles over the paths by these rates.
 
-        Once a step, which need not wait for it, and goes on as before where nothing can be learnt.
+        Called once a step, while the step goes on. If it fails, that is logged, and rates stay.
         """
         parts = self._parts
         sweeps = self._thread.sweeps

@@ -1,6 +1,6 @@
-"""The process group of a process that is alone: torch wants one for a mesh, even of one device.
+"""The default process group of a process that is alone: torch needs one for a mesh, even of one device.
 
-Its collectives copy, or leave what they are given. It opens no port, has no thread, and reads no environment.
+Its collectives copy their input, or leave it as it is. It opens no port, has no thread, and reads no environment.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from offload import combinations
 
 BACKEND = "offload"
-"""What torch calls it."""
+"""The backend's name in torch."""
 
 _made: weakref.ref[Alone] | None = None
 
 
 class Alone:
-    """The default process group, made here, until nobody has this any more or somebody has ended it."""
+    """Makes the default process group, which ends with this object, unless it has been ended before."""
 
     def __init__(self, device: torch.device) -> None:
         distributed: Any = torch.distributed
@@ -37,7 +37,7 @@ def check_alone() -> None:
 
 
 def alone(device: torch.device) -> Alone | None:
-    """Return what keeps the default process group, which is made if there is none; None for one that others made."""
+    """Return the owner of our default process group, made if there is none; None if others made the group."""
     global _made
     if torch.distributed.is_initialized():
         return _made() if _made is not None else None
@@ -47,7 +47,7 @@ def alone(device: torch.device) -> Alone | None:
 
 
 def _group(common: Any, options: Any) -> Any:
-    """Return torch's group for tests, whose results are those of any other where there is one process."""
+    """Return torch's fake group, made for tests; with one process its results are those of a real group."""
     kind: Any = torch._C._distributed_c10d.FakeProcessGroup
     return kind._create_internal(common.group_rank, common.group_size)
 

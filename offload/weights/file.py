@@ -1,8 +1,8 @@
-"""Weights in a file: a model whose weights do not fit into memory lies on a drive, and is computed from there.
+"""Weights in a file: for a model whose weights do not fit into memory, and are read from a drive as they are used.
 
 Parameters stay ordinary tensors, whose memory is a mapped file (`offload.weights.mapping`). So views, ties,
-`state_dict`, versions, averages of weights and optimizers work by themselves; hooks of the model only say what comes
-next and what is done with.
+`state_dict`, versions, averages of weights and optimizers work by themselves. Hooks of the model only read ahead the
+layer that comes next, and mark memory of used layers as the first to be reclaimed.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ def weights_in_file(
     layers: Sequence[nn.Module] | None = None,
     safetensors: Iterable[str | os.PathLike[str]] = (),
 ) -> WeightsInFile | ShardsInFile:
-    """Have all weights of a model, trainable and frozen, lie in a file instead of in memory of their own.
+    """Move all weights of a model, trainable and frozen, from memory to a file that is mapped into memory.
 
-    Call it before the optimizer is made. Parameters are the same objects, with the same values. Hooks of its layers
-    read ahead what is used next, in forward and backward passes in any order. The file has no name: it goes with the
-    last tensor that lies there, and with the process, however that ends. Saves are those of any other model.
+    Call it before the optimizer is made. Parameters stay the same objects, with the same values. Hooks of the model's
+    layers read ahead the layer that comes next, in forward and backward passes in any order. The file has no name: it
+    is freed with the last tensor that lies in it, or when the process ends, however. Save the model as any other.
 
-    A model on the meta device gets memory here for the first time: new parameters, whose values are zero until
-    `safetensors`, `load_state_dict` or an initialisation writes them; its buffers get memory as `to_empty` gives it.
+    A model on the meta device gets memory here: new parameters, zeros until `safetensors`, `load_state_dict` or an
+    initialisation writes them. Its buffers get memory, too.
 
-    Of a model that FSDP2 has sharded (`fully_shard`) each rank calls it, and its shards lie in a file of its own. It
-    is for shards in host memory: on a mesh of CPUs, or by `CPUOffloadPolicy(pin_memory=False)`.
+    If FSDP2 has sharded the model (`fully_shard`), each rank calls this, and its shards lie in a file of its own. The
+    shards must be in host memory: on a mesh of CPUs, or by `CPUOffloadPolicy(pin_memory=False)`.
 
     Args:
         model: On the CPU, or on the meta device.
         path: A folder on the drive.
-        layers: What is used one after another, if not what the model's lists repeat; what FSDP2 gathers, of a
-            sharded model.
+        layers: Modules that are used one after another; by default those that the model's lists repeat, or in a
+            sharded model those that FSDP2 gathers.
         safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
-        What tells the kernel; nobody has to keep it.
+        The object whose hooks read ahead; it need not be kept.
 
     Raises:
-        ConfigError: A weight is elsewhere, or shares memory with another; the model has an optimizer, or is in a file
-            already; the folder cannot be used; a file has what the model has not. Nothing has changed then.
+        ConfigError: A weight is on another device, or shares memory with another; the model has an optimizer, or is
+            in a file already; the folder cannot be used; a file has a tensor that the model lacks. Nothing has
+            changed then.
         OSError: A file cannot be opened; nothing has changed then.
         TierFullError: The drive has no room for all weights; nothing has changed then.
         TierError: The drive fails.
@@ -79,11 +80,11 @@ def weights_in_file(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """What is used together.
+    """Weights that are used together: a layer's, or those that a module outside of layers has itself.
 
     Attributes:
-        ranges: Where its weights lie in the file: begin and size of each run.
-        weights: Of each, the module that has it, its name there and in the model, and its address.
+        ranges: Where the weights lie in the file: offset and size of each run.
+        weights: For each weight the module that has it, its name there and in the model, and its address.
     """
 
     ranges: list[tuple[int, int]]
@@ -94,8 +95,8 @@ class WeightsInFile:
     """Weights of a model that lie in a file; see `weights_in_file`.
 
     Attributes:
-        file: Where they lie.
-        nbytes: How much they are, with what aligns them.
+        file: The mapped file.
+        nbytes: Size of the weights, with padding for alignment.
     """
 
     def __init__(
@@ -119,35 +120,35 @@ class WeightsInFile:
         self._handles: list[Any] = []
         names = {module: name for name, module in model.named_modules()}
         moved: dict[torch.Tensor, nn.Parameter] = {}
-        self._units = [self._move(modules, names, offsets, moved) for modules in parts]
+        self._units = [self._move_unit(modules, names, offsets, moved) for modules in parts]
         self._layers = Layers(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
         read_into(model, files, self.file)
         for number, modules in enumerate(parts):
             self._handles += [
-                modules[0].register_forward_pre_hook(partial(self._begins, number), prepend=True),
-                modules[0].register_forward_hook(partial(self._ends, number)),
+                modules[0].register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
+                modules[0].register_forward_hook(partial(self._after_forward, number)),
             ]
         said = format_bytes(self.nbytes), os.fspath(path), len(moved), len(parts)
         log.info("%s of weights lie in a file in %s: %d weights, used in %d layers", *said)
 
     def close(self) -> None:
-        """Tell the kernel nothing more; weights stay in the file, which goes with the last of them; idempotent."""
+        """Remove the hooks; weights stay in the file, which is freed with the last of them; idempotent."""
         while self._handles:
             self._handles.pop().remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy a model with hooks that do nothing: a copy's weights lie in memory."""
+        """Let a copy of the model have hooks that do nothing, as its weights lie in memory."""
         return _of_a_copy, ()
 
-    def _move(
+    def _move_unit(
         self,
         modules: Sequence[nn.Module],
         names: dict[nn.Module, str],
         offsets: dict[torch.Tensor, int],
         moved: dict[torch.Tensor, nn.Parameter],
     ) -> _Unit:
-        """Have weights that are used together lie in the file; those that were moved before are tied."""
+        """Move weights that are used together to the file; tied ones that were moved before are only noted."""
         weights, places = [], list[tuple[int, int]]()
         for module in modules:
             for name, weight in own_parameters(module).items():
@@ -155,7 +156,7 @@ class WeightsInFile:
                     continue
                 offset = offsets[weight]
                 if weight not in moved:
-                    moved[weight] = self._moved(weight, offset)
+                    moved[weight] = self._move_weight(weight, offset)
                 if weight.is_meta:
                     module.register_parameter(name, moved[weight])
                 places.append((offset, weight.nbytes))
@@ -166,8 +167,8 @@ class WeightsInFile:
             self.file.let_go(offset, nbytes, was_written=True)
         return _Unit(ranges, weights)
 
-    def _moved(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
-        """Return a weight that lies in the file: itself, but for one on the meta device."""
+    def _move_weight(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
+        """Move a weight to the file; return it, or for one on the meta device a new parameter."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
         place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
@@ -180,19 +181,20 @@ class WeightsInFile:
         return weight
 
     @_disable_dynamo
-    def _begins(self, number: int, *of_forward: Any) -> None:
+    def _before_forward(self, number: int, *of_forward: Any) -> None:
         self._begin(number)
 
     @_disable_dynamo
-    def _ends(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Have a layer be brought again when its backward pass begins: with the gradient of what it returned."""
-        for each in _pytree.tree_leaves(outputs):
-            if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
-                each.register_hook(lambda gradient: self._begin(number))  # type: ignore[no-untyped-call]
+    def _after_forward(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Hook one of a layer's outputs: its gradient begins the layer's backward pass, which reads it again."""
+        for output in _pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
+                output.register_hook(lambda gradient: self._begin(number))  # type: ignore[no-untyped-call]
                 return
 
     def _begin(self, number: int) -> None:
-        if not self._units or torch.compiler.is_compiling():  # it is exported
+        """Before a unit is used: check that its weights lie in the file, and wait until they are in memory."""
+        if not self._units or torch.compiler.is_compiling():  # in a copy of the model, or while it is exported
             return
         for module, name, full_name, address in self._units[number].weights:
             _check_place(full_name, module(), name, address)
@@ -206,7 +208,7 @@ def _of_a_copy() -> WeightsInFile:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model whose weights cannot lie in a file."""
+    """Refuse a model with tensors that cannot lie in a file: not on the CPU or meta device, not dense, or wrapped."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
             where = f"{tensor.layout} on {tensor.device}"
@@ -219,7 +221,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_once(model: nn.Module) -> None:
-    """Refuse a model that hooks of an earlier call still serve: they would miss its weights in their file."""
+    """Refuse a model with hooks of an earlier call, which would find its weights moved out of their file."""
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
             home = getattr(getattr(hook, "func", hook), "__self__", None)
@@ -229,7 +231,7 @@ def _check_once(model: nn.Module) -> None:
 
 
 def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:
-    """Refuse a weight that has left the file; `functional_call` puts plain tensors in its place for a while."""
+    """Refuse a weight that does not lie in the file any more; plain tensors are let pass: `functional_call`'s."""
     weight: torch.Tensor | None = None if module is None else module._parameters.get(name)
     if weight is not None and not isinstance(weight, nn.Parameter):
         return

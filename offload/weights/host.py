@@ -1,8 +1,8 @@
 """Weights in host memory: a model that does not fit on its device is computed there, a layer at a time.
 
-torch's FSDP2 brings the weights, on a mesh of one. Here is what it leaves open on one device: which modules go
-together, memory that is registered with the device once and at its exact size, state dicts of plain tensors, and what
-must not happen behind its back.
+torch's FSDP2, on a mesh of one device, copies ("gathers") the weights. This module adds what FSDP2 lacks for that:
+which modules form a group, memory that is registered with the device once and at its exact size, state dicts of plain
+tensors, and errors for changes that FSDP2 would not notice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from offload.weights.safetensors import checked, read_into
 
 log = logging.getLogger("offload")
 
-OUTSIDE = -1
-"""Torch's number of a backward pass, where there is none."""
+NO_PASS = -1
+"""torch's number of the backward pass when none is under way."""
 
 
 def weights_in_host_memory(
@@ -44,32 +44,33 @@ def weights_in_host_memory(
     path: str | os.PathLike[str] | None = None,
     safetensors: Iterable[str | os.PathLike[str]] = (),
 ) -> WeightsInHostMemory:
-    """Have the weights of a model lie in host memory, and come to the current device a layer at a time.
+    """Move a model's weights to host memory, from where they are copied to the current device a layer at a time.
 
     Call it before the optimizer is made, and give that `model.named_parameters()`: they are new objects, torch's
-    `DTensor`s on a mesh of one device. The model is called as before; inputs may be on the CPU. FSDP2 brings weights
-    before a layer's forward and backward pass, lets go of them behind it, and copies gradients to host memory.
-    `model.state_dict()` gives plain tensors over the memory of the weights, and `model.load_state_dict()` takes such.
+    `DTensor`s on a mesh of one device. The model is called as before; inputs may be on the CPU. FSDP2 copies weights
+    to the device before a layer's forward and backward pass, frees the copies after it, and copies gradients to host
+    memory. `model.state_dict()` returns plain tensors over the memory of the weights, and `model.load_state_dict()`
+    takes plain tensors.
 
-    Buffers go to the device. A model on the CPU never is there whole. One on the meta device gets memory here for the
-    first time: what it holds is zero until `load_state_dict` or an initialisation writes it. A default process group
-    of this one process is made if there is none, and ends with the model.
+    Buffers go to the device. A model on the CPU is never whole on the device. One on the meta device gets memory
+    here: zeros until `load_state_dict` or an initialisation writes it. A default process group of this one process is
+    made if there is none, and ends with the model.
 
     Args:
         model: On the CPU, on the meta device, or on the current device.
-        layers: What is used one after another, if not what the model's lists repeat.
-        on_device: Names of frozen weights, or of modules whose weights all are, that stay on the device.
-        path: A folder on a drive: weights lie in a file there that is mapped into memory, as `weights_in_file` has
-            them, and are read layer by layer where memory has no room for all. Copies are from memory that is not
-            pinned then.
+        layers: Modules that are used one after another; by default those that the model's lists repeat.
+        on_device: Names of frozen weights, or of modules with frozen weights alone, that stay on the device.
+        path: A folder on a drive: weights lie in a file there that is mapped into memory, as by `weights_in_file`,
+            and are read layer by layer if memory has no room for all. The memory is not pinned then.
         safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
-        What it has done; nobody has to keep it.
+        An object that describes this; it need not be kept.
 
     Raises:
-        ConfigError: There is no accelerator, or a weight cannot be brought, or the model has an optimizer already, or
-            belongs to something else, or a file of tensors has what the model has not; nothing has changed then.
+        ConfigError: There is no accelerator, or a weight cannot be copied this way, or the model has an optimizer
+            already, or belongs to another framework, or a file has a tensor that the model lacks; nothing has changed
+            then.
         OffloadError: The system does not have that much memory, or the drive no room.
     """
     return WeightsInHostMemory(model, layers, on_device, path, safetensors)
@@ -79,11 +80,11 @@ class WeightsInHostMemory:
     """Weights of a model that lie in host memory; see `weights_in_host_memory`.
 
     Attributes:
-        device: Where they are computed.
-        file: Where they lie; None in registered memory.
-        nbytes: How much they are in host memory, with what aligns them.
-        pinned_bytes: How much of that the device reaches by itself.
-        window_bytes: The most of them that is on the device at a time: of the model itself, and of two layers.
+        device: The device that computes.
+        file: The mapped file with the weights; None if they lie in registered memory.
+        nbytes: Their size in host memory, with padding for alignment.
+        pinned_bytes: How much of that is pinned.
+        window_bytes: The most that is on the device at a time: the model's own weights, and those of two layers.
     """
 
     def __init__(
@@ -102,26 +103,26 @@ class WeightsInHostMemory:
         self.device = driver.device
         _check_weights(model, stays, self.device)
         self._pinned, self._arenas = PinnedMemory(driver), list[Arena]()
-        self._coming: dict[Any, tuple[list[torch.Tensor], Any]] = {}
-        """Of groups that FSDP2 has asked for: copies of their weights on the device, and an event behind those."""
+        self._gathering: dict[Any, tuple[list[torch.Tensor], Any]] = {}
+        """By group that FSDP2 is gathering: copies of its weights on the device, and an event after these copies."""
         self._last_copy: Any = None
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
         self.file: MappedFile | None = None
         self._ranges: list[tuple[int, int]] = []
         self._numbers: dict[Any, int] = {}
-        """Of each group in the file: where it lies, and its number there."""
+        """By group in the file its index into `_ranges`, which has offset and size of each."""
         if path is not None:
             sizes_there = (up(weight.nbytes) for weight in model.parameters() if weight not in stays)
             self.file = MappedFile(path, up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
         group = alone(self.device)
-        end = weakref.finalize(self, _end, self._pinned, self._arenas, group)
-        end.atexit = False  # a process that ends gives all back by itself
+        end = weakref.finalize(self, _free, self._pinned, self._arenas, group)
+        end.atexit = False  # the end of the process frees all of it anyway
         with driver.current():
             originals = _on_meta(model, stays)
             _shard(model, modules, stays, self.device)
             self._groups = shards.unsharders(model)
-            sizes = {gathered: self._place(gathered, originals) for gathered in self._groups}
+            sizes = {gathered: self._move_group(gathered, originals) for gathered in self._groups}
             _state_of(model)._lazy_init()
         self.nbytes, self.pinned_bytes = sum(sizes.values()), self._pinned.pinned_bytes
         self._layers = None if self.file is None else Layers(self.file, [[place] for place in self._ranges])
@@ -135,28 +136,28 @@ class WeightsInHostMemory:
         )
 
     def __deepcopy__(self, memo: object) -> WeightsInHostMemory:
-        """Return this: torch refuses to copy such a model, and copies of its parts have no hook to be brought by."""
+        """Return this object: torch refuses to copy such a model, and copies of its modules do not need this."""
         return self
 
-    def _place(self, group: Any, originals: _Originals) -> int:
-        """Have the weights of a group lie in an arena of their own, or in the file; return their size."""
-        managed = group.fsdp_params
-        weights = [originals[each._module_info.module, each._module_info.param_name] for each in managed]
+    def _move_group(self, group: Any, originals: _Originals) -> int:
+        """Move the weights of a group to an arena of their own, or to the file; return their size."""
+        fsdp_params = group.fsdp_params
+        weights = [originals[p._module_info.module, p._module_info.param_name] for p in fsdp_params]
         ends = [*accumulate(map(up, (weight.nbytes for _, weight in weights)))]
         if not ends:
             return 0
         memory, begin = self._memory(group, ends[-1])
         places = []
-        for each, (name, weight), offset in zip(managed, weights, [0, *ends], strict=False):
+        for fsdp_param, (name, weight), offset in zip(fsdp_params, weights, [0, *ends], strict=False):
             place = memory.tensor(begin + offset, weight.numel(), weight.dtype).view(weight.shape)
             if not weight.is_meta:
                 place.copy_(weight.detach())
-                weight.data = place  # whoever has it still, has no second copy
-            made = nn.Parameter(each.to_sharded_dtensor(place), requires_grad=weight.requires_grad)
+                weight.data = place  # somebody may still hold the old parameter: no second copy is kept for it
+            made = nn.Parameter(fsdp_param.to_sharded_dtensor(place), requires_grad=weight.requires_grad)
             made.__dict__.update(weight.__dict__)
-            each._setattr_on_modules(made)
-            each.reset_sharded_param()
-            self._places[each] = name, place.data_ptr()
+            fsdp_param._setattr_on_modules(made)
+            fsdp_param.reset_sharded_param()
+            self._places[fsdp_param] = name, place.data_ptr()
             places.append((place.data_ptr(), place.nbytes))
         if isinstance(memory, MappedFile):
             memory.let_go(begin, ends[-1], was_written=True)
@@ -164,14 +165,14 @@ class WeightsInHostMemory:
         before = self._pinned.pinned_bytes
         self._pinned.pin(memory)
         if any(len([*self._pinned.whole_copies(*place)]) > 1 for place in places):
-            self._pinned.unpin(memory)  # a copy lies in one registration, or in none
-        for each in managed:
-            # Gradients come beside other work then, to memory that torch pins; it copies no weight that is pinned.
-            each.pin_memory = self._pinned.pinned_bytes - before == memory.nbytes
+            self._pinned.unpin(memory)  # FSDP2 copies each weight at once, which must not cross registrations
+        for fsdp_param in fsdp_params:
+            # Then FSDP2 copies gradients asynchronously, to memory that it pins; pinned weights it does not copy.
+            fsdp_param.pin_memory = self._pinned.pinned_bytes - before == memory.nbytes
         return ends[-1]
 
     def _memory(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
-        """Return where a group's weights lie, and where they begin there."""
+        """Return the memory for a group's weights, and the offset at which they begin in it."""
         if self.file is None:
             self._arenas.append(Arena(max(1, nbytes)))
             return self._arenas[-1], 0
@@ -181,84 +182,94 @@ class WeightsInHostMemory:
         return self.file, begin
 
     def _hook(self, model: nn.Module) -> None:
+        """Replace the groups' methods that gather, and hook forward passes and state dicts of the model."""
         for group in self._groups:
-            shards.StandIn(group, "unshard", self._bring)
-            shards.StandIn(group, "wait_for_unshard", self._take)
+            shards.StandIn(group, "unshard", self._begin_gather)
+            shards.StandIn(group, "wait_for_unshard", self._end_gather)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
         module: Any
         for module in model.modules():
             if any(map(shards.is_sharded, own_parameters(module).values())):
-                module.register_state_dict_post_hook(_give_plain)
-                module.register_load_state_dict_pre_hook(self._take_plain)
+                module.register_state_dict_post_hook(_unwrap_saved)
+                module.register_load_state_dict_pre_hook(self._place_loaded)
 
-    @torch.inference_mode(False)  # what is made here serves later passes, too
+    @torch.inference_mode(False)  # tensors made here are used by later passes, too
     @torch.no_grad()
-    def _bring(self, group: Any, unshard: Any, async_op: bool = False) -> None:
-        """Have FSDP2 gather a group, and copy its weights beside the work of the caller's stream.
+    def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
+        """Let FSDP2 begin to gather a group, and copy its weights to the device on the stream for gathers.
 
-        With a mesh of one torch copies when it waits for them, on that stream.
+        Stands in for the group's `unshard`. On a mesh of one device FSDP2 itself would copy only in
+        `wait_for_unshard`, on the caller's stream, which then could not compute meanwhile.
         """
         before = group._all_gather_result
         unshard(async_op)
         gathered = group._all_gather_result
         if gathered is None or gathered is before or gathered.all_gather_input_split_sizes:
             return
-        for each in group.fsdp_params:
-            name, address = self._places.get(each, ("", 0))
-            if name and each._sharded_param_data.data_ptr() != address:
-                _refuse_left(name, each.sharded_param)
+        for fsdp_param in group.fsdp_params:
+            name, address = self._places.get(fsdp_param, ("", 0))
+            if name and fsdp_param._sharded_param_data.data_ptr() != address:
+                _refuse_moved(name, fsdp_param.sharded_param)
         if self._layers is not None and group in self._numbers:
             self._layers.begin(self._numbers[group])
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
-            copies = [each._sharded_param_data.to(self.device, non_blocking=True) for each in group.fsdp_params]
+            copies = [p._sharded_param_data.to(self.device, non_blocking=True) for p in group.fsdp_params]
             self._last_copy = stream.record_event()
-        self._coming[group] = copies, self._last_copy
+        self._gathering[group] = copies, self._last_copy
 
     @torch.inference_mode(False)
-    def _take(self, group: Any, wait_for_unshard: Any) -> None:
-        """Have FSDP2 wait for a group, and find its weights on the device."""
-        coming = self._coming.pop(group, None)
-        if coming is None or group._all_gather_result is None:
+    def _end_gather(self, group: Any, wait_for_unshard: Any) -> None:
+        """Let FSDP2 end gathering a group from the copies that `_begin_gather` has made on the device.
+
+        Stands in for the group's `wait_for_unshard`.
+        """
+        pending = self._gathering.pop(group, None)
+        if pending is None or group._all_gather_result is None:
             wait_for_unshard()
             return
-        copies, event = coming
+        copies, event = pending
         group.device_handle.current_stream().wait_event(event)
-        hosts = [each._sharded_param_data for each in group.fsdp_params]
+        hosts = [p._sharded_param_data for p in group.fsdp_params]
         try:
-            for each, copy in zip(group.fsdp_params, copies, strict=True):
-                each._sharded_param_data = copy
-            wait_for_unshard()  # which has the stream of copies wait until these have been used
+            for fsdp_param, copy in zip(group.fsdp_params, copies, strict=True):
+                fsdp_param._sharded_param_data = copy
+            wait_for_unshard()  # also orders the stream of copies after this use of them
         finally:
-            for each, host in zip(group.fsdp_params, hosts, strict=True):
-                each._sharded_param_data = host
+            for fsdp_param, host in zip(group.fsdp_params, hosts, strict=True):
+                fsdp_param._sharded_param_data = host
 
     @_disable_dynamo
     def _before_forward(self, model: Any, inputs: object) -> None:
-        """Have what a pass without a backward pass has left on the device be brought again: it may have changed.
+        """Before the model's forward: check its weights, and make FSDP2 begin anew; a hook.
 
-        After a pass that has raised FSDP2 goes on in the middle of it, with gradients that it has not reduced.
+        Refuses weights that were replaced by other tensors. If the last pass raised, resets FSDP2, which would go on
+        in its middle, and drops its unreduced gradients. Frees the device's copies of the model's own weights, so
+        that they are copied again, as the weights may have been written to.
         """
-        if torch._C._current_graph_task_id() != OUTSIDE:  # recomputed
+        if torch._C._current_graph_task_id() != NO_PASS:  # activation checkpointing runs this forward again
             return
-        for each, (name, _) in self._places.items():
-            weight = each._module_info.module._parameters.get(each._module_info.param_name)
-            if weight is not each.sharded_param and weight is not getattr(each, "_unsharded_param", None):
+        for fsdp_param, (name, _) in self._places.items():
+            weight = fsdp_param._module_info.module._parameters.get(fsdp_param._module_info.param_name)
+            if weight is not fsdp_param.sharded_param and weight is not getattr(fsdp_param, "_unsharded_param", None):
                 allowed = "write to the weights, or load a state dict: FSDP2 computes with those that it has"
                 raise ConfigError(name, "another tensor in its place", allowed)
         context = _state_of(model)._state_ctx
         if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
             model.reset_iter_state()
-            for each in (each for group in self._groups for each in group.fsdp_params):
-                if (gathered := getattr(each, "_unsharded_param", None)) is not None:
+            for fsdp_param in (p for group in self._groups for p in group.fsdp_params):
+                if (gathered := getattr(fsdp_param, "_unsharded_param", None)) is not None:
                     gathered.grad = None
         model.reshard()
 
     @_disable_dynamo
     def _after_forward(self, model: Any, inputs: object, outputs: object) -> None:
-        """Let go of the model's own weights where no backward pass will; weights may be written from then on."""
-        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == OUTSIDE:
+        """After a forward without gradients: free the device's copies of the model's own weights; a hook.
+
+        Else the backward pass does. This waits for all copies, so that weights may be written from now on.
+        """
+        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == NO_PASS:
             model.reshard()
             self._wait()
 
@@ -266,10 +277,10 @@ class WeightsInHostMemory:
         if self._last_copy is not None:
             self._last_copy.synchronize()
 
-    def _take_plain(
+    def _place_loaded(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
     ) -> None:
-        """Have `load_state_dict` find tensors that are placed as the weights are."""
+        """Before `load_state_dict`: wrap its plain tensors as `DTensor`s, placed as the weights are; a hook."""
         if metadata.get("assign_to_params_buffers"):
             allowed = "leave it out: weights in host memory stay where they are, and take the values"
             raise ConfigError("assign", True, allowed)
@@ -277,17 +288,17 @@ class WeightsInHostMemory:
         for name, weight in own_parameters(module).items():
             value = state.get(prefix + name)
             if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
-                continue  # torch says what differs
+                continue  # torch raises an error for it
             if shards.is_sharded(weight) and not shards.is_sharded(value):
                 state[prefix + name] = shards.placed(value, weight)
 
 
 _Originals = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
-"""A model's weights, with their names, by the modules that have them and the names there."""
+"""Name in the model and weight, by the module that has the weight and its name in that."""
 
 
-def _give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Have `state_dict` give tensors over the memory of the weights; a hook."""
+def _unwrap_saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """After `state_dict`: replace `DTensor`s by plain tensors over the memory of the weights; a hook."""
     for name in own_parameters(module):
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and shards.is_sharded(value):
@@ -295,7 +306,7 @@ def _give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def _driver() -> Driver:
-    """Return that of the current device."""
+    """Return the driver of the current device."""
     if not torch.accelerator.is_available():
         allowed = "leave it out: weights on the CPU lie in host memory; weights_in_file has them on a drive"
         raise ConfigError("model", "no accelerator", allowed)
@@ -307,10 +318,10 @@ def _state_of(module: Any) -> Any:
 
 
 def _staying(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
-    """Return the weights of a model that stay on the device, by their names or those of modules."""
+    """Return the weights of a model that stay on the device, named by weight or by module."""
     if isinstance(on_device, str):
         raise ConfigError("on_device", on_device, "give a list of names")
-    found = set[nn.Parameter]()
+    staying = set[nn.Parameter]()
     for wanted in on_device:
         named = {
             name: weight
@@ -321,12 +332,12 @@ def _staying(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
         if not named or trained:
             allowed = f"leave out {trained[0]}, which trains" if trained else "give names of this model's weights"
             raise ConfigError("on_device", wanted, allowed)
-        found.update(named.values())
-    return found
+        staying.update(named.values())
+    return staying
 
 
 def _check_free(model: nn.Module) -> None:
-    """Refuse a model that something else has, and processes that are several."""
+    """Refuse a model that another framework or `weights_in_file` uses, and a process that is one of several."""
     check_alone()
     takers = {"FullyShardedDataParallel": "FSDP", "DistributedDataParallel": "DDP", "OptimizedModule": "compile"}
     for module in model.modules():
@@ -345,7 +356,7 @@ def _check_free(model: nn.Module) -> None:
 
 
 def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: torch.device) -> None:
-    """Refuse tensors that cannot be brought to the device, by name."""
+    """Refuse tensors that FSDP2 cannot copy to the device, by name."""
     places = f"have the model on the CPU, on the meta device or on {device}, which is current"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta") and tensor.device != device:
@@ -366,21 +377,24 @@ def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: to
 
 
 def _on_meta(model: nn.Module, stays: Collection[nn.Parameter]) -> _Originals:
-    """Put new weights without memory in the place of a model's; FSDP2 moves those that have some over the device."""
-    found: _Originals = {}
+    """Replace a model's weights by new ones on the meta device; return the originals.
+
+    For `fully_shard`, which would move weights with memory to the device.
+    """
+    originals: _Originals = {}
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, weight in own_parameters(module).items():
             if weight not in stays:
                 if weight not in made:
                     made[weight] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-                found[module, name] = f"{path}.{name}".lstrip("."), weight
+                originals[module, name] = f"{path}.{name}".lstrip("."), weight
                 setattr(module, name, made[weight])
-    return found
+    return originals
 
 
 def _shard(model: nn.Module, modules: Iterable[nn.Module], stays: set[nn.Parameter], device: torch.device) -> None:
-    """Apply FSDP2, and bring to the device what stays there."""
+    """Apply FSDP2 to the modules, and move buffers and the weights in `stays` to the device."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     mesh = shards.mesh_of_all(device.type)
@@ -399,15 +413,16 @@ def _shard(model: nn.Module, modules: Iterable[nn.Module], stays: set[nn.Paramet
                 weight.data = weight.detach().to(device)
 
 
-def _refuse_left(name: str, weight: torch.Tensor) -> None:
-    mine = shards.local(weight)
-    where = f"{mine.dtype}, on {mine.device}"
+def _refuse_moved(name: str, weight: torch.Tensor) -> None:
+    """Raise the error for a weight that does not lie in its place in host memory any more."""
+    elements = shards.local(weight)
+    where = f"{elements.dtype}, on {elements.device}"
     allowed = "change dtype or device before weights_in_host_memory: this weight has left its place in host memory"
     raise ConfigError(name, where, allowed)
 
 
-def _end(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:
-    """Give up what a model had that is gone; tensors that somebody has of it keep their memory."""
+def _free(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:
+    """Unpin and free the memory of a model that is gone; tensors of it that somebody holds keep theirs."""
     pinned.close()
     for arena in arenas:
         arena.close()

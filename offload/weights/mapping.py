@@ -1,9 +1,9 @@
-"""A file that weights lie in, mapped into memory: what is asked of the kernel before they are used, and afterwards.
+"""A file with weights, mapped into memory: what the kernel is asked to do before weights are used, and afterwards.
 
-The file has no name, so that nothing is left of it however the process ends, and no holes, so that a full disk is
-found when it is made. Which of its pages are in memory is the kernel's business. Here it is told what comes, what is
-done with, and made to bring pages by a call that can fail: a drive's error would else be a signal, at any
-instruction that reads a weight.
+The file has no name, so that nothing of it is left however the process ends, and no holes, so that a full disk is
+noticed when the file is made. The kernel decides which of its pages are in memory. This module tells it which pages
+come next and which are done with, and has it read pages by a call that can fail: else an error of the drive would be
+a signal (SIGBUS), at any instruction that reads a weight.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64
 """Of each weight."""
 FOLIO_BYTES = 2 << 20
-"""Pages that the kernel writes together at most: what others still write to is not begun with."""
+"""Most bytes that the kernel writes as a unit: a unit that the next range shares is not written yet."""
 
 _COLD, _POPULATE_READ, _POPULATE_WRITE = 20, 22, 23  # linux/mman.h
-_SYNC_WRITE = 2  # of sync_file_range: begin to write, wait for nothing
+_SYNC_WRITE = 2  # of sync_file_range: begin to write, without waiting
 
 UPDATING = b"(offload-update"
-"""How the kernel's account of a thread that updates begins, of those of `csrc/kernels/worker_pool.cpp`."""
+"""How `/proc/.../stat` of an update thread begins after its number; `csrc/kernels/worker_pool.cpp` names threads."""
 
 BEHIND = 2
-"""Visits that a subgroup's weights stay for after their own: updates of that many are under way at once."""
+"""Visits after a subgroup's own before its weights are let go, as that many updates are under way at once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _files: list[weakref.ref[MappedFile]] = []
-"""Those that were made, also such as are gone; only ever added to, as several threads look."""
+"""All files that were made, also those that are gone; only ever added to, as several threads read it."""
 
 
 class MappedFile(mmap.mmap):
     """A file without a name, all of it mapped, shared and writable.
 
-    It lives as long as any tensor that lies there, as this is the mapping. A child process that is forked sees the
-    same bytes, and writes to them.
+    It lives as long as any tensor that lies in it, as tensors keep this mapping. A forked child process sees the same
+    bytes, and its writes change them for both.
 
     Args:
         folder: An existing folder on the drive.
         nbytes: Its size; room for it is reserved.
 
     Attributes:
-        address: Where it begins in memory.
-        descriptor: Of the file.
-        folder: Where it has no name.
+        address: Its first address in memory.
+        descriptor: The file's.
+        folder: The folder in whose file system it lies.
         nbytes: Its size.
 
     Raises:
@@ -106,11 +106,11 @@ class MappedFile(mmap.mmap):
         return self
 
     def holds(self, address: int) -> bool:
-        """Return whether an address lies here."""
+        """Return whether an address lies in this mapping."""
         return self.address <= address < self.address + self.nbytes
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that lies there; it keeps this."""
+        """Return a tensor that lies at an offset; it keeps this mapping alive."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self, dtype=dtype, count=numel, offset=offset)
@@ -130,18 +130,18 @@ class MappedFile(mmap.mmap):
         if code == errno.EINVAL:  # Linux before 5.14
             code = self._read(offset, nbytes)
         if code:
-            code = errno.EIO if code == errno.EFAULT else code  # a signal it would have been
+            code = errno.EIO if code == errno.EFAULT else code  # EFAULT: a read would have raised SIGBUS
             detail = "weights that are mapped from there"
             raise TierError("read", tier="file", path=self.folder, offset=offset, errno=code, detail=detail)
 
     def let_go(self, offset: int, nbytes: int, *, was_written: bool = False) -> None:
-        """Say that a range is done with for now: the kernel takes its memory first where it needs some.
+        """Say that a range is not needed for now: the kernel then reclaims its memory first when it needs some.
 
         Args:
             offset: Where it begins.
             nbytes: Its size.
-            was_written: Begin to write it, as memory cannot be taken before that; but for its end, which shares what
-                the kernel writes at once with others, and is written with the next range.
+            was_written: Begin to write it, as memory can be reclaimed only after that. An end that shares
+                a `FOLIO_BYTES` unit with the next range is written with that.
         """
         if was_written:
             start, end = (place // FOLIO_BYTES * FOLIO_BYTES for place in (offset, offset + nbytes))
@@ -150,7 +150,7 @@ class MappedFile(mmap.mmap):
         self._advise(offset, nbytes, _COLD)
 
     def _advise(self, offset: int, nbytes: int, advice: int) -> int:
-        """Return 0, or an errno."""
+        """Call madvise on the pages of a range; return 0, or an errno."""
         start, end = _pages(offset, nbytes)
         while _libc.madvise(self.address + start, min(end, self.nbytes) - start, advice) != 0:
             if (code := ctypes.get_errno()) not in (errno.EINTR, errno.EAGAIN):
@@ -169,24 +169,24 @@ class MappedFile(mmap.mmap):
 
 
 class Layers:
-    """Those of a model whose weights lie in a file: each is brought at its turn, and what comes next meanwhile.
+    """The layers of a model whose weights lie in a file: each is read at its turn, and the next one meanwhile.
 
-    What comes next is what came last time, at first the next layer in the order of the passes; forward and backward
-    passes may come in any order.
+    The next one is that which followed the same two layers last time; at first the neighbour in the direction of the
+    pass. So forward and backward passes may come in any order.
 
     Args:
-        file: Where they lie.
-        layers: The ranges of each there, by offset and size.
+        file: The file.
+        layers: For each layer the ranges of its weights in the file: offset and size.
     """
 
     def __init__(self, file: MappedFile, layers: Sequence[Sequence[tuple[int, int]]]) -> None:
         self._file, self._layers, self._ahead = file, layers, Ahead()
         self._before, self._last = -1, -1
         self._following: dict[tuple[int, int], int] = {}
-        """Whose turn came after those of two."""
+        """The layer whose turn came after those of two."""
 
     def begin(self, number: int) -> None:
-        """Bring a layer, begin with what came after it last time, and let go of the one before.
+        """Wait until a layer is in memory, read ahead the one that is next, and let go of the one before.
 
         Raises:
             TierError: See `MappedFile.bring`.
@@ -207,48 +207,50 @@ class Layers:
 
 
 class Ahead:
-    """A thread that brings what comes next, so that nobody waits for it; what fails there fails again for its user.
+    """A thread that reads ahead. An error there is ignored, as it comes again when the range is used.
 
     The kernel's own hint (`MADV_WILLNEED`) reads into single pages, each of which costs again when it is mapped,
     written to or let go of: 8 times the processor time (Linux 6.18, 512 MiB brought to be written: 0.53 s for 0.07).
     """
 
-    _of = 0  # the process that has the thread
+    _pid = 0  # of the process that has the thread
 
     def bring(self, file: MappedFile, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have ranges of a file brought; where others still wait for that, they are left out."""
-        if self._of != os.getpid():  # a child that was forked has no thread
-            self._of, self._wanted = os.getpid(), SimpleQueue[Any]()
-            threading.Thread(target=_bring_all, args=(self._wanted,), name="offload-weights", daemon=True).start()
-            weakref.finalize(self, self._wanted.put, None).atexit = False
-        self._wanted.put((file, ranges))
+        """Ask the thread to read ranges of a file; an earlier request that it has not begun is dropped."""
+        if self._pid != os.getpid():  # a forked child does not have its parent's thread
+            self._pid, self._requests = os.getpid(), SimpleQueue[Any]()
+            threading.Thread(target=_bring_all, args=(self._requests,), name="offload-weights", daemon=True).start()
+            weakref.finalize(self, self._requests.put, None).atexit = False
+        self._requests.put((file, ranges))
 
 
-def _bring_all(wanted: SimpleQueue[Any]) -> None:
-    while (each := _newest(wanted)) is not None:
-        file, ranges = each
+def _bring_all(requests: SimpleQueue[Any]) -> None:
+    """Read what requests ask for, until one is None."""
+    while (request := _newest_request(requests)) is not None:
+        file, ranges = request
         with contextlib.suppress(TierError):
             for offset, nbytes in ranges:
                 file.bring(offset, nbytes)
-        del each, file  # which may go while this waits
+        del request, file  # so that the file is not kept alive while this waits
 
 
-def _newest(wanted: SimpleQueue[Any]) -> Any:
-    each = wanted.get()
+def _newest_request(requests: SimpleQueue[Any]) -> Any:
+    """Wait for a request, and return the newest one; None as soon as there is a None."""
+    request = requests.get()
     with contextlib.suppress(Empty):
-        while each is not None:
-            each = wanted.get_nowait()
-    return each
+        while request is not None:
+            request = requests.get_nowait()
+    return request
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The weights in mapped files that an update works on: of each run of pages its file, offset and size."""
+    """The weights in mapped files that an update works on: file, offset and size of each range."""
 
     ranges: Sequence[tuple[MappedFile, int, int]]
 
     def bring(self) -> None:
-        """Wait until all are in memory.
+        """Wait until all ranges are in memory, to be written to.
 
         Raises:
             TierError: See `MappedFile.bring`.
@@ -257,13 +259,13 @@ class Visit:
             file.bring(offset, nbytes, to_write=True)
 
     def let_go(self) -> None:
-        """Have all written, and their memory be the first that is taken."""
+        """Begin to write all ranges, and mark their memory as the first to be reclaimed."""
         for file, offset, nbytes in self.ranges:
             file.let_go(offset, nbytes, was_written=True)
 
 
 class Visiting:
-    """Brings the weights of one update after another, and lets go of them some updates later; one thread's."""
+    """Waits for weights of one update after another, and lets go of them `BEHIND` updates later. For one thread."""
 
     def __init__(self) -> None:
         self._before: deque[Visit] = deque()
@@ -280,7 +282,7 @@ class Visiting:
         self._before.append(visit)
 
     def metrics(self) -> dict[str, float]:
-        """Return how often updates of this process have waited for a drive; nothing before the first visit."""
+        """Return how often this process's updates have waited for a drive (major faults); nothing before a visit."""
         return {metrics.WEIGHT_FAULTS: _major_faults(UPDATING)} if self._before else {}
 
 
@@ -288,7 +290,7 @@ def visit_of(table: npt.NDArray[Any]) -> Visit | None:
     """Return the weights of an update that lie in mapped files; None if none does, as in most programs.
 
     Args:
-        table: Of the update: rows of `offload.protocols.SEGMENT_DTYPE`.
+        table: The update's: rows of `offload.protocols.SEGMENT_DTYPE`.
     """
     files = _living()
     if not files:
@@ -296,14 +298,14 @@ def visit_of(table: npt.NDArray[Any]) -> Visit | None:
     addresses, sizes = weights_at(table)
     ranges: list[tuple[MappedFile, int, int]] = []
     for file in files:
-        offsets = addresses - np.uint64(file.address)  # of those before it they are huge
+        offsets = addresses - np.uint64(file.address)  # unsigned: huge for addresses before the file
         inside = np.flatnonzero((offsets < np.uint64(file.nbytes)) & (sizes > 0))
         ranges += [(file, *each) for each in joined((int(offsets[i]), int(sizes[i])) for i in inside)]
     return Visit(ranges) if ranges else None
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return offset and size of the runs that ranges make, in their order; those less than a page apart are one."""
+    """Return sorted ranges (offset, size), with those joined to one that are at most a page apart."""
     runs: list[tuple[int, int]] = []
     for offset, nbytes in sorted(ranges):
         if runs and offset <= sum(runs[-1]) + PAGE_BYTES:
@@ -320,10 +322,10 @@ def is_mapped(address: int) -> bool:
 
 
 def _major_faults(name: bytes) -> int:
-    """Return those of this process's threads of a name, as far as there are any: pages that came from a drive."""
+    """Return the major page faults (pages read from a drive) of this process's threads of a name."""
     total = 0
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             with open(f"/proc/self/task/{task}/stat", "rb") as file:
                 head, _, fields = file.read().rpartition(b")")
             total += int(fields.split()[9]) if head.endswith(name) else 0
@@ -335,23 +337,19 @@ def _living() -> list[MappedFile]:
 
 
 def up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
-    """Return the next multiple of a unit."""
+    """Round up to a multiple of `unit`."""
     return -(-nbytes // unit) * unit
 
 
 def _pages(offset: int, nbytes: int) -> tuple[int, int]:
-    """Return the whole pages that hold a range: where they begin and end."""
+    """Return begin and end of the whole pages that hold a range."""
     return offset // PAGE_BYTES * PAGE_BYTES, -(-(offset + nbytes) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _nameless(folder: str) -> int:
-    """Return a descriptor of a new file that has no name, or none any more.
-
-    Raises:
-        OSError: There can be none.
-    """
+    """Return a descriptor of a new file without a name; raises `OSError` if the folder cannot have one."""
     flags = os.O_RDWR | os.O_CLOEXEC
-    with contextlib.suppress(OSError):  # not every file system can
+    with contextlib.suppress(OSError):  # not every file system has O_TMPFILE
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     descriptor, name = tempfile.mkstemp(prefix="offload-weights-", dir=folder)
     os.unlink(name)

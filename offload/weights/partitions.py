@@ -1,7 +1,7 @@
-"""Partitions of weights in a file: what a framework leaves each rank of its weights, to be gathered when it is used.
+"""Partitions of weights in a file: each rank's parts of weights that a framework gathers when they are used (ZeRO-3).
 
-The framework keeps its tensors, which are given other memory: a mapped file (`offload.weights.mapping`). It says when
-it is about to gather some, and what is gathered next is brought meanwhile.
+The framework keeps its tensor objects; their memory is moved to a mapped file (`offload.weights.mapping`). It tells
+this module when it is about to gather some; then the layer that came next last time is read ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("offload")
 
 
 class Partitions:
-    """Flat tensors in one file, one after another; it goes with the last of them.
+    """Flat tensors in one file, one after another; the file is freed with the last tensor.
 
     Args:
         folder: An existing folder on the drive.
@@ -39,33 +39,33 @@ class Partitions:
         self._used = 0
         self._layers, self._last = Layers(self._file, []), -1
         self._numbers: dict[int, int] = {}
-        """Of the layer that a tensor is in, by the tensor's address."""
+        """Number of the layer that a tensor is in, by the tensor's address."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor, of zeros."""
+        """Return a new tensor of zeros in the file."""
         offset = self._used
         self._used += up(numel * dtype.itemsize)
         return self._file.tensor(offset, numel, dtype)
 
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> None:
-        """Have a tensor lie here; it is the same object."""
+        """Move a tensor's memory to the file; it stays the same object."""
         offset, place = self._used, self.take(tensor.numel(), tensor.dtype)
         tensor.data = place.copy_(tensor)
         self._file.let_go(offset, tensor.nbytes, was_written=True)
 
     @staticmethod
     def give_back() -> None:
-        """Have the system get the memory that moved tensors have left: glibc keeps up to all of it in holes."""
+        """Return the old memory of moved tensors to the system, of which glibc may keep all as free blocks."""
         if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             trim(0)
 
     def use_layers(self, model: nn.Module, part_of: Callable[[Any], torch.Tensor]) -> None:
-        """Bring tensors by layers of a model from now on: what is used together, in the order of the passes.
+        """Read tensors by the model's layers from now on: `begin` reads a whole layer, and the next one ahead.
 
         Args:
-            model: Whose they are.
-            part_of: Returns a parameter's, which may lie elsewhere.
+            model: The model whose partitions lie here.
+            part_of: Returns a parameter's partition, which may also lie elsewhere.
         """
         ranges: list[list[tuple[int, int]]] = []
         for number, modules in enumerate(units(model)):
@@ -79,7 +79,7 @@ class Partitions:
         log.info("%s of partitions lie in a file in %s: %d, used in %d layers", *said)
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Bring the layers of tensors that are about to be read, and begin with what came after them last time.
+        """Wait until the layers of tensors to be read are in memory; read ahead the layer that came next last time.
 
         Raises:
             TierError: See `MappedFile.bring`.
@@ -91,7 +91,7 @@ class Partitions:
                 self._last = number
 
     def note_written(self) -> None:
-        """Note that an update has let go of all: the layer that was brought last is brought again."""
+        """Note that an update has let go of all layers, so that the last one is read again at its next use."""
         self._last = -1
 
     def _has(self, tensor: torch.Tensor) -> bool:

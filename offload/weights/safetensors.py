@@ -1,4 +1,4 @@
-"""Tensors in a file of the safetensors format, read by its header: eight bytes of its size, JSON, and the data."""
+"""Reads files of the safetensors format: eight bytes with the header's size, a header in JSON, and the data."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ DTYPES = {
 log = logging.getLogger("offload")
 
 MOST_HEADER_BYTES = 100_000_000
-"""What the format allows."""
+"""Largest header that the format allows."""
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and where it lies there."""
+    """A tensor of a file: its first byte there, the byte after its last, and what it is."""
 
     begin: int
     end: int
@@ -48,14 +48,14 @@ class Entry(NamedTuple):
 
 
 Files = list[tuple[str | os.PathLike[str], list[Entry]]]
-"""Files, and what is in each."""
+"""Files, each with its tensors."""
 
 
 def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
-    """Return the tensors of a file, in its order, by its header alone.
+    """Return the tensors of a file, in the order of their data, by reading its header alone.
 
     Raises:
-        ConfigError: It is no such file, is cut short, or has a dtype that is not known.
+        ConfigError: It is no safetensors file, is cut short, or has an unknown dtype.
         OSError: It cannot be opened.
     """
     shown = os.fspath(path)
@@ -78,11 +78,11 @@ def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of each; it is read when the tensor is, and valid as long as that.
+    """Yield names and tensors over a mapping of the file, which is read from the drive as a tensor is read.
 
     Args:
         path: The file.
-        entries: What `entries_in` has found there.
+        entries: Its tensors, by `entries_in`.
     """
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -95,47 +95,47 @@ def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterat
 
 
 def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
-    """Return what is in files, all of which the model has; warn of weights on the meta device that none has.
+    """Return the tensors of files after checking that the model has all; warn of meta weights that no file has.
 
     Raises:
-        ConfigError: See `entries_in`, or a file has what the model has not.
+        ConfigError: See `entries_in`, or a file has a tensor that the model lacks.
         OSError: See `entries_in`.
     """
     if isinstance(files, str | os.PathLike):
         raise ConfigError("safetensors", files, "give a list of files")
-    targets, found = _targets(model), [(file, entries_in(file)) for file in files]
-    for file, entries in found:
-        for each in entries:
-            target = targets.get(each.name)
-            if target is None or target.shape != each.shape:
+    targets, contents = _targets(model), [(file, entries_in(file)) for file in files]
+    for file, entries in contents:
+        for entry in entries:
+            target = targets.get(entry.name)
+            if target is None or target.shape != entry.shape:
                 has = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
-                what = f"{each.name}, shape {each.shape}, in {os.fspath(file)}"
+                what = f"{entry.name}, shape {entry.shape}, in {os.fspath(file)}"
                 raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
-    read = {targets[each.name] for _, entries in found for each in entries}
+    read = {targets[entry.name] for _, entries in contents for entry in entries}
     missing = [name for name, weight in model.named_parameters() if weight.is_meta and weight not in read]
-    if found and missing:
+    if contents and missing:
         log.warning("%d weights are in none of the safetensors files, and zero: %s", len(missing), missing[0])
-    return found
+    return contents
 
 
 def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) -> None:
-    """Read tensors of files into a model, one after another; of what is sharded this rank's part.
+    """Copy tensors of files to a model's tensors of the same names, one after another; to a shard its part.
 
     Args:
-        model: The model; its own tensors have these names.
+        model: The model.
         files: What `checked` has returned.
-        file: Where its weights lie, as far as they do: each is written there behind being read.
+        file: The mapped file that weights may lie in: each is let go after it was written.
     """
     targets = _targets(model)
-    for each, entries in files:
-        for name, tensor in tensors_in(each, entries):
+    for path, entries in files:
+        for name, tensor in tensors_in(path, entries):
             target = targets[name]
             if shards.is_sharded(target):
                 tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
-            mine = shards.local(target.detach())
-            mine.copy_(tensor)
-            if file is not None and file.holds(mine.data_ptr()):
-                file.let_go(mine.data_ptr() - file.address, mine.nbytes, was_written=True)
+            elements = shards.local(target.detach())
+            elements.copy_(tensor)
+            if file is not None and file.holds(elements.data_ptr()):
+                file.let_go(elements.data_ptr() - file.address, elements.nbytes, was_written=True)
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A rank's shards of a model's weights that lie in a file: FSDP2 gathers them from there, layer by layer."""
+"""A rank's shards of a model's weights in a mapped file, from which FSDP2 gathers them, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger("offload")
 
 
 class ShardsInFile:
-    """Shards that lie in a file; see `weights_in_file`.
+    """A rank's shards in a mapped file; see `weights_in_file`.
 
-    Each of FSDP2's groups is read before it is gathered, and the one that came next last time meanwhile.
+    Each of FSDP2's groups is read before it is gathered, and the group that came next last time is read ahead.
 
     Attributes:
-        file: Where they lie.
-        nbytes: How much they are on this rank, with what aligns them.
+        file: The mapped file.
+        nbytes: Size of this rank's shards, with padding for alignment.
     """
 
     def __init__(
@@ -56,60 +56,61 @@ class ShardsInFile:
         for group, (begin, nbytes) in zip(self._groups, ranges, strict=True):
             for each in group.fsdp_params:
                 name = names[id(each.sharded_param)]
-                self._places[each] = name, self._place(each, offsets[each])
+                self._places[each] = name, self._move_shard(each, offsets[each])
             self.file.let_go(begin, nbytes, was_written=True)
         self._numbers = {group: number for number, group in enumerate(self._groups)}
         self._layers = Layers(self.file, [[each] for each in ranges])
         give_buffers(model, self._groups[0].device)
         read_into(model, files, self.file)
-        self._handles = [shards.StandIn(group, "unshard", self._bring) for group in self._groups]
-        model.register_forward_pre_hook(self._stay)
+        self._handles = [shards.StandIn(group, "unshard", self._begin_gather) for group in self._groups]
+        model.register_forward_pre_hook(self._keep_alive)
         said = format_bytes(self.nbytes), os.fspath(path), len(self._places), len(self._groups)
         log.info("%s of this rank's weights lie in a file in %s: %d shards, gathered in %d groups", *said)
 
     def close(self) -> None:
-        """Tell the kernel nothing more; shards stay in the file, which goes with the last of them; idempotent."""
+        """Remove the hooks; shards stay in the file, which is freed with the last of them; idempotent."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _stay(self, model: nn.Module, inputs: object) -> None:
-        """Do nothing, as a hook that keeps this for as long as there is the model."""
+    def _keep_alive(self, model: nn.Module, inputs: object) -> None:
+        """Do nothing: a hook of the model, which keeps this object alive as long as the model."""
 
-    def _place(self, managed: Any, offset: int) -> int:
-        """Have a weight's shard lie in the file; return its address."""
-        before, weight = managed._sharded_param_data, managed.sharded_param
-        mine = shards.local(weight)
+    def _move_shard(self, fsdp_param: Any, offset: int) -> int:
+        """Move a weight's shard to the file; return its address."""
+        before, weight = fsdp_param._sharded_param_data, fsdp_param.sharded_param
+        shard = shards.local(weight)
         place = self.file.tensor(offset, before.numel(), before.dtype)
-        part = place[: mine.numel()].view(mine.shape)  # torch pads shards to one size
-        if mine.is_meta:
-            made = nn.Parameter(managed.to_sharded_dtensor(part), requires_grad=weight.requires_grad)
+        unpadded = place[: shard.numel()].view(shard.shape)  # FSDP2 pads the shards of all ranks to one size
+        if shard.is_meta:
+            made = nn.Parameter(fsdp_param.to_sharded_dtensor(unpadded), requires_grad=weight.requires_grad)
             made.__dict__.update(weight.__dict__)
-            managed._setattr_on_modules(made)
-            managed.sharded_param = made
+            fsdp_param._setattr_on_modules(made)
+            fsdp_param.sharded_param = made
         else:
             place.copy_(before)
-            weight._local_tensor = part
-        managed._sharded_param_data = place
+            weight._local_tensor = unpadded
+        fsdp_param._sharded_param_data = place
         return place.data_ptr()
 
-    def _bring(self, group: Any, unshard: Any, async_op: bool = False) -> None:
-        """Wait until a group's shards are in memory, and have FSDP2 gather them."""
+    def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
+        """Wait until a group's shards are in memory, then let FSDP2 gather them; stands in for its `unshard`."""
         if group._all_gather_result is None and group.is_sharded:
-            for each in group.fsdp_params:
-                name, address = self._places[each]
-                if each._sharded_param_data.data_ptr() != address:
-                    what = f"{each._sharded_param_data.dtype}, on {each._sharded_param_data.device}"
+            for fsdp_param in group.fsdp_params:
+                name, address = self._places[fsdp_param]
+                data = fsdp_param._sharded_param_data
+                if data.data_ptr() != address:
+                    what = f"{data.dtype}, on {data.device}"
                     allowed = "change dtype or device, and load with assign=True, before weights_in_file"
                     raise ConfigError(name, what, f"{allowed}: this weight has left its file")
             self._layers.begin(self._numbers[group])
         unshard(async_op)
 
 
-def _check_shard(name: str, managed: Any) -> None:
+def _check_shard(name: str, fsdp_param: Any) -> None:
     """Refuse a shard that is not in plain host memory, by name."""
-    if managed.pin_memory:
+    if fsdp_param.pin_memory:
         combinations.FILE_PINNED.refuse(name, "CPUOffloadPolicy(pin_memory=True)")
-    mine = shards.local(managed.sharded_param)
-    if type(mine) is not torch.Tensor or mine.device.type not in ("cpu", "meta"):
-        what = f"{type(mine).__name__} on {mine.device}"
+    shard = shards.local(fsdp_param.sharded_param)
+    if type(shard) is not torch.Tensor or shard.device.type not in ("cpu", "meta"):
+        what = f"{type(shard).__name__} on {shard.device}"
         raise ConfigError(name, what, "have plain shards in host memory: CPUOffloadPolicy(pin_memory=False)")

@@ -196,7 +196,7 @@ def test_a_copy_of_the_state_lies_where_there_is_room(tmp_path: Path, monkeypatc
     assert [*in_file.tensors] == ["master", "exp_avg", "exp_avg_sq"]
     assert in_file.master.tolist() == [*weights[:6].tolist(), 0.0, 0.0]  # padding
     rooms: dict[str, int] = {}
-    monkeypatch.setattr(state, "rooms_beside", lambda *session: rooms)
+    monkeypatch.setattr(state, "free_bytes_beside", lambda *session: rooms)
     in_memory = shard.export()[0]
     assert all(map(torch.equal, in_memory.tensors.values(), in_file.tensors.values()))
     monkeypatch.setattr(state_copy, "available_bytes", lambda: 0)

@@ -282,8 +282,8 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
 
 def gradient_blocks(gradient: torch.Tensor) -> npt.NDArray[np.float64]:
     """Return `block_sums` of a gradient on the CPU."""
-    found: npt.NDArray[np.float64] = block_sums(gradient).numpy()
-    return found
+    sums: npt.NDArray[np.float64] = block_sums(gradient).numpy()
+    return sums
 
 
 def block_sums(gradient: torch.Tensor) -> torch.Tensor:

@@ -143,8 +143,8 @@ def encode_state(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return codes (uint8, shape [numel] each) and scales (uint8, shape [blocks, number of tensors]) of fp32 state.
 
-    A value whose root is stored as 0 has a 0 beside it: what is divided by a root would else be divided by almost
-    nothing. So has one whose root is infinite: divided by it, it was 0.
+    Where a root is stored as 0, 0 is stored of the other tensors, too: else these would be divided by almost nothing.
+    So it is where a root is infinite, as the quotient was 0.
 
     Args:
         state: fp32, shape [numel] each.
@@ -158,13 +158,13 @@ def encode_state(
         else encode_signed(values, first_index, random)
         for values, is_root in zip(state, are_roots, strict=True)
     ]
-    codes = [found for found, _ in encoded]
+    codes = [tensor for tensor, _ in encoded]
     for number, is_root in enumerate(are_roots):
         if is_root:
             zeros = (codes[number] == 0) | torch.isposinf(state[number])
-            for found, is_other in zip(codes, are_roots, strict=True):
+            for tensor, is_other in zip(codes, are_roots, strict=True):
                 if not is_other:
-                    found.masked_fill_(zeros, 0)
+                    tensor.masked_fill_(zeros, 0)
     return codes, torch.stack([scales for _, scales in encoded], dim=1)
 
 
@@ -173,8 +173,8 @@ def decode_state(
 ) -> list[torch.Tensor]:
     """Return the state, in fp32, of `encode_state`'s codes and scales."""
     return [
-        (decode_root if is_root else decode_signed)(found, scales[:, number], first_index)
-        for number, (found, is_root) in enumerate(zip(codes, are_roots, strict=True))
+        (decode_root if is_root else decode_signed)(tensor, scales[:, number], first_index)
+        for number, (tensor, is_root) in enumerate(zip(codes, are_roots, strict=True))
     ]
 
 

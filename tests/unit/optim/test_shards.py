@@ -11,7 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.optim import shards
-from offload.optim.muon import Muon
+from offload.optim.dealt import fail_together
 from offload.optim.shards import Cut
 
 
@@ -169,18 +169,16 @@ def test_a_sum_of_what_is_whole_takes_no_collective(monkeypatch: pytest.MonkeyPa
 def test_who_fails_on_one_mesh_is_heard_on_the_next() -> None:
     """Ranks of several meshes ask each in turn: who left at the first would have those of the next wait for ever."""
     heard: list[Exception | None] = []
+    closed: list[None] = []
 
     def mesh(failed: list[tuple[int, str]]) -> Any:
-        def failures(error: Exception | None) -> list[tuple[int, str]]:
+        def gather_failures(error: Exception | None) -> list[tuple[int, str]]:
             heard.append(error)
             return failed
 
-        return SimpleNamespace(ranks=2, failures=failures)
+        return SimpleNamespace(ranks=2, gather_failures=gather_failures)
 
-    optimizer: Any = object.__new__(Muon)
-    optimizer._weights = SimpleNamespace(dealt={0: mesh([(1, "no room")]), 1: mesh([])})
-    optimizer._holder = SimpleNamespace(close=lambda: None)
-    with pytest.raises(ConfigError, match="rank 1 failed: no room"), optimizer._on_all_ranks():
-        pass
-    assert heard[0] is None
-    assert isinstance(heard[1], ConfigError)
+    error = fail_together([mesh([(1, "no room")]), mesh([])], None, lambda: closed.append(None))
+    assert "rank 1 failed: no room" in str(error)
+    assert heard == [None, error]
+    assert closed == [None]
