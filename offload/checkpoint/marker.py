@@ -68,7 +68,7 @@ ALONE = Marker()
 """The marker of a folder to which no other files belong."""
 
 DAMAGED = Marker(depth=0)
-"""What stands for a marker that is there and cannot be read."""
+"""Returned in place of a marker that exists but cannot be read."""
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
@@ -109,7 +109,7 @@ def unmark(folder: str) -> None:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a relative name leads to something in the folder that it is relative to."""
+    """Return whether a relative name stays within the folder that it is relative to."""
     return bool(name) and not os.path.isabs(name) and "\0" not in name and ".." not in name.split("/")
 
 

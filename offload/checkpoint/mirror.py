@@ -70,7 +70,7 @@ RANKS_S = 6 * 3600.0
 """Seconds that a rank waits for others, which may have far more to copy, or a slower way to the mirror."""
 
 KNOWN_S = 5.0
-"""Seconds for which whoever releases a checkpoint waits until it is known which stores the mirror reads."""
+"""Seconds that the release of a checkpoint waits until it is known which stores the mirror reads."""
 
 BATCH_BYTES = 256 << 20
 """Bytes after which copied tiles are made durable and noted; also the step in which a store grows."""
@@ -126,7 +126,7 @@ class Mirror:
 
     def __init__(self, path: str | None, paths: Sequence[str], *, verify: bool, io_backend: str) -> None:
         self.copied_bytes = 0
-        # Where it is does not change with the working directory.
+        # Made absolute: the working directory may change.
         self._path, self._io_backend = path and parse_place(path).name, io_backend
         self._open = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class Mirror:
         """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
         self._is_known = threading.Event()
-        """Set but while stores are opened or closed: `_reads` may lack, then, what only the mirror reads."""
+        """Cleared while stores are opened or closed: `_reads` may then lack stores that the mirror reads."""
         self._is_known.set()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
@@ -215,7 +215,7 @@ class Mirror:
     def queue_task(self, task: Task) -> None:
         """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread.
 
-        What was loaded is no newer than what was saved, and waits for nothing: another task goes before it.
+        A loaded checkpoint's task is not queued if there is another one, as it is no newer and nothing waits for it.
         """
         with self._lock:
             is_queued = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
@@ -280,7 +280,7 @@ class Mirror:
     # On the caller's thread
 
     def note_error(self, error: CheckpointError) -> None:
-        """Have `wait` raise an error: what was to be mirrored last could not be begun."""
+        """Let `wait` raise an error: the task that was to be mirrored last could not be begun."""
         self._error = error
 
     def wait(self, timeout_s: float | None = None) -> None:

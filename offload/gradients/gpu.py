@@ -52,7 +52,7 @@ class _GradientRecord:
         stays: Whether the GPU updates part of the parameter, and so reads the gradient where it lies.
         parts: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that lies
             in one block.
-        device_place: The memory of the same numbers on the device.
+        on_device: The memory of the same numbers on the device.
         starts: First element of each of its segments, which may begin anywhere in a block.
         arrivals: Backward passes that have added to it since the last step.
         address: Where the first one lies on the device; 0 for none.
@@ -64,7 +64,7 @@ class _GradientRecord:
     slot: torch.Tensor
     stays: bool
     parts: npt.NDArray[np.uint64]
-    device_place: Place
+    on_device: Place
     starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
@@ -352,7 +352,7 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
-        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.device_place.address, *target)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.on_device.address, *target)
         departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
@@ -394,11 +394,11 @@ class GpuGradients(GradientStore):
         if len(gradients) == 1:
             position, address, dtype = gradients[0]
             record = self.records[position]
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_place.address)
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.on_device.address)
             return
         for dtype in sorted({dtype for _, _, dtype in gradients}):
             pairs = [(self.records[n], address) for n, address, code in gradients if code is dtype]
-            rows = [(address, record.numel, record.device_place.address) for record, address in pairs]
+            rows = [(address, record.numel, record.on_device.address) for record, address in pairs]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
     def _send(self, bucket: _Bucket) -> None:
@@ -531,8 +531,7 @@ class GpuGradients(GradientStore):
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
                 device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
             device_parts = [
-                record.device_place.address + number * BLOCK_BYTES
-                for record, number in zip(records, first, strict=True)
+                record.on_device.address + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
             ]
             rows = np.stack([addresses, numels, np.array(device_parts, np.uint64)], axis=1)
             for dtype in np.unique(dtypes).tolist():
