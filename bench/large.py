@@ -23,6 +23,7 @@ from _harness import Option, Run, main
 
 from offload.cli.model import choose_shape
 from offload.cli.values import parse_count
+from offload.measure import full_probe, save_rates
 
 SEQ = 128
 FEW_LAYERS = (2, 4)
@@ -99,7 +100,8 @@ def measure(run: Run) -> None:
     args, folder, rates = run.args, run.folder, run.folder / "rates.json"
     shape = choose_shape(args.params)
     progress("rates")
-    offload("probe", folder, "--paths", folder, "--out", rates, "--seconds", 1 if run.smoke else 20, "--quiet")
+    few = {"seconds": 1.0, "numel": 1 << 17} if run.smoke else {}
+    save_rates(rates, full_probe([str(folder)], **few))
     state = ["--state-format", args.state_format, "--host-memory", 0, "--rates", rates]
     hidden_in = "both"
     if args.gradient_memory is not None:

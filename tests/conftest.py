@@ -192,9 +192,14 @@ def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_rates_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Sessions start from a probe, whatever `offload probe` has left for this user."""
+    """Sessions start from a probe, whatever `offload probe` has left for this user.
+
+    It is as short as can be, since no bit depends on what it finds; `unit/test_quick_probe.py` has whole ones.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("offload.measure.samples.QUICK_ROUNDS", 1)
+        patch.setattr("offload.measure.trial.STEPS", 2)
         yield
 
 

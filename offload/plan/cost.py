@@ -156,14 +156,15 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     # While the CPU still works, the last copies out are not behind the step.
     copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.brought_bytes
     traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
+    beside = _beside(traffic)
     step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
-    if _mean_speed(rates, traffic, span_s) < 1:
+    if _mean_speed(rates, beside, span_s) < 1:
         # The slower the updates, the longer the step, and the thinner the other traffic: one speed fits.
         slow, fast = LEAST_CPU_SPEED, 1.0
         for _ in range(BISECTIONS):
             speed = (slow + fast) / 2
             step_s, span_s = _step_s(mix, shares, rates, lanes, speed)
-            slow, fast = (speed, fast) if _mean_speed(rates, traffic, span_s) > speed else (slow, speed)
+            slow, fast = (speed, fast) if _mean_speed(rates, beside, span_s) > speed else (slow, speed)
     lane_s = {lane: seconds for lane, (_, seconds) in lanes.items()}
     if rates.memory_bytes_per_s != math.inf:
         moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
@@ -196,24 +197,26 @@ def _on_fastest(mix: Mix, rates: Rates) -> Mix:
     return replace(mix, host=(host[0], host[1])) if mix.nodes else mix
 
 
-def _mean_speed(rates: Rates, traffic: Mapping[str, tuple[float, float]], span_s: float) -> float:
+def _beside(traffic: Mapping[str, tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return memory traffic in bytes, and busy seconds, of all reads, of all writes and of each way of the link."""
+    groups = [[each for lane, each in traffic.items() if lane.startswith(v)] for v in ("read", "write", "h2d", "d2h")]
+    busy = [[(nbytes, busy_s) for nbytes, busy_s in group if busy_s] for group in groups]
+    return [(sum(nbytes for nbytes, _ in group), max(busy_s for _, busy_s in group)) for group in busy if group]
+
+
+def _mean_speed(rates: Rates, beside: Sequence[tuple[float, float]], span_s: float) -> float:
     """Return the mean part of its rate that the CPU keeps while other lanes come and go, each for itself.
 
     Args:
         rates: Speed of every lane.
-        traffic: For each of them its bytes of memory traffic and the seconds in which it is busy.
+        beside: Their bytes of memory traffic and the seconds in which they are busy.
         span_s: The time that all this takes.
     """
     states = [(1.0, 0.0)]  # probability and traffic per second
-    for verb in ("read", "write", "h2d", "d2h"):
-        group = [(nbytes, busy_s) for lane, (nbytes, busy_s) in traffic.items() if lane.startswith(verb) and busy_s]
-        if not group or not span_s:
-            continue
-        active = min(1.0, max(busy_s for _, busy_s in group) / span_s)
-        demand = sum(nbytes for nbytes, _ in group) / (active * span_s)
-        states = [
-            state for p, d in states for state in ((p * (1 - active), d), (p * active, d + demand)) if state[0] > 0
-        ]
+    for nbytes, busy_s in beside if span_s else ():
+        active = min(1.0, busy_s / span_s)
+        demand, rest = nbytes / (active * span_s), 1 - active
+        states = [state for p, d in states for state in ((p * rest, d), (p * active, d + demand)) if state[0] > 0]
     return sum(p * rates.cpu_speed(d) for p, d in states)
 
 

@@ -61,25 +61,27 @@ def load(devices: int = 2) -> None:
 
 
 def tell_offload() -> None:
-    """Have offload know the device, and measure it as if nothing dawdled; after `load`, once.
+    """Have offload know the device, and measure it once, as if nothing dawdled; after `load`, once.
 
-    What a session measures as it begins is hundreds of tasks, waited for one by one, and no bit depends on it: with
-    delays it takes longer than a test's training. `workloads.py` has streams dawdle there, too.
+    What a session measures as it begins is hundreds of tasks, waited for one by one, and no bit depends on it: it
+    takes longer than a test's training. `workloads.py` has every session measure, and streams dawdle there, too.
     """
     from offload.backends import BACKENDS, Backend
-    from offload.session import parts
+    from offload.measure import probe
 
-    probe = parts.quick_probe
+    measure, known = probe.probe_gpu, dict[str, Any]()
 
-    def quick_probe(*arguments: Any, **options: Any) -> Any:
-        before = _delays
-        delays()
-        try:
-            return probe(*arguments, **options)
-        finally:
-            delays(*before)
+    def probe_gpu(lanes: Any, **options: Any) -> Any:
+        device, before = lanes.device.name, _delays
+        if device not in known:
+            delays()
+            try:
+                known[device] = measure(lanes, **options)
+            finally:
+                delays(*before)
+        return known[device]
 
-    parts.quick_probe = quick_probe
+    probe.probe_gpu = probe_gpu
     BACKENDS["late"] = Backend(pin=pin, unpin=unpin)
 
 

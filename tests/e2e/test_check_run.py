@@ -50,7 +50,7 @@ def check(
     request: pytest.FixtureRequest,
 ) -> Any:
     """Return a function that checks a script, and returns the status, the outcome and what went to stderr."""
-    if "file" not in request.node.name:  # prepared processes have an environment of their own
+    if "does_not_change" not in request.node.name:  # prepared processes have an environment of their own
         monkeypatch.setattr(sys, "executable", prepared.python())
         monkeypatch.setattr(check_run, "REPEATABLE", {})
     monkeypatch.chdir(tmp_path)

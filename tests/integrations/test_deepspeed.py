@@ -39,13 +39,21 @@ OF_ANY_WORLD = (
     "auto_does_what_the_first_rank_has_measured",
     "client_optimizers_are_taken_over",
     "compiled_models_equal_stock",
+    "gradients_on_paths_change_nothing",
     "groups_schedules_and_frozen_parameters",
+    "lion_equals_its_definition",
+    "micro_steps_by_hand",
     "model_variants_equal_stock",
+    "phases_change_nothing",
+    "placements_agree",
+    "saves_behind_training_are_those_that_wait",
     "state_of_another_format_makes_the_same_weights",
     "steps_that_go_on_into_forward_change_nothing",
     "two_models_on_one_path",
     "unused_parameters_stay_as_they_are",
     "updates_during_backward_change_nothing",
+    "weights_in_files_change_nothing",
+    "what_is_frozen_after_initialize_keeps_its_state",
 )
 """Checks that say with two ranks all that they say with one: `make test` runs them once."""
 PARTS = {1: 2, 2: 4}  # starts of the checks by ranks, each of which may go to another core

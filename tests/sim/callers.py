@@ -253,8 +253,7 @@ class Forwards(Saves):
             for event in self.executor.wait():
                 machine.handle(event)
             self.executor.submit(machine.take_operations())
-        if self.self_check:
-            machine.check()
+        self.check()
         while thread.is_due(machine):
             assert thread.serve_due()
 
@@ -264,6 +263,7 @@ class Forwards(Saves):
             if self.awaited is not None and not arrived():
                 waits_for = [s for s in self.awaited if not self.executor.is_ended(s)]
                 assert waits_for, f"it waits for subgroups {self.awaited}, which have been visited"
+        self.check(ends=True)
 
     def begin(self, sweep: Sweep) -> Sweep:
         self.machine.handle(Begin(sweep))

@@ -48,13 +48,12 @@ def modules_with_errors() -> list[str]:
         if isinstance(node, ast.ClassDef)
     ]
     known = {n for n, found in vars(builtins).items() if isinstance(found, type) and issubclass(found, BaseException)}
-    found: set[str] = set()
-    for _ in classes:  # a base may come after what is derived from it
-        for module, node in classes:
-            if known & {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}:
-                known.add(node.name)
-                found.add(module)
-    return sorted(found)
+    bases = [(m, n.name, {ast.unparse(b).split("[")[0].split(".")[-1] for b in n.bases}) for m, n in classes]
+    count = 0
+    while count < len(known):  # a base may come after what is derived from it
+        count = len(known)
+        known |= {name for _, name, of in bases if known & of}
+    return sorted({module for module, _, of in bases if known & of})
 
 
 def below(kind: type) -> set[type]:

@@ -48,6 +48,8 @@ def plan_of(numel: int, state_format: StateFormat = EXACT, exact: int = 0) -> Pl
 
 
 TESTS = itertools.count(1 << 16)
+ROUNDS, STEPS = samples.QUICK_ROUNDS, trial.STEPS
+"""Those of everybody's sessions, not of the tests'."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +57,8 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process has measured, it has measured on other CPUs."""
     plain, number = os.sched_getaffinity, next(TESTS)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*plain(pid), number})
+    monkeypatch.setattr(samples, "QUICK_ROUNDS", ROUNDS)
+    monkeypatch.setattr(trial, "STEPS", STEPS)
 
 
 @pytest.mark.parametrize(

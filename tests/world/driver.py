@@ -41,6 +41,8 @@ from world.faults import (
 )
 
 MAX_EVENTS = 100_000
+CHECKED_EVERY = 3
+"""Events after which the machine looks at its invariants: what is wrong stays wrong, and to look takes long."""
 ROOMY_BYTES = 1 << 40
 DTYPES = [DtypeCode.BFLOAT16, DtypeCode.FLOAT32]
 
@@ -385,11 +387,16 @@ class Driver:
 
         def reached(machine: Machine) -> bool:
             assert self.inner.events < MAX_EVENTS, "it goes on for ever"
-            if self.self_check:
-                machine.check()
-            return bool(until(machine))
+            ends = bool(until(machine))
+            self.check(ends=ends)
+            return ends
 
         return reached
+
+    def check(self, *, ends: bool = False) -> None:
+        """Have the machine look at its own invariants, if it is time to, or something ends."""
+        if self.self_check and (ends or self.inner.events % CHECKED_EVERY == 0):
+            self.machine.check()
 
     def pump(self, until: Callable[[Machine], object]) -> None:
         """Pump until something holds, or the machine breaks."""
