@@ -27,14 +27,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        total: int,
-        *,
-        title: str,
-        quiet: bool,
-        unit: str = "step",
-        after_s: float = 0.0,
-        log: bool = False,
+        self, total: int, *, title: str, quiet: bool, unit: str = "step", after_s: float = 0.0, log: bool = False
     ) -> None:
         is_terminal = sys.stderr.isatty()
         self._title = title

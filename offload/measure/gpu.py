@@ -78,7 +78,6 @@ class GpuProbe:
         copy_bytes: Most bytes of one copy; twice as many are allocated in host memory.
 
     Attributes:
-        lanes: As given.
         memory_bytes: Size of the GPU's memory, where that is known.
         copy_bytes: Size of one copy.
 

@@ -195,7 +195,6 @@ class PathProbe:
     own.
 
     Attributes:
-        number: The path's.
         runs: Drives the path's lanes.
         regions: Slots of one size each, the largest last: that one's rates count, the others show the latency.
         slots: Number of slots of each region that a direction uses.

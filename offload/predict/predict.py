@@ -173,7 +173,6 @@ def predict(
     The first step fetches nothing, as all state is fresh; from the second on, state lies where steps leave it.
 
     Args:
-        plan: What to predict.
         rates: Speed of every lane; one entry for each path of the plan.
         steps: Steps to simulate; at least 2 for a steady state. Costs about 10 us for each tile of each step,
             twice that on a path whose directions hinder each other.
