@@ -183,7 +183,7 @@ class VirtualAdditions(Additions):
 
     def __init__(self, lanes: VirtualLanes) -> None:
         super().__init__(lanes, SimpleNamespace(add=None))
-        self._serving.acquire()  # no thread is started
+        self._thread_lock.acquire()  # no thread is started
         self._work = SimpleNamespace(put=self._add)
         self._free_s = 0.0
 

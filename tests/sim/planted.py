@@ -404,7 +404,7 @@ class WritesOverWhatIsHeld(Overwrites):
 class LetsGoBeforeTheCopy(Overwrites):
     def places(self, write):
         save = self.saver.under_way
-        return (item.stored.location for item in save.copies) if save else ()
+        return (item.source.location for item in save.copies) if save else ()
 
 
 class TakesWhatIsHeldForFree(Overwrites):
