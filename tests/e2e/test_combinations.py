@@ -310,7 +310,7 @@ WITH_DEEPSPEED: list[Case] = [
     ),
 ]
 """Asked for by `integrations/deepspeed_checks.py`, where DeepSpeed is imported."""
-OF_MEGATRON = ("BUFFER", "GATHERS", "WHOLE", "FSDP", "WEIGHTS", "ROUNDED", "CHAIN")
+OF_MEGATRON = ("BUFFER", "GATHERS", "WHOLE", "FSDP", "WEIGHTS", "ROUNDED", "CHANGES", "MIRRORS", "REDUCES")
 IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "SWAPPED_BY_DEEPSPEED", "VERL_CLIPS", "VERL_GENERATES"}
 IN_ITS_TESTS.update(f"MEGATRON_{name}" for name in OF_MEGATRON)
 """In `test_weights_in_file.py`, `deepspeed_checks.py`, and `test_verl.py` and `test_megatron.py` of integrations."""
@@ -446,7 +446,7 @@ VALUES = {
 
 PARSED = re.compile(
     r"\w+ \| (use \{\}|use true or false|"
-    r"give an integer .*|give bytes .*|give it a unit.*|write .*B\" \(powers of 1000\))"
+    r"give an integer .*|give bytes .*|give it a unit.*|a small \"b\".*|write .*B\" \(powers of 1000\))"
 )
 
 
