@@ -70,12 +70,13 @@ def check_relied_on(
         package: The module that has the framework's version; errors name its first part.
         advice: How the framework is installed.
         tested: The tested versions.
-        relied_on: By module or class, and name of a function: its first parameters, and names that its code must use.
+        relied_on: By module or class, and name of a function: its first parameters, and names that its code must use;
+            both as words of one string, such as ("self local_path", "optimizer").
 
     Raises:
         ConfigError: The framework cannot be imported, or a function is missing or has changed; names it.
     """
-    field, use, moved = package.partition(".")[0], f"use one of {', '.join(tested)}", []
+    field, use, problems = package.partition(".")[0], f"use one of {', '.join(tested)}", []
     try:
         version = str(getattr(import_module(package), "__version__", "without a version"))
         owners = [*map(_owner, relied_on)]
@@ -85,18 +86,18 @@ def check_relied_on(
         raise ConfigError(field, version, f"{use}: {error}") from error
     for (owner_name, functions), owner in zip(relied_on.items(), owners, strict=True):
         for name, (parameters, used) in functions.items():
-            function = inspect.unwrap(vars(owner).get(name, None) or check_relied_on)
-            if function is check_relied_on:
-                moved.append(f"{owner_name}.{name} is gone")
+            if (installed := vars(owner).get(name)) is None:
+                problems.append(f"{owner_name}.{name} is gone")
                 continue
+            function = inspect.unwrap(installed)
             actual = list(inspect.signature(function).parameters)
             if actual[: len(parameters.split())] != parameters.split():
-                moved.append(f"{owner_name}.{name}({', '.join(actual)}) took ({', '.join(parameters.split())})")
+                problems.append(f"{owner_name}.{name}({', '.join(actual)}) took ({', '.join(parameters.split())})")
             names = {*_names_in(function.__code__)}
             if unused := [word for word in used.split() if word not in names]:
-                moved.append(f"{owner_name}.{name} does not use {', '.join(unused)}")
-    if moved:
-        raise ConfigError(field, version, f"{use}: {'; '.join(moved)}")
+                problems.append(f"{owner_name}.{name} does not use {', '.join(unused)}")
+    if problems:
+        raise ConfigError(field, version, f"{use}: {'; '.join(problems)}")
     if version not in tested:
         _log.info("%s %s has all that is relied on, but only %s is tested", package, version, ", ".join(tested))
 

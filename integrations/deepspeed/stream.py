@@ -36,7 +36,10 @@ def can_stream(checkpoint_engine: Any) -> bool:
 
 @contextlib.contextmanager
 def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
-    """Let a checkpoint engine write files with holes for tensors; yield the list of the objects that it has saved."""
+    """Let a checkpoint engine write files with holes for tensors; yield the list of the objects that it has saved.
+
+    The callers then write each tensor to its hole, so that no copy of all of them is made in memory.
+    """
     saved: list[Any] = []
 
     def save(state_dict: Any, path: str) -> None:

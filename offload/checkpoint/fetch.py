@@ -129,16 +129,18 @@ def fetch_file(source: str, target: str, nbytes: int) -> None:
 
 
 def _fetch_checkpoint(source: str, target: str) -> None:
-    """Copy a checkpoint of the engine, all ranks' parts."""
+    """Copy a checkpoint of the engine as a mirror's ranks do, one after the other, in this process.
+
+    All parts are committed together at the end, as the commit of each waits for the others'.
+    """
     commit = read_commit(open_folder(source))
     requests = [
         SaveRequest(target, copy=True, id=commit.id, rank=rank, ranks=commit.ranks) for rank in range(commit.ranks)
     ]
     with ExitStack() as ends:
         copies = []
-        for request in requests:  # rank 0's first: the others look for its progress file
-            save = (request.id, request.rank, request.ranks)
-            opened = ends.enter_context(Checkpoint(source, part=save))
+        for request in requests:  # rank 0's first: its progress file tells the others that the copy has begun
+            opened = ends.enter_context(Checkpoint(source, part=(request.id, request.rank, request.ranks)))
             copies.append(copy := PartCopy(Part(request, source, is_new=True), opened, "auto"))
             copy.part.folder.prepare()
             copy.begin()

@@ -134,7 +134,7 @@ class Mirror:
         """Checkpoints to mirror, in their order; the first may be under way."""
         self._is_claimed = False
         self._run_folders = Seen()
-        self._failed: WholeFolder | None = None
+        self._unfinished: WholeFolder | None = None
         """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
         self._is_known = threading.Event()
@@ -380,32 +380,46 @@ class Mirror:
         return True
 
     def mirror_task(self, task: Task) -> None:
-        """Copy what a task names: a checkpoint's part and, on rank 0, the framework's files; delete stale copies."""
-        files, part = task.files, task.part
+        """Copy what a task names: this rank's part of a checkpoint; on rank 0 also the files around it."""
         if task.failure is not None:
             raise task.failure
-        if files is not None and self._failed is not None and self._failed.name != files.whole.name:
-            delete_copy(self._failed, files.mirror, is_failed=True)
-            self._failed = None
-        is_wanted = files is not None and files.begin()
-        if files is not None and is_wanted:
-            self._failed = files.whole
-        is_whole_there = files is not None and not is_wanted and not task.is_new
-        is_copied = part is not None and not is_whole_there and self._copy_part(part)
-        if files is not None and is_wanted:
+        if task.files is not None:
+            self._mirror_files(task, task.files)
+        elif task.part is not None and self._copy_part(task.part):
+            log.info("%s is mirrored in %s", task.source, self._path)
+
+    def _mirror_files(self, task: Task, files: FolderCopy) -> None:
+        """On rank 0: copy a framework's folder, then delete copies of folders that were deleted from the run's.
+
+        A folder that was loaded, not saved, may be a copy of another run's: it leaves whole what is whole there,
+        and nothing is deleted for it. What an earlier task has begun and not ended goes first, to make room.
+        """
+        if self._unfinished is not None and self._unfinished.name != files.whole.name:
+            delete_copy(self._unfinished, files.mirror, is_unfinished=True)
+            self._unfinished = None
+        has_begun = files.begin()
+        if has_begun:
+            self._unfinished = files.whole
+        stays_whole = not has_begun and not task.is_new
+        has_copied_part = task.part is not None and not stays_whole and self._copy_part(task.part)
+        if has_begun:
             for nbytes in files.copy():
                 self._note(nbytes)
             files.commit()
-        if is_copied or is_wanted:
-            log.info("%s is mirrored in %s", task.source, files.target if files is not None else self._path)
-        if files is not None:
-            self._failed = None
-            for deleted in self._run_folders.gone(files.whole) if task.is_new else ():
-                log.info("%s has gone, and goes from the mirror", deleted.source())
-                try:
-                    delete_copy(deleted, files.mirror)
-                except OffloadError as cause:
-                    log.warning("%s stays in the mirror: %s", deleted.source(), cause)
+        if has_begun or has_copied_part:
+            log.info("%s is mirrored in %s", task.source, files.target)
+        self._unfinished = None
+        if task.is_new:
+            self._delete_siblings(files)
+
+    def _delete_siblings(self, files: FolderCopy) -> None:
+        """Delete the mirror's copies of folders that were beside a folder in the run's, and were deleted there."""
+        for deleted in self._run_folders.deleted_siblings(files.whole):
+            log.info("%s has gone, and goes from the mirror", deleted.source())
+            try:
+                delete_copy(deleted, files.mirror)
+            except OffloadError as cause:
+                log.warning("%s stays in the mirror: %s", deleted.source(), cause)
 
     def _note(self, nbytes: int) -> None:
         """Count bytes that have become durable in the mirror; raise if it is being closed."""

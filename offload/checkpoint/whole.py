@@ -92,7 +92,9 @@ class WholeFolder:
         return os.path.join(self.above, name or self.name)
 
     def files(self) -> list[str]:
-        """Return the names of the folder's files, sorted, without the engine's; then of those that lie beside it.
+        """Return the names of the files to copy, sorted, then those of files that lie beside the folder.
+
+        Not among them: the engine's checkpoint, which is copied as such, unfinished and temporary files, and markers.
 
         Raises:
             OSError: A directory cannot be read.
@@ -302,20 +304,20 @@ class FolderCopy:
             file.close()
 
 
-def delete_copy(whole: WholeFolder, mirror: str, *, is_failed: bool = False) -> None:
+def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False) -> None:
     """Delete a folder from a mirror, unless it has no marker, as no mirror has made it.
 
     Args:
         whole: The folder.
         mirror: See `FolderCopy`.
-        is_failed: Delete it only if this process has begun to copy it, and not ended.
+        is_unfinished: Delete it only if this process has begun to copy it, and not ended.
 
     Raises:
         OffloadError: Something could not be deleted.
     """
     folder = open_folder(f"{mirror}/{whole.name}")
     mark, marker = mark_in(folder)
-    if mark is Mark.NONE or (is_failed and (mark is Mark.WHOLE or marker.process != Process.this())):
+    if mark is Mark.NONE or (is_unfinished and (mark is Mark.WHOLE or marker.process != Process.this())):
         return
     if mark is Mark.WHOLE:  # one that is not has no need of room for a marker
         folder.write(BEGUN, Marker(Process.this()).encode())
@@ -334,10 +336,10 @@ class Seen:
             noted, present = self._list(whole.above)
             noted |= present
 
-    def gone(self, whole: WholeFolder) -> list[WholeFolder]:
+    def deleted_siblings(self, whole: WholeFolder) -> list[WholeFolder]:
         """Return the siblings of a whole folder that were deleted since they were noted; each once.
 
-        None if the run's folder cannot be read, or is not the one that was noted: it was moved, say, or unmounted.
+        No folder if the run's folder cannot be read, or is another than was noted: it was moved, say, or unmounted.
         """
         own_first, slash, inside = whole.name.partition("/")
         try:

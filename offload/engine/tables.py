@@ -103,12 +103,14 @@ class Tables:
         self._layout = layout
 
     def take_master(self, parameter: int, how: SegmentFlag) -> None:
-        """Let the parameter's next update take the master from the weight, which the user has written to.
+        """Mark a parameter's master as due: its next update reads it from the weight, which the user has written to.
 
-        An fp32 weight is its own master: nothing is taken, but a saved version of it is old (`is_rewritten`).
+        An fp32 weight is its own master: the mark only tells checkpoints that a saved version is outdated
+        (`is_rewritten`).
 
         Args:
-            how: LOAD_MASTER, or MATCH_MASTER, which adds nothing to that.
+            how: LOAD_MASTER takes all elements; MATCH_MASTER only those that the old master does not round to, and
+                has no effect where LOAD_MASTER is due.
         """
         for subgroup, position in self._layout.places[parameter]:
             self._due[subgroup][position] |= how

@@ -258,19 +258,19 @@ class Dealt:
         return torch.split(received, [*chain.from_iterable(numels)])
 
 
-def fail_together(meshes: Iterable[Dealt], error: Exception | None, close: Callable[[], object]) -> Exception | None:
-    """Have the ranks of each mesh hear which of them have failed; collective over each, in turn.
+def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callable[[], object]) -> Exception | None:
+    """Tell the ranks of each mesh which of them have failed; collective over each mesh, in turn.
 
     Args:
-        meshes: The weights that are dealt over each.
+        dealt: The weights that are dealt over each mesh.
         error: This rank's failure, or None.
-        close: Called where some ranks of a mesh have failed, and others have not.
+        close: Called where some ranks of a mesh have failed, and others have not; where all have, nothing is closed.
 
     Returns:
-        What this rank is to raise: its own error, else one that names the first rank that failed. It is raised behind
-        all collectives, as the ranks of the next mesh wait for this one.
+        The error for this rank to raise: its own, else one that names the first rank that failed, of which the ranks
+        of the next meshes hear, too. The caller raises it after all collectives: others wait in them for this rank.
     """
-    for mesh in meshes:
+    for mesh in dealt:
         failures = mesh.gather_failures(error)
         if 0 < len(failures) < mesh.ranks:
             rank, text = failures[0]

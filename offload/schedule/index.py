@@ -499,7 +499,10 @@ class TileIndex:
         return tuple(store.live_bytes for store in self._stores)
 
     def check(self) -> None:
-        """Verify the module's invariants, for `Machine.check`."""
+        """Verify that each slot has one owner (live, claimed, held, free), and that they fill each store, with gaps.
+
+        Slots in stores of other sessions are not counted. For `Machine.check`.
+        """
         # Thousands of times in a simulation: keys are plain tuples, and texts are made of what is wrong only.
         live = [(record.location, tile) for tile, record in self._records.items()]
         slots: list[tuple[int, int, int, object]] = [
@@ -521,4 +524,4 @@ class TileIndex:
             total[path] += nbytes + SECTOR_BYTES
         for number, store in enumerate(self._stores):
             unaccounted = store.end - total[number] - store.lost_bytes
-            invariant(unaccounted == 0, f"store {number} lost {unaccounted} bytes")
+            invariant(unaccounted == 0, f"store {number} has {unaccounted} bytes that nothing accounts for")

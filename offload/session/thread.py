@@ -305,7 +305,10 @@ class EngineThread(Listener):
                 self.request(nothing)
 
     def fill(self, subgroup: int) -> int:
-        """Return the number of a subgroup's gradient buffer, once it may be filled; see `paths.Filler`."""
+        """Wait for a subgroup's gradient buffer, and return its number; the caller fills it until the next call.
+
+        The buffer that was returned before is released: the machine may write it to the paths.
+        """
         with self.turn():
             self.take_memory()
             self._stop_filling()
