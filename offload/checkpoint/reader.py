@@ -521,8 +521,8 @@ class Checkpoint:
         self._tiers = {}
 
     def __del__(self) -> None:
-        if (end := getattr(self, "_end", None)) is not None:  # an interrupt came before the caller had it
-            end.start()
+        if (closing := getattr(self, "_closing", None)) is not None:  # an interrupt came before the caller had it
+            closing.start()
 
     def __enter__(self) -> Checkpoint:
         return self
