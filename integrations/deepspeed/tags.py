@@ -13,8 +13,7 @@ from offload.optim.folders import begin_folder, mark_folder, mirror_folder
 from offload.optim.preemption import SigtermHandler
 from offload.optim.ranks import any_rank
 
-LATEST = "latest"
-BESIDE = "zero_to_fp32.py", "zero_to_torch.py", LATEST
+BESIDE = "zero_to_fp32.py", "zero_to_torch.py", "latest"
 """Files that DeepSpeed writes beside the tags; the last one names the newest tag."""
 
 

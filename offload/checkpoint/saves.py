@@ -433,7 +433,7 @@ class Saves:
             folders = ", ".join(kept.folder for kept in self.kept) or "none"
             raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {folders}")
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
-        save_numbers = []
+        save_numbers = list[int]()
         for kept in present or candidates:
             # Rank 0 may be mirroring it, with more to copy than this one.
             is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
@@ -441,11 +441,28 @@ class Saves:
                 self.kept.remove(kept)
                 self._awaiting_mirror.append(kept)
                 continue
-            if not release(kept, "released on request", missing=not present, is_needed=self.mirror.is_needed):
+            if not self._release_from(self.kept, kept, save_numbers, missing=not present):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
-            self.kept.remove(kept)
-            save_numbers += [kept.save_number] if kept.save_number is not None else []
         return save_numbers
+
+    def _release_from(
+        self,
+        checkpoints: list[KeptCheckpoint],
+        kept: KeptCheckpoint,
+        save_numbers: list[int],
+        note: str = "released on request",
+        *,
+        missing: bool = False,
+    ) -> bool:
+        """Release a checkpoint of a list, unless it is in use; see `commit.release`. Return whether it is released.
+
+        It is removed from the list then, and the number of its save, if it has one, is added to `save_numbers`.
+        """
+        is_released = release(kept, note, missing=missing, is_needed=self.mirror.is_needed)
+        if is_released:
+            checkpoints.remove(kept)
+            save_numbers += [kept.save_number] if kept.save_number is not None else []
+        return is_released
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
@@ -475,15 +492,12 @@ class Saves:
         Returns:
             Numbers of the saves whose slots the machine is to release.
         """
-        save_numbers = []
+        save_numbers = list[int]()
         for checkpoints in (self._newer, self.kept):
             for kept in [*checkpoints]:
-                number, is_too_many = kept.save_number, len(self.kept) + len(self._newer) > self._keep
-                if number is None or number not in self._interrupted_numbers or not is_too_many:
-                    continue
-                if release(kept, "the save of its folder was interrupted", is_needed=self.mirror.is_needed):
-                    checkpoints.remove(kept)
-                    save_numbers.append(number)
+                is_too_many = len(self.kept) + len(self._newer) > self._keep
+                if is_too_many and kept.save_number in self._interrupted_numbers:
+                    self._release_from(checkpoints, kept, save_numbers, "the save of its folder was interrupted")
         self._interrupted_numbers &= {kept.save_number for kept in (*self.kept, *self._newer)}
         return save_numbers
 
@@ -513,18 +527,15 @@ class Saves:
         Returns:
             Numbers of the saves whose slots the machine is to release.
         """
-        save_numbers = []
+        save_numbers = list[int]()
         for checkpoints in (self.kept, self._newer, self._awaiting_mirror):
             awaits_mirror = checkpoints is self._awaiting_mirror
             for kept in [*checkpoints]:
                 verdict = standing(kept.pin, "")
-                if verdict is not Standing.RELEASED and not (
+                if verdict is Standing.RELEASED or (
                     awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
                 ):
-                    continue
-                if release(kept, "released on request", missing=awaits_mirror, is_needed=self.mirror.is_needed):
-                    checkpoints.remove(kept)
-                    save_numbers += [kept.save_number] if kept.save_number is not None else []
+                    self._release_from(checkpoints, kept, save_numbers, missing=awaits_mirror)
         return save_numbers
 
     # On the committing thread

@@ -249,15 +249,9 @@ class FolderCopy:
         return True
 
     def _is_unchanged(self, name: str, state: tuple[int, int]) -> bool:
-        """Return whether the mirror's copy of a file, noted with `state`, is of the file as it is here."""
+        """Return whether the mirror's copy of a file, noted with `state`, is of the file as this was made with it."""
         file = self.files.get(name)
-        if file is not None and file.content is not None:
-            return True
-        if file is not None and file.descriptor < 0:
-            with contextlib.suppress(OSError):
-                status = os.stat(file.path)
-                return (status.st_size, status.st_mtime_ns) == state
-        return file is not None and file.state == state
+        return file is not None and (file.content is not None or file.state == state)
 
     def _note(self, folder: Folder, mark: str) -> None:
         """Write the mirror's marker, BEGUN or WHOLE, with the files that are durable there."""
