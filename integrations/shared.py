@@ -209,7 +209,34 @@ def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any
     return {**content, "state": {0: {"step": text}}, "param_groups": groups}
 
 
-def release(optimizer: Any, folder: str) -> None:
+def release(engine: Any, folder: str) -> None:
     """Release what a checkpoint that is deleted holds on the paths, if it holds anything there."""
-    with contextlib.suppress(OffloadError):  # it is a copy, or has been released, or the session has ended
-        ours(optimizer).engine.checkpoints.release(folder, after_mirror=True)
+    with contextlib.suppress(OffloadError):  # a copy, being read, released before, or of a session that ended
+        engine.checkpoints.release(folder, after_mirror=True)
+
+
+class WatchedFolder:
+    """A folder that may be deleted, by anybody: then what it had on the paths is to be released.
+
+    A folder that was renamed, or moved within its file system, is not deleted: it is kept open to tell. What it was
+    called says nothing, and may be another folder now.
+    """
+
+    def __init__(self, folder: str) -> None:
+        try:
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # gone already, or a bucket's
+            self._descriptor = -1
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether there is no such folder any more, under any name."""
+        try:
+            return os.fstat(self._descriptor).st_nlink == 0
+        except OSError:  # it was gone, or another node has deleted it from a network file system
+            return True
+
+    def __del__(self) -> None:
+        """Close it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)

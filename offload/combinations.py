@@ -214,6 +214,11 @@ MEGATRON_CHANGES = Row(ATTACHED, '`overlap` "backward"',
     "a loss scale of Megatron-Core's (`--fp16`, `--loss-scale`); `--calculate-per-token-loss`",
     'use "off": Megatron scales all gradients in place between their reduction and the step, so that no update that '
     'was made before would count')
+MEGATRON_GRAPHS = Row(ATTACHED, '`overlap` "backward"', "Megatron-Core with CUDA graphs of whole iterations",
+    'use "off", or leave --cuda-graph-scope full_iteration out: a graph does not say which reductions have ended')
+MEGATRON_LOCAL = Row(ATTACHED, "`offload.integrations.megatron`",
+    'Megatron-Core\'s local checkpoints, with `layout="in_place"`',
+    "leave --non-persistent-ckpt-type local out: they have no folder that all ranks see, so state is not in them")
 MEGATRON_MIRRORS = Row(ATTACHED, "`mirror`", 'Megatron-Core with `layout="stock"`',
     'leave it out, or use enable(..., layout="in_place"): checkpoints that are all Megatron\'s are not mirrored')
 MEGATRON_WHOLE = Row(ATTACHED, "`offload.integrations.megatron`",

@@ -37,7 +37,7 @@ LEAST_WITHOUT_UNIT = 1 << 20
 MAX_BYTES = (1 << 63) - 1
 MAX_INTEGER = (1 << 62) - 1
 MAX_SHARE = 1e100
-EXACT_NAMES = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
+EXACT_NAMES = ("*embed*", "*lm_head*", "*output_layer*", "*wte*", "*wpe*")
 """What embeddings and output layers are called: few rows have a gradient in a step, and each row is a token's own."""
 
 MAX_THREADS = 1024

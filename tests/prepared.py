@@ -53,7 +53,7 @@ def ran(command: Sequence[str | Path], **more: Any) -> subprocess.CompletedProce
     import subprocess
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-20000:]
     return done
 
 

@@ -218,7 +218,7 @@ def _before_save(
     for number, known in enumerate(prepared):
         for folder in sorted(earlier[number]):
             if not os.path.isdir(folder):
-                release(known, folder)
+                release(ours(known).engine, folder)
         name = f"{FOLDER}_{number}" if number else FOLDER
         save(known, os.path.join(output_dir, name))
         known.pointer = pointer(ours(known), name, "accelerate")

@@ -204,7 +204,7 @@ def _delete(strategy: Any, path: str, but: str | None = None) -> None:
     """Release, then delete, the folders beside a checkpoint except `but`, on all ranks."""
     unwanted = [folder for folder in _beside(path) if folder != but] if strategy.is_global_zero else []
     for folder in strategy.broadcast(unwanted):
-        release(ours(strategy.optimizers[0]), folder)
+        release(ours(strategy.optimizers[0]).engine, folder)
         if strategy.is_global_zero:
             files, directory = url_to_fs(folder)
             files.rm(directory, recursive=True)

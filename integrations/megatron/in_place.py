@@ -14,14 +14,17 @@ import dataclasses
 import functools
 import os
 import uuid
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from offload import CheckpointError, SaveRequest
-from offload.integrations.shared import POINTER, is_to_copy
+from offload.combinations import MEGATRON_LOCAL
+from offload.integrations.shared import POINTER, WatchedFolder, is_to_copy, release
 from offload.optim.folders import begin_folder, end_folder
 from offload.optim.ranks import on_all_ranks, world
 
@@ -36,8 +39,11 @@ _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _asked: dict[str, Any] = {}
 """The `DistributedOptimizer`s whose state dicts are to be saved next, by the checkpoints' ids."""
 
-_loading: list[str] = []
-"""The checkpoint of Megatron's that was read last."""
+_read: dict[str, str] = {}
+"""Checkpoints of Megatron's that have been read, by the ids of ours in them."""
+
+_watched: weakref.WeakKeyDictionary[Any, dict[str, WatchedFolder]] = weakref.WeakKeyDictionary()
+"""By engine, folders whose state stays on the paths until they are deleted."""
 
 
 def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
@@ -67,15 +73,14 @@ def save(
     Raises:
         CheckpointError: Ours could not be saved; raised on all ranks.
     """
-    values = import_module(f"{_CHECKPOINTING}.dict_utils").nested_values(sharded_state_dict)
-    pointers = (value.data for value in values if isinstance(getattr(value, "data", None), dict))
-    asked = {pointer[POINTER]: _asked.pop(pointer[POINTER]) for pointer in pointers if POINTER in pointer}
+    asked = {id: _asked.pop(id) for id in _ids(sharded_state_dict)}
     if not asked:
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
     place, inner = os.path.abspath(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
     begin_folder(place)
-    on_all_ranks(functools.partial(begin_saves, place, asked), FAILED)
-    wait = functools.partial(on_all_ranks, lambda: [each.engine.checkpoints.wait() for each in inner], FAILED)
+    ends: list[Future[None]] = []
+    on_all_ranks(lambda: ends.extend(begin_saves(place, asked)), FAILED)
+    wait = functools.partial(on_all_ranks, lambda: [end.result() for end in ends], FAILED)
     options["content_metadata"] = {**(options.get("content_metadata") or {}), KEY: SHARDING}
     if not options.get("async_sharded_save"):
         wait()
@@ -88,25 +93,70 @@ def save(
     return request
 
 
-def begin_saves(place: str, asked: Mapping[str, Any]) -> None:
-    """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's."""
-    ranks, rank = world()
+def _ids(state: Any) -> Iterator[str]:
+    """Yield the ids of our checkpoints in a state dict of Megatron's, to be saved or as it was loaded."""
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        pointer = getattr(value, "data", value)
+        if isinstance(pointer, dict) and POINTER in pointer:
+            yield pointer[POINTER]
+        else:
+            yield from _ids(value)
+
+
+def begin_saves(place: str, asked: Mapping[str, Any]) -> list[Future[None]]:
+    """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's.
+
+    Returns:
+        For each save, what has its outcome once it has ended.
+    """
+    (ranks, rank), ends = world(), list[Future[None]]()
     for id, distributed in asked.items():
         engine, folder = distributed.optimizer.settled(), os.path.join(place, distributed.optimizer.folder)
+        watched = _watched.setdefault(engine, {})
         for known in engine.checkpoints.kept:
-            if not os.path.isdir(known):  # Megatron, or its user, has deleted it
-                engine.checkpoints.release(known, after_mirror=True)
+            if watched.setdefault(known, WatchedFolder(known)).is_deleted:  # by Megatron, or by its user
+                release(engine, known)
+                del watched[known]
+        end = Future[None]()
         request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
         is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
-        engine.checkpoints.save(dataclasses.replace(request, copy=is_copy, replica=is_replica))
+        request = dataclasses.replace(request, on_done=functools.partial(_end, end), copy=is_copy, replica=is_replica)
+        engine.checkpoints.save(request)
+        if not is_copy:
+            watched[folder] = WatchedFolder(folder)
+        ends.append(end)
+    return ends
+
+
+def _end(end: Future[None], error: BaseException | None) -> None:
+    """Note the outcome of a save."""
+    if error is None:
+        end.set_result(None)
+    else:
+        end.set_exception(error)
+
+
+def refuse_local(
+    original: Callable[..., Any], kind: type, sharded_state_dict: Any, *rest: Any, **options: Any
+) -> Any:
+    """Stand in for `MCoreTensorAwareStateDict.from_state_dict`, which copies a state dict to memory or a local disk.
+
+    Raises:
+        ConfigError: There is no state in it.
+    """
+    if any(True for _ in _ids(sharded_state_dict)):
+        MEGATRON_LOCAL.refuse("layout", "in_place")
+    return original(kind, sharded_state_dict, *rest, **options)
 
 
 def load(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *rest: Any, **options: Any
 ) -> Any:
     """Stand in for `dist_checkpointing.load`: `load_state` is told by it where the folder is."""
-    _loading[:] = [os.path.abspath(checkpoint_dir)]
-    return original(sharded_state_dict, checkpoint_dir, *rest, **options)
+    found = original(sharded_state_dict, checkpoint_dir, *rest, **options)
+    state = found[0] if isinstance(found, tuple) else found  # with names of what was missing, where these are wanted
+    _read.update(dict.fromkeys(_ids(state), os.path.abspath(checkpoint_dir)))
+    return found
 
 
 def load_state(distributed: Any, id: str) -> None:
@@ -117,10 +167,12 @@ def load_state(distributed: Any, id: str) -> None:
     """
 
     def part() -> None:
-        engine, (ranks, rank) = distributed.optimizer.settled(), world()
-        with engine.checkpoints.open(os.path.join(_loading[0], distributed.optimizer.folder)) as checkpoint:
+        engine, (ranks, rank), place = distributed.optimizer.settled(), world(), _read.get(id)
+        if place is None:
+            raise CheckpointError(f"state {id} is in a folder: load the state dict by dist_checkpointing.load")
+        with engine.checkpoints.open(os.path.join(place, distributed.optimizer.folder)) as checkpoint:
             if checkpoint.id != id:
-                raise CheckpointError(f"{_loading[0]} is not whole: its files are of several checkpoints")
+                raise CheckpointError(f"{place} is not whole: its files are of several checkpoints")
             engine.checkpoints.load(checkpoint, names=_names(distributed), rank=rank, ranks=ranks)
             engine.finish(on_gpu=True)
 

@@ -123,7 +123,15 @@ class MegatronAdamW(torch.optim.Optimizer):
         self.state.update({shard: ShardState(self, number) for number, shard in enumerate(self.shards)})
 
     def _bind_weights(self) -> None:
+        """Note where the shards lie, which Megatron moves at times.
+
+        Raises:
+            ConfigError: A shard is no view of its weight, so that Megatron would go on with what is not updated.
+        """
         self._bound_at = [shard.data_ptr() for shard in self.shards]
+        for weight, (number, part) in self._places.items():
+            if self._bound_at[number] != weight.data_ptr() + part.start * weight.itemsize:
+                raise ConfigError("megatron", part.name, "leave weights in Megatron's buffer: this one was moved out")
         for number, address in enumerate(self._bound_at):
             self.engine.bind_weight(number, address)
 

@@ -17,6 +17,7 @@ from offload.combinations import (
     MEGATRON_CHANGES,
     MEGATRON_FSDP,
     MEGATRON_GATHERS,
+    MEGATRON_GRAPHS,
     MEGATRON_MIRRORS,
     MEGATRON_REDUCES,
     MEGATRON_ROUNDED,
@@ -75,6 +76,9 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
 """Functions that are replaced or that make use of what is: parameters that they must begin with, and names that they
 must use."""
 
+TIED = "embedding.word_embeddings.weight"
+"""What each stage calls its copy of an embedding that several stages have."""
+
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
 
@@ -122,6 +126,9 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
             (group, "finish_grad_sync", backward.finish_grad_sync),
         ):
             shared.replace(undo, owner, name, functools.partialmethod(stand_in, vars(owner)[name], *given))
+        local = import_module(f"{_CHECKPOINTING}.tensor_aware_state_dict").MCoreTensorAwareStateDict
+        made = functools.partial(in_place.refuse_local, vars(local)["from_state_dict"].__func__)
+        shared.replace(undo, local, "from_state_dict", classmethod(made))
         for module in (import_module(_CHECKPOINTING), import_module(f"{_CHECKPOINTING}.serialization")):
             for name in ("save", "load"):
                 shared.replace(undo, module, name, functools.partial(getattr(in_place, name), getattr(module, name)))
@@ -151,20 +158,21 @@ def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *argumen
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) is not torch.float32:
             MEGATRON_ROUNDED.refuse(name, getattr(config, name))
-    for name, parameter in _named(model_chunks).items():
+    for parameter, name in _names(model_chunks).items():
         if parameter.requires_grad and parameter.dtype is torch.float32:
             MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
     return original(config, model_chunks, *arguments, **options)
 
 
-def _named(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a rank's part of the model by names that are unique on this rank."""
-    several = len(model_chunks) > 1
-    return {
-        f"chunk{number}.{name}" if several else name: parameter
-        for number, chunk in enumerate(model_chunks)
-        for name, parameter in chunk.named_parameters()
-    }
+def _names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
+    """Return the names of the parameters in a rank's part of the model, which are unique on this rank."""
+    several, names = len(model_chunks) > 1, dict[torch.nn.Parameter, str]()
+    for number, chunk in enumerate(model_chunks):
+        for name, parameter in chunk.named_parameters():
+            # Copies of an embedding on two stages are called alike: what is rounded, and how, goes by the name.
+            is_tied = getattr(parameter, "shared_embedding", False)
+            names[parameter] = TIED if is_tied else f"chunk{number}.{name}" if several else name
+    return names
 
 
 def init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
@@ -196,7 +204,9 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
             MEGATRON_REDUCES.refuse("overlap", config.overlap)
         if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
             MEGATRON_CHANGES.refuse("overlap", config.overlap)
-    names = {parameter: name for name, parameter in _named(distributed.model_chunks).items()}
+        if "full_iteration" in str(getattr(chunk.config, "cuda_graph_scope", "")):
+            MEGATRON_GRAPHS.refuse("overlap", config.overlap)
+    names = _names(distributed.model_chunks)
     parameters: dict[tuple[int, int], tuple[torch.Tensor, Parameter]] = {}
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]
@@ -208,34 +218,45 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
         parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, *cut)
     if torch.distributed.get_world_size() > 1:
         config = config.for_rank(torch.distributed.get_rank())
-    inner.open(dict(parameters[place] for place in sorted(parameters)), config, distributed.buffers[0].grad_dtype)
+    own = dict(parameters[place] for place in sorted(parameters))  # none where a stage trains nothing
+    inner.open(own, config, distributed.buffers[0].grad_dtype if own else torch.float32)
     if config.overlaps_backward:
         backward.listeners.add(inner)
 
 
 def _sharded_chain(
-    chained: Any, original: Callable[..., Any], layout: str, model: Any, is_loading: bool = False, **options: Any
+    chained: Any,
+    original: Callable[..., Any],
+    layout: str,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    **options: Any,
 ) -> Any:
     """Stand in for `ChainedOptimizer.sharded_state_dict`: a save in place has metadata that say so."""
     if layout == "in_place" and not is_loading and inner_optimizers(chained):
         options["metadata"] = {**(options.get("metadata") or {}), in_place.KEY: in_place.SHARDING}
-    return original(chained, model, is_loading, **options)
+    return original(chained, model_sharded_state_dict, is_loading, **options)
 
 
 def sharded_state_dict(
-    distributed: Any, original: Callable[..., Any], model: Any, is_loading: bool = False, **options: Any
+    distributed: Any,
+    original: Callable[..., Any],
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    sharding_type: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """Stand in for `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded."""
-    metadata = options.get("metadata") or {}
+    metadata = metadata or {}
     if isinstance(distributed.optimizer, MegatronAdamW):
         if metadata.get(in_place.KEY) == in_place.SHARDING:
             return in_place.sharded_state_dict(distributed, is_loading)
         on_first = metadata.get("distrib_optim_fully_reshardable_mem_efficient", False)
-        is_gathered = metadata.get(in_place.KEY) == "fully_reshardable" and not is_loading
-        if is_gathered and not (on_first and distributed.data_parallel_group.rank()):
+        is_gathered = metadata.get(in_place.KEY) == "fully_reshardable"
+        if is_gathered and (is_loading or not (on_first and distributed.data_parallel_group.rank())):
             nbytes = 12 * sum(buffer.numel_unpadded for buffer in distributed.buffers)  # masters and moments in fp32
-            log.warning("fully_reshardable gathers state of all ranks in this one's host memory: %d bytes", nbytes)
-    return original(distributed, model, is_loading, **options)
+            log.warning("fully_reshardable has state of all ranks in this one's host memory: %d bytes", nbytes)
+    return original(distributed, model_sharded_state_dict, is_loading, sharding_type, metadata)
 
 
 def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:

@@ -136,17 +136,16 @@ def _init(manager: Any, original: Callable[..., None], *arguments: Any, **option
 class _Saving:
     """Replaces an optimizer while verl saves: `state_dict` saves to a folder, and returns a pointer to it."""
 
-    def __init__(self, optimizer: Any, folder: str, known: list[str]) -> None:
+    def __init__(self, optimizer: Any, folder: str, known: dict[str, shared.WatchedFolder]) -> None:
         self.optimizer, self.folder, self.known = optimizer, folder, known
 
     def state_dict(self) -> dict[str, Any]:
         # Here all ranks have waited for the first one, which deletes old checkpoints.
-        for folder in [folder for folder in self.known if not os.path.isdir(folder)]:
-            self.known.remove(folder)
-            shared.release(self.optimizer, folder)
+        for folder in [folder for folder, watched in self.known.items() if watched.is_deleted]:
+            del self.known[folder]
+            shared.release(shared.ours(self.optimizer).engine, folder)
         shared.save(self.optimizer, self.folder)
-        if self.folder not in self.known:
-            self.known.append(self.folder)
+        self.known[self.folder] = shared.WatchedFolder(self.folder)
         content: dict[str, Any] = shared.pointer(self.optimizer, FOLDER, "torch")
         return content
 
@@ -154,7 +153,7 @@ class _Saving:
 class _Loading:
     """Replaces an optimizer, ours or another one, while verl loads: `load_state_dict` takes a pointer, too."""
 
-    def __init__(self, optimizer: Any, model_folder: str, known: list[str]) -> None:
+    def __init__(self, optimizer: Any, model_folder: str, known: dict[str, shared.WatchedFolder]) -> None:
         self.optimizer, self.model_folder, self.known = optimizer, model_folder, known
 
     def __getattr__(self, name: str) -> Any:
@@ -176,7 +175,7 @@ class _Loading:
                 "offload, or leave the optimizer out of checkpoint.load_contents"
             )
         own.load_checkpoint(folder)
-        self.known.append(folder)
+        self.known[folder] = shared.WatchedFolder(folder)
 
 
 @contextlib.contextmanager
@@ -189,9 +188,9 @@ def _with_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
         manager.optimizer = optimizer
 
 
-def _folders_of(manager: Any) -> list[str]:
+def _folders_of(manager: Any) -> dict[str, shared.WatchedFolder]:
     """Return the list of folders that a manager has saved to or loaded from, and not deleted yet."""
-    folders: list[str] = vars(manager).setdefault("offload_saved", [])
+    folders: dict[str, shared.WatchedFolder] = vars(manager).setdefault("offload_saved", {})
     return folders
 
 

@@ -310,7 +310,16 @@ WITH_DEEPSPEED: list[Case] = [
     ),
 ]
 """Asked for by `integrations/deepspeed_checks.py`, where DeepSpeed is imported."""
-OF_MEGATRON = ("BUFFER", "GATHERS", "WHOLE", "FSDP", "WEIGHTS", "ROUNDED", "CHANGES", "MIRRORS", "REDUCES")
+OF_MEGATRON = (
+    *("BUFFER", "GATHERS", "WHOLE", "FSDP", "WEIGHTS", "ROUNDED"),
+    *(
+        "CHANGES",
+        "MIRRORS",
+        "REDUCES",
+        "GRAPHS",
+        "LOCAL",
+    ),
+)
 IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "SWAPPED_BY_DEEPSPEED", "VERL_CLIPS", "VERL_GENERATES"}
 IN_ITS_TESTS.update(f"MEGATRON_{name}" for name in OF_MEGATRON)
 """In `test_weights_in_file.py`, `deepspeed_checks.py`, and `test_verl.py` and `test_megatron.py` of integrations."""

@@ -43,6 +43,8 @@ class Case:
         skipped: A step that is not made, though its gradients have come.
         experts: How many, of which each rank has its own.
         frozen: Freeze the first layer and the embedding.
+        tied: The output layer's weight is the embedding's.
+        format: Ours, of state.
         kinds: By which optimizers, in their order.
         save: A folder to save to at last.
         load: A folder to load from at first.
@@ -69,6 +71,8 @@ class Case:
     skipped: int = -1
     experts: int = 0
     frozen: bool = False
+    tied: bool = False
+    format: str = "exact"
     kinds: list[str] = field(default_factory=lambda: ["memory", "offload"])
     save: str = ""
     load: str = ""
@@ -151,9 +155,11 @@ class Training:
             **{f"{name}_fusion": False for name in fused},
         )
         layers = specs.get_gpt_layer_local_spec(num_experts=case.experts or None)
-        gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32).to(dtype)
-        for parameter in [*gpt.embedding.parameters(), *gpt.decoder.layers[0].parameters()] if case.frozen else ():
-            parameter.requires_grad_(False)
+        tied = {"share_embeddings_and_output_weights": case.tied}
+        gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32, **tied).to(dtype)
+        first = "embedding.", "decoder.layers.0."  # of the stage that begins with the embedding
+        for name, parameter in gpt.named_parameters() if case.frozen and gpt.pre_process else ():
+            parameter.requires_grad_(not name.startswith(first))
         gathered = {"overlap_grad_reduce": case.overlap, "overlap_param_gather": case.overlap}
         ddp = distributed.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=20000, **gathered
@@ -163,7 +169,7 @@ class Training:
         self.door = door = import_module("offload.integrations.megatron")
         ours = {}
         if kind == "offload":
-            more = {"mirror": case.mirror} if case.mirror else {}
+            more = {"state_format": case.format, **({"mirror": case.mirror} if case.mirror else {})}
             overlap = "backward" if case.hides else "off"
             door.enable({**SETTINGS, **more, "overlap": overlap, "paths": [str(folder)]}, layout=case.layout)
             ours = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
@@ -217,6 +223,9 @@ class Training:
             for master in group["params"]:
                 master.requires_grad_(True)
         groups = [{"params": group["params"]} for group in theirs.param_groups if group["params"]]
+        if not groups:  # a stage that trains nothing
+            theirs.step = lambda: None
+            return SimpleNamespace(close=lambda: None)
         rule = offload.AdamW(groups, offload={"host_memory": "64MiB", "threads": 1})
 
         def step() -> None:
@@ -290,7 +299,8 @@ class Training:
     def sharded(self, loading: bool) -> dict[str, Any]:
         """Return Megatron's own state dict for `dist_checkpointing`."""
         model = self.model.module.sharded_state_dict()
-        state = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=self.meta)
+        asked = {"model_sharded_state_dict": model, "is_loading": loading, "metadata": self.meta}
+        state = self.optimizer.sharded_state_dict(**asked)
         return {"model": model, "optimizer": state}
 
     def _on_all(self, verb: str, strategy: Any) -> Any:
@@ -437,6 +447,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     for name in sorted(states[-1]):
         digest.update(states[-1][name].contiguous().view(torch.uint8).numpy().tobytes())
     answers["digest"] = digest.hexdigest()
+    tied = [weight for weight in training.model.parameters() if getattr(weight, "shared_embedding", False)]
+    answers["tied"] = [hashlib.sha256(weight.detach().view(torch.uint8).numpy()).hexdigest() for weight in tied]
     answers["state"] = sum(1 for name in states[0] if " " in name)
     if len(states) == 2:
         answers["differing"] = differing(*states)

@@ -6,6 +6,7 @@ is one start of that program for all of its cases. What refuses needs no Megatro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -30,6 +31,8 @@ from offload.combinations import (
     MEGATRON_CHANGES,
     MEGATRON_FSDP,
     MEGATRON_GATHERS,
+    MEGATRON_GRAPHS,
+    MEGATRON_LOCAL,
     MEGATRON_MIRRORS,
     MEGATRON_REDUCES,
     MEGATRON_ROUNDED,
@@ -39,6 +42,7 @@ from offload.combinations import (
 )
 from offload.integrations import megatron as integration
 from offload.integrations.megatron import in_place, switch
+from offload.integrations.shared import POINTER
 
 PROGRAM = Path(__file__).with_name("megatron_runs.py")
 needs_megatron = pytest.mark.skipif(
@@ -291,6 +295,7 @@ def test_settings_that_megatron_has_no_place_for_are_refused(row: Row, config: d
         (MEGATRON_REDUCES, {"overlap_grad_reduce": False}),
         (MEGATRON_CHANGES, {"grad_scaler": object()}),
         (MEGATRON_CHANGES, {"calculate_per_token_loss": True}),
+        (MEGATRON_GRAPHS, {"cuda_graph_scope": ["<CudaGraphScope.full_iteration: 1>"]}),
     ],
 )
 def test_updates_in_backward_that_none_would_count_are_refused(row: Row, changed: dict[str, Any]) -> None:
@@ -339,26 +344,27 @@ def test_what_a_save_gathers_is_said_beforehand(
         caplog.clear()
         names = "distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient"
         metadata = dict(zip(names, (sharding, on_first), strict=True))
-        given = switch.sharded_state_dict(
-            distributed, lambda *_, **options: options, {}, is_loading, metadata=metadata
-        )
-        assert given == {"metadata": metadata}
+        of_model: dict[str, Any] = {}
+        asked = {"model_sharded_state_dict": of_model, "is_loading": is_loading, "metadata": metadata}
+        given = switch.sharded_state_dict(distributed, lambda *given: given, **asked)
+        assert given == (distributed, of_model, is_loading, None, metadata)
         return caplog.text
 
     assert ("in this one's host memory: 24000 bytes" in told("fully_reshardable")) == is_told
     assert not told("dp_reshardable")
-    assert not told("fully_reshardable", is_loading=True)
+    assert "in this one's host memory: 24000 bytes" in told("fully_reshardable", is_loading=True)
 
 
 def over_a_shard(folder: Path) -> SimpleNamespace:
     """Return what a checkpoint in place needs of Megatron's optimizer, over ours of a third of a weight."""
-    shard = torch.arange(4096, dtype=torch.bfloat16)
+    weight = torch.arange(3 * 4096, dtype=torch.bfloat16)
+    shard = weight[4096:8192]
     inner = inner_of(shard)
     folder.mkdir(exist_ok=True)
     parameter = Parameter("weight", 4096, DtypeCode.BFLOAT16, 0, 4096, 3 * 4096, (3, 4096))
-    inner.open({shard: parameter}, OffloadConfig(paths=[str(folder)], host_memory=0, threads=1), torch.float32)
+    inner.open({weight: parameter}, OffloadConfig(paths=[str(folder)], host_memory=0, threads=1), torch.float32)
     return SimpleNamespace(
-        optimizer=inner, shard=shard, data_parallel_group_idx=2, distributed_optimizer_instance_id=0
+        optimizer=inner, shard=shard, weight=weight, data_parallel_group_idx=2, distributed_optimizer_instance_id=0
     )
 
 
@@ -366,9 +372,16 @@ def save_in_place(distributed: SimpleNamespace, place: Path) -> str:
     distributed.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
     distributed.optimizer.step()
     id = uuid.uuid4().hex
-    in_place.begin_saves(str(place), {id: distributed})
-    distributed.optimizer.engine.checkpoints.wait()
+    for end in in_place.begin_saves(str(place), {id: distributed}):
+        end.result()
     return id
+
+
+def load_in_place(distributed: SimpleNamespace, place: Path, id: str) -> None:
+    """Load as Megatron does: it has read its own file, which has the id."""
+    read = {"optimizer": [{"param_state": {POINTER: id}}]}
+    assert in_place.load(lambda *_, **__: read, {}, str(place)) is read
+    in_place.load_state(distributed, id)
 
 
 def test_a_checkpoint_in_place_lasts_as_long_as_its_folder(tmp_path: Path) -> None:
@@ -381,20 +394,67 @@ def test_a_checkpoint_in_place_lasts_as_long_as_its_folder(tmp_path: Path) -> No
     save_in_place(distributed, second)
     assert [*optimizer.engine.checkpoints.kept] == [str(first / "offload")]
     fresh = over_a_shard(tmp_path / "other")
-    in_place.load(lambda *_, **__: None, {}, str(second))
-    with pytest.raises(CheckpointError, match="files are of several checkpoints"):
+    with pytest.raises(CheckpointError, match=r"load the state dict by dist_checkpointing\.load"):
         in_place.load_state(fresh, id)
-    in_place.load(lambda *_, **__: None, {}, str(first))
-    in_place.load_state(fresh, id)
+    with pytest.raises(CheckpointError, match="files are of several checkpoints"):
+        load_in_place(fresh, second, id)
+    load_in_place(fresh, first, id)
     assert torch.equal(fresh.optimizer.state[fresh.shard]["master_param"], saved)
     assert torch.equal(fresh.shard, saved.bfloat16())
     assert [each.state[each.shards[0]]["exp_avg"].any() for each in (fresh.optimizer, optimizer)] == [True, True]
     assert fresh.optimizer.state_dict()["state"][0]["step"] == 1
     fresh.optimizer.close()
-    shutil.rmtree(first)
+    with optimizer.engine.checkpoints.open(first / "offload"):
+        shutil.rmtree(first)
+        save_in_place(distributed, third)  # whoever reads the one that is gone ends no training
+    assert [*optimizer.engine.checkpoints.kept] == [str(first / "offload")]
+    shutil.rmtree(third)
     save_in_place(distributed, third)
     assert [*optimizer.engine.checkpoints.kept] == [str(third / "offload")]
     optimizer.close()
+
+
+def test_a_checkpoint_in_place_that_was_renamed_keeps_its_state(tmp_path: Path) -> None:
+    first, renamed, second = (tmp_path / name for name in ("iter_1", "iter_1_best", "iter_2"))
+    distributed = over_a_shard(tmp_path / "paths")
+    id = save_in_place(distributed, first)
+    saved = distributed.shard.clone()
+    first.rename(renamed)
+    for _ in range(3):
+        save_in_place(distributed, second)
+    fresh = over_a_shard(tmp_path / "other")
+    load_in_place(fresh, renamed, id)
+    assert torch.equal(fresh.shard, saved)
+    fresh.optimizer.close()
+    distributed.optimizer.close()
+
+
+def test_a_save_in_place_has_its_own_outcome(tmp_path: Path) -> None:
+    """Not that of a later one, which has begun before Megatron asks."""
+    distributed = over_a_shard(tmp_path / "paths")
+    good, bad = tmp_path / "iter_1", tmp_path / "iter_2"
+    (bad / "offload" / "COMMIT" / "taken").mkdir(parents=True)
+    (first,) = in_place.begin_saves(str(good), {uuid.uuid4().hex: distributed})
+    with contextlib.suppress(CheckpointError):  # that is how it may end at once
+        in_place.begin_saves(str(bad), {uuid.uuid4().hex: distributed})
+    assert first.result() is None
+    bad = tmp_path / "iter_3"
+    (second,) = in_place.begin_saves(str(bad), {uuid.uuid4().hex: distributed})
+    shutil.rmtree(bad)
+    (third,) = in_place.begin_saves(str(tmp_path / "iter_4"), {uuid.uuid4().hex: distributed})
+    assert third.result() is None
+    with contextlib.suppress(CheckpointError):  # it may have been committed before its folder went
+        second.result()
+    distributed.optimizer.close()
+
+
+def test_a_weight_that_has_left_megatrons_buffer_is_named(tmp_path: Path) -> None:
+    distributed = over_a_shard(tmp_path / "paths")
+    distributed.shard.decoupled_grad = torch.ones(4096)
+    distributed.weight.data = distributed.weight.clone()
+    with pytest.raises(ConfigError, match="leave weights in Megatron's buffer: this one was moved out"):
+        distributed.optimizer.step()
+    distributed.optimizer.close()
 
 
 def test_state_is_read_and_set_by_megatrons_names(tmp_path: Path) -> None:
@@ -446,6 +506,18 @@ def test_it_takes_the_place_of_both_names_until_it_is_disabled(distributed: Any)
     integration.disable()
     integration.disable()
     assert before == [vars(package), vars(distributed), {**vars(distributed.DistributedOptimizer)}]
+
+
+@needs_megatron
+@pytest.mark.usefixtures("distributed")
+def test_a_local_checkpoint_without_state_is_refused() -> None:
+    kind = import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict").MCoreTensorAwareStateDict
+    integration.enable({"paths": ["."]}, layout="in_place")
+    with pytest.raises(ConfigError) as refused:
+        kind.from_state_dict({"optimizer": {"param_state": SimpleNamespace(data={POINTER: "id"})}})
+    assert MEGATRON_LOCAL.advice in str(refused.value)
+    with pytest.raises(ImportError, match="nvidia_resiliency_ext"):  # Megatron's own
+        kind.from_state_dict({"optimizer": {"state": torch.ones(1)}})
 
 
 def _nothing(self: Any) -> None:

@@ -25,7 +25,14 @@ def test_stages_train_and_go_on_from_their_checkpoints(tmp_path: Path) -> None:
         return {"name": name, "passes": 4, **more}
 
     cases = [case("bf16", steps=6), case("fp16", fp16=True, steps=5) | {"passes": 1}]
+    forms = ("exact", "compact16", "compact8")
+    cases += [case(f"tied {form}", tied=True, format=form, steps=6, kinds=["offload"]) for form in forms]
+    cases += [case("tied", tied=True, steps=6), case("frozen", frozen=True, steps=4)]
     for layout in ("stock", "in_place"):
+        empty = {"frozen": True, "kinds": ["offload"], "layout": layout, "steps": 2}
+        folder = str(tmp_path / f"frozen {layout}")
+        cases += [case(f"saved frozen {layout}", save=folder, **empty)]
+        cases += [case(f"resumed frozen {layout}", load=folder, at=2, **empty)]
         folder, ours = str(tmp_path / layout), {"kinds": ["offload"], "layout": layout, "steps": 3}
         cases += [case(f"saved {layout}", save=folder, **ours), case(f"resumed {layout}", load=folder, at=3, **ours)]
     command = [prepared.python(), "-W", "ignore", *prepared.torchrun(2), str(PROGRAM), str(tmp_path / "paths")]
@@ -47,3 +54,14 @@ def test_stages_train_and_go_on_from_their_checkpoints(tmp_path: Path) -> None:
             assert found[f"resumed {layout}"]["offload"] == whole["offload"][3:]
             assert found[f"resumed {layout}"]["digest"] == whole["digest"]
             assert (tmp_path / layout / "offload" / "COMMIT").is_file() == (layout == "in_place")
+        for name in ("tied", "frozen"):  # the first stage has nothing to train where it is frozen
+            assert found[name]["offload"] == found[name]["memory"], name
+            assert found[name]["differing"] == [], name
+        assert (found["frozen"]["state"] == 0) == (rank == 0)
+        for layout in ("stock", "in_place"):
+            assert found[f"saved frozen {layout}"]["offload"] == found["frozen"]["offload"][:2]
+            assert found[f"resumed frozen {layout}"]["offload"] == found["frozen"]["offload"][2:]
+            assert found[f"resumed frozen {layout}"]["digest"] == found["frozen"]["digest"]
+    for form in forms:  # Megatron adds up the gradients of both copies: they stay one weight
+        (first,), (last,) = [line["tied"] for line in lines if line["name"] == f"tied {form}"]
+        assert first == last, form
