@@ -1,10 +1,10 @@
 """Trains a tiny GPT of Megatron-Core on the CPU, with gloo; run by `test_megatron.py` in ranks.
 
-    python megatron_runs.py FOLDER CASES
+    python megatron_runs.py FOLDER CASES [late]
 
 CASES is a JSON list of `Case`'s fields. Each case is trained by stock Megatron with our rule in memory below it, and
-by ours with all state on a path, in one process. Prints one line of JSON for each case and rank. The processes that
-Megatron starts to write a checkpoint import this module, and so it imports nothing large.
+by ours with all state on a path, in one process; with "late" on the test accelerator. Prints a line of JSON for each
+case and rank. The processes that Megatron starts to write a checkpoint import this module: it imports nothing large.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Case:
         frozen: Freeze the first layer and the embedding.
         tied: The output layer's weight is the embedding's.
         format: Ours, of state.
+        gpu: Bytes of state on the device.
         kinds: By which optimizers, in their order.
         save: A folder to save to at last.
         load: A folder to load from at first.
@@ -73,6 +74,7 @@ class Case:
     frozen: bool = False
     tied: bool = False
     format: str = "exact"
+    gpu: int = 0
     kinds: list[str] = field(default_factory=lambda: ["memory", "offload"])
     save: str = ""
     load: str = ""
@@ -86,38 +88,40 @@ class Case:
     mirror: str = ""
 
 
-def play_cuda() -> None:
-    """Have Megatron-Core, which names "cuda" outright, run on the CPU; for this thread."""
+def play_cuda(device: str = "cpu") -> None:
+    """Have Megatron-Core, which names "cuda" outright, run on another device; for this thread."""
     import torch
     from packaging.version import Version
     from torch.overrides import TorchFunctionMode
 
-    cpu = torch.device("cpu")
+    place, module = torch.device(device), getattr(torch, device)
 
     def is_cuda(value: Any) -> bool:
         return str(value).startswith("cuda") if isinstance(value, str | torch.device) else False
 
-    class CudaIsCpu(TorchFunctionMode):
-        """`device="cuda"` makes CPU tensors; `.cuda()` is the identity; `.type()` says that they are CUDA's."""
+    class CudaIsElsewhere(TorchFunctionMode):
+        """`device="cuda"` and `.cuda()` make tensors of the device; `.type()` says that they are CUDA's."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = {name: cpu if is_cuda(value) else value for name, value in (kwargs or {}).items()}
+            kwargs = {name: place if is_cuda(value) else value for name, value in (kwargs or {}).items()}
             if func is torch.Tensor.cuda:
-                return args[0]
+                return args[0].to(place)
             if func is torch.Tensor.to:
-                args = tuple(cpu if is_cuda(value) else value for value in args)
+                args = tuple(place if is_cuda(value) else value for value in args)
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-                return func(*args).replace("torch.", "torch.cuda.", 1)
+                return f"torch.cuda.{func(*args).rpartition('.')[2]}"
             return func(*args, **kwargs)
 
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
-    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]  # of releases after 0.16.1
+    torch.cuda.current_device = lambda: place  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: module.synchronize()
+    torch.cuda.empty_cache = lambda *_: None
+    for name in ("Stream", "stream", "current_stream"):
+        setattr(torch.cuda, name, getattr(module, name))
     tracker = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
     tracker.fork = lambda *_, **__: contextlib.nullcontext()
     import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None  # likewise
     import_module("megatron.core.utils").get_te_version = lambda: Version("0")  # without TransformerEngine it raises
-    CudaIsCpu().__enter__()
+    CudaIsElsewhere().__enter__()
 
 
 class Training:
@@ -156,7 +160,7 @@ class Training:
         )
         layers = specs.get_gpt_layer_local_spec(num_experts=case.experts or None)
         tied = {"share_embeddings_and_output_weights": case.tied}
-        gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32, **tied).to(dtype)
+        gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32, **tied).to(dtype).cuda()
         first = "embedding.", "decoder.layers.0."  # of the stage that begins with the embedding
         for name, parameter in gpt.named_parameters() if case.frozen and gpt.pre_process else ():
             parameter.requires_grad_(not name.startswith(first))
@@ -169,7 +173,11 @@ class Training:
         self.door = door = import_module("offload.integrations.megatron")
         ours = {}
         if kind == "offload":
-            more = {"state_format": case.format, **({"mirror": case.mirror} if case.mirror else {})}
+            more = {
+                "state_format": case.format,
+                "gpu_memory": case.gpu,
+                **({"mirror": case.mirror} if case.mirror else {}),
+            }
             overlap = "backward" if case.hides else "off"
             door.enable({**SETTINGS, **more, "overlap": overlap, "paths": [str(folder)]}, layout=case.layout)
             ours = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
@@ -272,14 +280,14 @@ class Training:
         rank = self.parallel.get_data_parallel_rank()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        mask = torch.ones(1, 1, 32, 32).tril() < 0.5
+        mask = (torch.ones(1, 1, 32, 32).tril() < 0.5).cuda()
         losses = []
         for micro_step in range(self.case.passes):
             seed = 1000 * number + 10 * micro_step + rank
-            tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(seed))
+            tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(seed)).cuda()
             last = micro_step + 1 == self.case.passes
             with contextlib.nullcontext() if last else self.model.no_sync():
-                places = torch.arange(32).expand(4, 32)
+                places = torch.arange(32).expand(4, 32).cuda()
                 loss = self.model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
                 self.optimizer.scale_loss(loss).backward()
             losses.append(loss.item())
@@ -375,14 +383,14 @@ class Training:
             self.model.start_param_sync(force_sync=True)
         found: dict[str, Any] = {}
         for name, weight in self.model.named_parameters():
-            found[name] = weight.detach().clone()
+            found[name] = weight.detach().cpu().clone()
             for member in self.members:
                 if weight not in member.model_param_group_index_map:
                     continue
                 start = member._get_model_param_range_map(weight)["param"].start
                 tensors = member._get_main_param_and_optimizer_states(weight)
                 for key in ("param", "exp_avg", "exp_avg_sq"):
-                    found[f"{name} {key} {start}"] = tensors[key].detach().clone().view(-1)
+                    found[f"{name} {key} {start}"] = tensors[key].detach().cpu().clone().view(-1)
         return found
 
     def close(self) -> None:
@@ -448,18 +456,23 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         digest.update(states[-1][name].contiguous().view(torch.uint8).numpy().tobytes())
     answers["digest"] = digest.hexdigest()
     tied = [weight for weight in training.model.parameters() if getattr(weight, "shared_embedding", False)]
-    answers["tied"] = [hashlib.sha256(weight.detach().view(torch.uint8).numpy()).hexdigest() for weight in tied]
+    answers["tied"] = [hashlib.sha256(weight.detach().cpu().view(torch.uint8).numpy()).hexdigest() for weight in tied]
     answers["state"] = sum(1 for name in states[0] if " " in name)
     if len(states) == 2:
         answers["differing"] = differing(*states)
     return answers
 
 
-def main(folder: Path, cases: list[dict[str, Any]]) -> None:
+def main(folder: Path, cases: list[dict[str, Any]], device: str = "cpu") -> None:
     import torch
 
-    play_cuda()
-    torch.distributed.init_process_group("gloo")
+    backends = "gloo"
+    if device == "late":
+        late, backends = import_module("accelerator.late"), "cpu:gloo,late:late"
+        late.load(1)
+        late.tell_offload()
+    play_cuda(device)
+    torch.distributed.init_process_group(backends)
     torch.set_num_threads(1)
     for fields in cases:
         answers = run(Case(**fields), folder)
@@ -470,4 +483,4 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:])

@@ -23,6 +23,7 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from accelerator.processes import needed
 
 from offload import CheckpointError, ConfigError, DtypeCode, OffloadConfig, Parameter
 from offload.checkpoint.marker import WHOLE
@@ -51,11 +52,20 @@ needs_megatron = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, of what is not installed
 
 
-def run(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return what ranks say of each case, by its name."""
+def run(folder: Path, ranks: int, cases: list[dict[str, Any]], *device: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what ranks say of each case, by its name; on the CPU, or on another device."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
-        [prepared.python(), "-W", "ignore", *prepared.torchrun(ranks), str(PROGRAM), str(folder), json.dumps(cases)],
+        [
+            prepared.python(),
+            "-W",
+            "ignore",
+            *prepared.torchrun(ranks),
+            str(PROGRAM),
+            str(folder),
+            json.dumps(cases),
+            *device,
+        ],
         capture_output=True,
         text=True,
         timeout=240,
@@ -71,14 +81,14 @@ def run(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> dict[str, list
     return found
 
 
-def check(found: dict[str, list[dict[str, Any]]], **skipped: int) -> None:
+def check(found: dict[str, list[dict[str, Any]]], *, resident: bool = False, **skipped: int) -> None:
     """Check that ours is Megatron with our rule in memory, bit for bit: what it says, weights and state."""
     for name, ranks in found.items():
         for said in ranks:
             assert said["offload"] == said["memory"], name
             assert said["differing"] == [], name
             assert said["state"] > 0, name
-            assert said["resident"] == 0, name
+            assert resident or said["resident"] == 0, name
             assert sum(not took for *_, took, _, _ in said["offload"]) == skipped.get(name, 0), name
 
 
@@ -140,6 +150,36 @@ def test_updates_in_backward_change_nothing(tmp_path: Path, ranks: int) -> None:
             if name != "clipped":  # which leaves gradients that are 0
                 assert figures["confirmed_bytes"] > 0 or name == "awaited", name
             assert (figures["revoked_bytes"] > 0) == (name in ("clipped", "skipped")), name
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_state_is_updated_where_it_lies_on_an_accelerator(tmp_path: Path) -> None:
+    """With weights and Megatron's buffers there: from none of it to all, and in checkpoints of both layouts."""
+    needed()
+    part = {"gpu": 300_000}
+    cases = [
+        {"name": "none", "steps": 3},
+        {"name": "part", "steps": 6, **part},
+        {"name": "all", "steps": 2, "gpu": 4_000_000},
+        {"name": "fp16", "fp16": True, "steps": 4, **part},
+        {"name": "passes", "tp": 2, "passes": 2, "steps": 2, **part},
+        {"name": "frozen", "frozen": True, "overlap": True, "steps": 2, **part},
+        {"name": "hidden", **HIDES, "ends": True, "clip": 0, "steps": 3, **part},
+    ]
+    layouts = {"stock": {}, "place": {"layout": "in_place"}}
+    for name, layout in layouts.items():
+        of_it = {**part, **layout, "steps": 3, "kinds": ["offload"]}
+        cases += [{"name": name, "save": str(tmp_path / name), **of_it}]
+        cases += [{"name": f"resumed {name}", "load": str(tmp_path / name), "at": 3, **of_it}]
+    found = run(tmp_path / "paths", 2, cases, "late")
+    check({name: found[name] for name in found if "memory" in found[name][0]}, resident=True, fp16=2)
+    shares = {name: found[name][0]["resident"] for name in ("none", "part", "all")}
+    assert shares["none"] == 0 < shares["part"] < 1 == shares["all"]
+    assert all(said["figures"]["made in backward"] > 0 for said in found["hidden"])
+    for name in layouts:
+        for whole, said in zip(found["part"], found[f"resumed {name}"], strict=True):
+            assert (said["offload"], said["digest"]) == (whole["offload"][3:], whole["digest"]), name
 
 
 @pytest.mark.slow
