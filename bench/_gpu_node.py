@@ -128,8 +128,8 @@ def rows_of(layout: Layout) -> Iterator[Found]:
         for place in (CPU, AUTO):
             yield row(f"{count} updates in flight", place, runs)
             yield row(f"{count} updates in flight, other Python threads busy", place, runs, rates=BUSY)
-    state, four = (executor.TimingExecutor, "gradient_stream", "d2h"), (executor, "BROUGHT_AHEAD", 4)
-    yield row("gradients fetched all at the begin", AUTO, (executor, "BROUGHT_AHEAD", 1 << 30))
+    state, four = (executor.TimingExecutor, "gradient_stream", "d2h"), (executor, "FETCHED_AHEAD", 4)
+    yield row("gradients fetched all at the begin", AUTO, (executor, "FETCHED_AHEAD", 1 << 30))
     yield row("gradients fetched 4 visits ahead", AUTO, four)
     yield row("gradients on the stream of state, 4 visits ahead", AUTO, state, four)
     for factor in (1, 2, 3):

@@ -25,12 +25,12 @@ from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     AwaitPush,
-    Begin,
+    BeginSweep,
     Done,
     Event,
     Operation,
     ReadTile,
-    Run,
+    RunVisit,
     Sweep,
     Transfer,
     Visit,
@@ -154,7 +154,7 @@ class Forgetting(Machine):
     """
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, Begin):
+        if isinstance(event, BeginSweep):
             for number in self.staging.slots.owners:
                 if number is not None and self._subgroups[number].phase is Phase.READY:
                     self.staging.vacate(number)
@@ -226,7 +226,7 @@ class _Interleaved(SharedExecutor):
 
     def stages_of(self, operation: Operation) -> tuple[str, list[tuple[str, float]]]:
         match operation:
-            case Run(visit=visit):
+            case RunVisit(visit=visit):
                 numel = self._numels[visit.subgroup]
                 if visit.gpu:
                     copied = visit.subgroup in self._copied
@@ -244,7 +244,7 @@ class _Interleaved(SharedExecutor):
 
     def may_start(self, operation: Operation) -> bool:
         match operation:
-            case Run(visit=visit) if not visit.gpu:
+            case RunVisit(visit=visit) if not visit.gpu:
                 return all(number in self._came for number in self._copied if number < visit.subgroup)
             case Transfer(
                 what="weights"
@@ -254,7 +254,7 @@ class _Interleaved(SharedExecutor):
         return True
 
     def started(self, operation: Operation) -> None:
-        if isinstance(operation, Run) and operation.visit.gpu:
+        if isinstance(operation, RunVisit) and operation.visit.gpu:
             self._came.add(operation.visit.subgroup)
 
     def speeds(self, active: Mapping[str, tuple[str, float]]) -> dict[str, float]:
@@ -294,7 +294,7 @@ def interleaved_update_s(node: Node, numels: Sequence[int], stride: int, ranks: 
     for step in (1, 2):  # the first finds fresh state and copies nothing in
         begun_s = executor.now_s
         executor.begin()
-        machine.handle(Begin(Sweep(step, step, update_visits(plan, range(count)))))
+        machine.handle(BeginSweep(Sweep(step, step, update_visits(plan, range(count)))))
         pump(machine, executor, lambda machine: machine.finished_sweep is not None)
         update_s = executor.now_s - begun_s
         pump(machine, executor, lambda machine: machine.in_flight == 0)
@@ -363,7 +363,7 @@ class _OneAhead(SharedExecutor):
     def _whose(self, operation: Operation) -> tuple[int, int]:
         which = operation.op % len(self._members)
         match operation:
-            case Run(visit=visit):
+            case RunVisit(visit=visit):
                 return which, self._members[which][visit.subgroup]
             case ReadTile(tile=tile) | WriteTile(tile=tile):
                 return which, self._members[which][tile.subgroup]
@@ -377,14 +377,14 @@ class _OneAhead(SharedExecutor):
             case WriteTile(record=record):
                 self._flushing[which][number] += 1
                 return f"write:{which}", [("write", record.location.nbytes)]
-            case Run():
+            case RunVisit():
                 return "cpu", [("cpu", self._sizes[number] / STATE_BYTES)]
         raise InternalError(f"{operation} in a plan without a GPU")
 
     def may_start(self, operation: Operation) -> bool:
         _, number = self._whose(operation)
         match operation:
-            case Run():
+            case RunVisit():
                 blocked = any(len(flushing) > 1 for flushing in self._flushing)
                 return self._turn[number] == len(self._begun_s) and not blocked
             case ReadTile():
@@ -392,12 +392,12 @@ class _OneAhead(SharedExecutor):
         return True
 
     def started(self, operation: Operation) -> None:
-        if isinstance(operation, Run):
+        if isinstance(operation, RunVisit):
             self._begun_s[self._whose(operation)[1]] = self.now_s
 
     def ended(self, operation: Operation) -> None:
         which, number = self._whose(operation)
-        if isinstance(operation, Run):
+        if isinstance(operation, RunVisit):
             self._ended_s[number] = self.now_s
         elif isinstance(operation, WriteTile):
             self._flushing[which][number] -= 1
@@ -497,7 +497,7 @@ def streamed_update(
         executor.begin(turns)
         for machine, numbers in zip(machines, members, strict=True):
             mine = sorted(range(len(numbers)), key=lambda local, n=numbers: turns.index(n[local]))
-            machine.handle(Begin(Sweep(step, step, tuple(Visit(local) for local in mine))))
+            machine.handle(BeginSweep(Sweep(step, step, tuple(Visit(local) for local in mine))))
         pump(together, executor, lambda _: all(machine.finished_sweep for machine in machines))  # type: ignore[arg-type]
         update_s, waits = executor.now_s - begun_s, executor.waits()
         pump(together, executor, lambda _: not any(machine.in_flight for machine in machines))  # type: ignore[arg-type]

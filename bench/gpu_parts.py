@@ -25,7 +25,7 @@ from typing import Any
 
 from _gpu_backward import AddedAtOnce, Calls, LeavesAlways, backward_s, passing_s
 from _gpu_node import NODE, budgets_of, changed, layout_of
-from _harness import Row, Run, main
+from _harness import Row, RunVisit, main
 from _worker import gpu_share
 
 import offload.predict.timing as timing
@@ -42,7 +42,7 @@ from offload.predict import Prediction
 from offload.predict.predict import with_backward_s
 from offload.predict.streams import Order, Work
 from offload.schedule.operations import Operation, Sweep, Transfer
-from offload.schedule.operations import Run as Update
+from offload.schedule.operations import RunVisit as Update
 from offload.schedule.timeline import ENGINE
 from offload.session.placement_review import PlacementReview
 
@@ -299,7 +299,7 @@ def buckets(case: Case) -> Iterator[Times]:
 
 def ahead(case: Case) -> Iterator[Times]:
     """gradients are fetched ahead of their visits; else a visit's are fetched as it begins"""
-    yield from of_steps(case, plan_of(case), (timing, "BROUGHT_AHEAD", 0))
+    yield from of_steps(case, plan_of(case), (timing, "FETCHED_AHEAD", 0))
 
 
 def coming(case: Case) -> Iterator[Times]:
@@ -327,7 +327,7 @@ def review(case: Case) -> Iterator[Times]:
         machine=SimpleNamespace(is_open=False, saver=SimpleNamespace(under_way=None), broken=None),
         gradients=SimpleNamespace(have_arrived=lambda: False),
     )
-    parts.replace_plan = lambda better: setattr(parts, "plan", better)
+    parts.use_replanned = lambda better: setattr(parts, "plan", better)
     chooses, observed = PlacementReview(parts, SimpleNamespace(settle=lambda: None)), [case.known]
     for _ in range(MOST_STEPS):
         observed = [*observed[-2:], observe(parts.rates, case.predicted(parts.plan).timeline)]
@@ -395,7 +395,7 @@ def cases(smoke: bool) -> list[Case]:
     return [Case(model, name, **how) for model in chosen for name, how in circumstances.items()]
 
 
-def measure(run: Run) -> None:
+def measure(run: RunVisit) -> None:
     rows, parts = [], {}
     for part in PARTS:
         name = part.__name__.replace("_", " ")

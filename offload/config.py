@@ -116,10 +116,10 @@ class Size:
     """Takes a size in bytes, or one of `words`."""
 
     def __init__(self, *words: str) -> None:
-        self.words = words
+        self.choices = words
 
     def __call__(self, field: str, value: Any) -> int | str:
-        return str(value) if value in self.words else parse_bytes(field, value)
+        return str(value) if value in self.choices else parse_bytes(field, value)
 
 
 class Count:
@@ -137,13 +137,13 @@ class OneOf:
     """Takes one of `words`; or of those of earlier versions, which are not told; or what is a `number`."""
 
     def __init__(self, *words: str, earlier: Sequence[str] = (), number: Count | None = None) -> None:
-        self.words, self._earlier, self._number = words, earlier, number
+        self.choices, self._earlier, self._number = words, earlier, number
 
     def __call__(self, field: str, value: Any) -> Any:
         if self._number is not None and isinstance(value, int):
             return self._number(field, value)
-        if not isinstance(value, str) or value not in (*self.words, *self._earlier):
-            raise ConfigError(field, value, "use " + " or ".join(f'"{word}"' for word in self.words))
+        if not isinstance(value, str) or value not in (*self.choices, *self._earlier):
+            raise ConfigError(field, value, "use " + " or ".join(f'"{word}"' for word in self.choices))
         return value
 
 

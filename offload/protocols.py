@@ -49,7 +49,7 @@ ScratchKind = Literal["gradients", "activations"]
 """What passes through buffers to the paths and back, and is forgotten when it has been used."""
 
 
-class Owner(NamedTuple):
+class ScratchOwner(NamedTuple):
     """Whose scratch it is that lies in a buffer, and on the paths: of gradients a subgroup, of activations a tile."""
 
     kind: ScratchKind
@@ -335,7 +335,7 @@ class Device(Protocol):
     node: int | None
     """The NUMA node that it is attached to; None where that is not known."""
 
-    def adopt_thread(self) -> None:
+    def prepare_thread(self) -> None:
         """Prepare a thread of the session's own, which calls this first: it works for this device from now on.
 
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
@@ -373,7 +373,7 @@ class Device(Protocol):
     def return_borrowed(self) -> None:
         """Give back all memory that is borrowed: it is used again behind work that is on lanes now; nobody waits."""
 
-    def give_up(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """Say that the caller drops a tensor on the device: its memory is used again behind the caller's lane only.
 
         An allocator orders memory by the stream that it was allocated on, which may be another one of the user's.

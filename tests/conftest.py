@@ -156,7 +156,7 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         self._overlap.models.append(Everything(self))
 
     def step(self: Any, closure: Any = None) -> Any:
-        self._overlap.note_use(parameters_of(self))
+        self._overlap.wait_for_use(parameters_of(self))
         try:
             loss = plain_step(self, closure)
             self.finish()

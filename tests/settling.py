@@ -25,7 +25,7 @@ def settle(engine: offload.Engine) -> int:
         final = [n for n, count in missing.items() if count <= 0 and n in machine.staging.priorities]
         if engine.is_parked and has_counted and not machine.in_flight:
             break  # and stays so until somebody needs its memory
-        if machine.broken is not None or (machine.is_on_hold and machine.is_open and not machine.in_flight):
+        if machine.broken is not None or (machine.is_paused and machine.is_open and not machine.in_flight):
             break  # no more is made
         versions = machine.speculative_versions
         if has_counted and machine.is_open and not machine.in_flight and all(number in versions for number in final):

@@ -231,7 +231,7 @@ class SavesBehind:
                 pending.stage = Stage.ENDED
             raise
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the tag under way is whole. Collective.
 
         Raises:
@@ -256,11 +256,11 @@ class SavesBehind:
             for stage, rank in SETTLING:  # one by one: a rank may wait for what another has failed to do
                 self._on_all_ranks(partial(reach, stage, rank))
         except BaseException:
-            self.give_up()
+            self.cancel()
             raise
         self.pending = None
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Stop the tag under way from becoming whole, or the latest, if it is not yet; wait until its thread ends."""
         pending = self.pending
         if pending is not None:
@@ -286,7 +286,7 @@ class SavesBehind:
             if pending.stage is not Stage.ENDED:
                 log.warning("checkpoint %s is not the latest: files of other ranks are not there", pending.tag)
         finally:
-            self.give_up()
+            self.cancel()
 
     # On a thread of its own
 

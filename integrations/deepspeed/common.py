@@ -185,7 +185,7 @@ class OffloadedOptimizer:
 
     def step(self, *arguments: Any, **keywords: Any) -> Any:
         """Make DeepSpeed's step, timed for `overlap="auto"`."""
-        self._take_state_back()  # in case an interrupt has left it with DeepSpeed
+        self._end_lending()  # in case an interrupt has left it with DeepSpeed
         began_s = self._auto.pace.begin_step()
         result = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
@@ -237,7 +237,7 @@ class OffloadedOptimizer:
         """Return the order in which forward uses pieces, if a step goes on into it."""
         return None
 
-    def follow(self, model: torch.nn.Module) -> None:
+    def hook_model(self, model: torch.nn.Module) -> None:
         """Prepare steps to go on into a model's next forward pass, if configured. Nothing here: ZeRO-3 needs none."""
 
     def finish(self) -> None:
@@ -261,7 +261,7 @@ class OffloadedOptimizer:
 
     # State in DeepSpeed's layout, for its own checkpoint code
 
-    def _lend(self, states: list[FlatState]) -> None:
+    def _lend_state(self, states: list[FlatState]) -> None:
         """Put state where DeepSpeed keeps it: into the flat masters and the torch optimizer's state."""
         for flat, state in zip(self._flats, states, strict=True):
             flat.grad = None
@@ -294,7 +294,7 @@ class OffloadedOptimizer:
         """Return the parameters of all groups, those that other ranks have included."""
         raise NotImplementedError
 
-    def take_back(self) -> None:
+    def restore_placeholders(self) -> None:
         """Let DeepSpeed's flat masters be placeholders again, as they are when no state is lent."""
         raise NotImplementedError
 
@@ -307,19 +307,19 @@ class OffloadedOptimizer:
         self.finish()
         self._lent = self.shard.without_memory() if self._leaves_state_out else self.shard.export()
         try:
-            self._lend(self._lent)
+            self._lend_state(self._lent)
             yield self._lent
         finally:
             try:
-                self._take_state_back()
+                self._end_lending()
             except BaseException:  # a Ctrl-C
-                self._take_state_back()
+                self._end_lending()
                 raise
 
-    def _take_state_back(self) -> None:
+    def _end_lending(self) -> None:
         """End lending, if state is lent: DeepSpeed's tensors are placeholders again, and have no state."""
         if self._lent is not None:
-            self.take_back()
+            self.restore_placeholders()
             self.optimizer.state.clear()
             self._lent = None
 
@@ -375,7 +375,7 @@ class OffloadedOptimizer:
         # Only rank 0 writes the model; the others wait in the collective that saves state: its error must reach them.
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
             self.finish()
-            self._take_state_back()
+            self._end_lending()
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
             if self._saves_in_background:  # a tag may be saved again: new weights must not lie beside old state
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
@@ -437,7 +437,7 @@ class OffloadedOptimizer:
             try:
                 result = save(save_dir, tag, client_state, False, *arguments, **keywords)
             except BaseException:
-                behind.give_up()
+                behind.cancel()
                 if self._unnamed_model is not None:
                     discard(self._unnamed_model.path)
                 raise
@@ -456,7 +456,7 @@ class OffloadedOptimizer:
             CheckpointError: On all ranks, if one could not write its part; `latest` names the checkpoint before.
         """
         if self.behind is not None:
-            self.behind.settle()
+            self.behind.wait()
 
     def refuse_other_ranks(self, engine: Any) -> None:
         """Replace a DeepSpeed engine's methods that load: refuse state of another number of ranks, saying what to do.
@@ -467,7 +467,7 @@ class OffloadedOptimizer:
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
             self.finish()
-            self._take_state_back()
+            self._end_lending()
             self._loading_folder = os.path.join(load_dir, tag)
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
@@ -564,7 +564,7 @@ class OffloadedOptimizer:
         of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(of_ranks, (path, uuid.uuid4().hex, self._unnamed_model))
         paths, (id, *_), (unnamed, *_) = zip(*of_ranks, strict=True)
-        model = self._share_of_model(unnamed, model_path)
+        model = self._own_part_of_model_file(unnamed, model_path)
 
         def begin() -> None:
             with _in_partial(engine, "_get_zero_ckpt_name", path):
@@ -586,7 +586,7 @@ class OffloadedOptimizer:
 
         self._on_all_ranks(begin)
 
-    def _share_of_model(self, unnamed: UnnamedModel | None, path: str) -> SharedModel | None:
+    def _own_part_of_model_file(self, unnamed: UnnamedModel | None, path: str) -> SharedModel | None:
         """Return this rank's part of a model's file that rank 0 has written without weights; None if it has none.
 
         If ranks do not see the same file, rank 0 writes all weights. Collective.

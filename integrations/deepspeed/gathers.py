@@ -74,7 +74,7 @@ class Gathers:
         self._ranges_by_parameter: dict[torch.Tensor, tuple[int, ...]] = {}
         self._gather_order: list[int] = []
 
-    def follow(self, model: torch.nn.Module) -> None:
+    def hook_model(self, model: torch.nn.Module) -> None:
         """Hook the modules of a model, so that each waits for its weights before it uses them."""
         self.models.append(FollowedModel(self, model, check=False))
 
@@ -102,7 +102,7 @@ class Gathers:
 
     # While modules run
 
-    def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
+    def wait_for_use(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a forward pass uses some weights now, and wait for them."""
         for parameter in parameters:
             self._used.update(dict.fromkeys(self._ranges_of(parameter)))
@@ -133,7 +133,7 @@ class Gathers:
 
     # Around a step
 
-    def agree(self) -> Mapping[int, int]:
+    def agree_on_order(self) -> Mapping[int, int]:
         """Agree with all ranks on the order of gathering; return each piece's position in that of the next step.
 
         Collective, while no step is under way.
@@ -142,7 +142,8 @@ class Gathers:
         use_order = [own_order.get(range_number, UNUSED) for range_number in range(len(self._ranges))]
         in_own_order = sorted((range_number, number) for number, range_number in enumerate(use_order))
         self._gather_order = [
-            number for _, number in (in_own_order if self._exchange is None else self._exchange.agree(use_order))
+            number
+            for _, number in (in_own_order if self._exchange is None else self._exchange.agree_on_order(use_order))
         ]
         return {
             piece: order

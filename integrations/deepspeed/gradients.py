@@ -64,7 +64,7 @@ class SlotGradients:
             number: gradient for number, gradient in self._lent_gradients.items() if number == kept
         }
 
-    def take(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+    def accept(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
         """Take in a reduced gradient of a piece, flat: the first of its window, or one to be added.
 
         Args:
@@ -104,7 +104,7 @@ class SlotGradients:
         take_in = gradients.arrived if gathered and lent is None else gradients.bind
         take_in(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
 
-    def _read_unlent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
+    def _read_unless_lent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
         """Return a gradient that is not lent, complete; None or zeros if there is none."""
         self.settle()
         slot = self._engine.gradients.slot(number)
@@ -117,7 +117,7 @@ class SlotGradients:
         """Return a piece's gradient, complete, wherever it lies; zeros beyond the piece, and if it has none."""
         piece = self._pieces[number]
         lent = self._lent_gradients.get(number)
-        gradient = self._read_unlent(number, arrived=arrived) if lent is None else lent
+        gradient = self._read_unless_lent(number, arrived=arrived) if lent is None else lent
         wanted = piece.numel if numel is None else numel
         if gradient is None or gradient.numel() < wanted:
             whole = torch.zeros(wanted, dtype=self._dtypes[piece.flat], device=self._place)
@@ -193,7 +193,7 @@ class ArrivingGradients(SlotGradients):
         else:
             self._engine.gradients.hold(gradient, mark)
 
-    def _read_unlent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
+    def _read_unless_lent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
         if not arrived or not self._engine.gradients.has_arrived(number):  # a step has used it
             return None
         self._engine.gradients.settle()

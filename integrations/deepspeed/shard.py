@@ -140,7 +140,7 @@ class Shard:
     def accumulate(self, number: int, gradient: torch.Tensor, *, final: bool) -> None:
         """Take in a piece's reduced gradient: flat, on any device; `final` if no more is expected before the step."""
         self._open_window()
-        self.gradients.take(number, gradient, first=number not in self._arrived, final=final)
+        self.gradients.accept(number, gradient, first=number not in self._arrived, final=final)
         self._arrived[number] = None
 
     def sum_of(self, number: int) -> torch.Tensor:

@@ -44,19 +44,19 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     # Into the next forward pass
 
-    def follow(self, model: torch.nn.Module) -> None:
+    def hook_model(self, model: torch.nn.Module) -> None:
         """Hook a model's modules to wait for their weights, if steps may go on into its forward pass. Collective."""
         if self.can_go_on:
             parts, pace = self.parallel_partitioned_bit16_groups, self._auto.pace
             self._gathers = Gathers(self.offload, self.shard.pieces, parts, self.dp_process_group, pace)
-            self._gathers.follow(model)
+            self._gathers.hook_model(model)
 
     def step(self, *arguments: Any, **keywords: Any) -> Any:
         """Make DeepSpeed's step; if it may go on into forward, without its gathers: `Gathers` gathers new weights."""
         if self._gathers is None:
             return super().step(*arguments, **keywords)
         self.finish()
-        self._take_state_back()
+        self._end_lending()
         # DeepSpeed copies new weights from masters, which are the weights themselves here, and gathers them: its
         # lists hold empty tensors meanwhile, so that it does neither.
         kept = {name: getattr(self, name) for name in COPIED_AND_GATHERED}
@@ -82,7 +82,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self._gathers.begin(active)
 
     def _use_order(self) -> Mapping[int, int] | None:
-        return None if self._gathers is None else self._gathers.agree()
+        return None if self._gathers is None else self._gathers.agree_on_order()
 
     def finish(self) -> None:
         """Wait until the last step is over, and its weights have been gathered."""
@@ -124,7 +124,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype, rule)
         buffers.extend(self.shard.weights)
         self._sums: dict[int, torch.Tensor] = {}
-        self.take_back()
+        self.restore_placeholders()
 
     def _own_weights(self) -> list[torch.Tensor]:
         """Return this rank's part of each flat tensor of weights."""
@@ -146,7 +146,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
         if self._gathers is not None:
             self._gathers.moved(self.parallel_partitioned_bit16_groups)
-        self.take_back()
+        self.restore_placeholders()
 
     @property
     def flat_weights(self) -> Sequence[torch.Tensor]:
@@ -191,7 +191,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             flat[index] for flat, index in zip(self.flat_weights, self._sampled_indexes, strict=True)
         ]
 
-    def take_back(self) -> None:
+    def restore_placeholders(self) -> None:
         """Let each flat "master" be this rank's part of the weights, and each group have it as its parameter."""
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
             flat.data = weight
@@ -199,7 +199,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         if self._lent is not None:
             self._link_all_hp_params()
 
-    def _lend(self, states: list[FlatState]) -> None:
+    def _lend_state(self, states: list[FlatState]) -> None:
         super()._lend(states)
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False

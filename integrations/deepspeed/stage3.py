@@ -109,7 +109,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         for group in self.trainable_param_groups:
             trained.update(group["params"])
             numel = sum(parameter.partition_numel() for parameter in group["params"])
-            self.param_groups_fp16_flat_cpu_memory.append(self._weights_file.take(numel, self.dtype))
+            self.param_groups_fp16_flat_cpu_memory.append(self._weights_file.allocate(numel, self.dtype))
         for parameter in self.module.parameters():
             if parameter not in trained and parameter.ds_tensor.is_cpu:
                 self._weights_file.move(parameter.ds_tensor)
@@ -165,7 +165,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         """
         self._hidden_groups, self.fp16_groups = self.fp16_groups, []
 
-    def take_back(self) -> None:
+    def restore_placeholders(self) -> None:
         for flat in self._flats:
             flat.data = torch.zeros(1, dtype=torch.float32, device="cpu")
 

@@ -117,7 +117,7 @@ for_all: Mapping[str, Any] | None = None
 """The `multi_tier_offload` object for configs that have none."""
 _said_own = _said_stock = _said_ignored = False
 _undo = contextlib.ExitStack()
-"""Undoes the replacements of `weights.stand_in`."""
+"""Undoes the replacements of `weights.patch_deepspeed`."""
 
 
 def check_deepspeed() -> None:
@@ -203,7 +203,7 @@ def _configure_optimizer_of(
         raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
     engine.optimizer.updates_early = weights_file is None and settings.reduces_early(engine.config)
     engine.optimizer.report_to(engine)
-    engine.optimizer.follow(engine.module)
+    engine.optimizer.hook_model(engine.module)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)
     saving = settings.saving(engine.config)
@@ -303,7 +303,7 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     given = for_all if config is None else settings.load(config)
     if _mode is not _Mode.ON:
         check_deepspeed()
-        weights.stand_in(_undo, _is_ours)
+        weights.patch_deepspeed(_undo, _is_ours)
     if given is not for_all:
         for_all, _said_own = given, False
     _mode = _Mode.ON

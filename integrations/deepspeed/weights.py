@@ -38,7 +38,7 @@ _is_reserved = False
 """Whether an engine that has a file for all its weights is just being made."""
 
 
-def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None:
+def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None:
     """Replace DeepSpeed's methods so that weights lie in files where a config says NVMe, until `undo` is closed.
 
     `is_ours` returns whether engines of a `DeepSpeedConfig` get their optimizer from this backend.
@@ -67,7 +67,7 @@ def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None
         if is_first and made in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
             file = on_all_ranks(lambda: _open(_folders[made], [part.nbytes]), param.ds_process_group)
             file.move(part)
-            file.give_back()
+            file.trim_heap()
         return result
 
     shared.replace(undo, config, "_initialize_params", initialize_params)

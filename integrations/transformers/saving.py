@@ -41,7 +41,7 @@ class Deleting:
         return getattr(shutil, name)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def postponed(self) -> Iterator[None]:
         """Postpone deletions until this context ends; drop them if an exception ends it."""
         before, self._postponed = self._postponed, []
         try:
@@ -82,7 +82,7 @@ def save(
     """Save a checkpoint by `Trainer._save_checkpoint`, mark it as whole, then let older ones be deleted."""
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
     begin_folder(folder)
-    with DELETING.held():
+    with DELETING.postponed():
         original(trainer, model, trial, *arguments, **options)
         end_folder(optimizer, folder)
 

@@ -198,11 +198,11 @@ class CommitJob:
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
                 self.undone = True  # if the lock cannot be had, nothing has been written
-                self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "that one says")
+                self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", "that one says")
                 self.undone = False
             self._run()
         finally:
-            lock.drop()
+            lock.release()
 
     def _run(self) -> None:
         """Write the checkpoint's small files in the order that the module describes; undo that if it fails."""
@@ -243,7 +243,7 @@ class CommitJob:
             if manifest.rank > 0 and (mirrored := read_commit(folder).mirrored) is not None:
                 self.note_mirrored(mirrored)
             self.request.on_commit()
-            self._settle_doubt()
+            self._resolve_doubt()
             self._release_older()
         except Exception as error:  # the checkpoint has been committed all the same
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
@@ -303,7 +303,7 @@ class CommitJob:
         """Return whether the folder lacks this `COMMIT`, and a write that has failed cannot take effect later."""
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
-    def _settle_doubt(self) -> None:
+    def _resolve_doubt(self) -> None:
         """Find out which checkpoints in doubt were committed, and undo the others, by the ids in this `COMMIT`."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
@@ -486,11 +486,11 @@ def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None
     if committed:
         lock = FolderLock(folder)
         try:
-            if not lock.take():
+            if not lock.acquire():
                 raise CheckpointError("another session is writing a checkpoint there")
             _withdraw_commit(checkpoint, folder, note)
         finally:
-            lock.drop()
+            lock.release()
     for name in names_of(checkpoint.id, checkpoint.rank):
         folder.delete(name)
 

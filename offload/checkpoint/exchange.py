@@ -281,7 +281,7 @@ class SafetensorsSource:
         except (OSError, EOFError) as cause:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause
 
-    def lend(self, address: int, nbytes: int) -> None:
+    def use_read_buffer(self, address: int, nbytes: int) -> None:
         """Ignore lent memory: the buffer of this source is small."""
 
 

@@ -15,7 +15,7 @@ from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
 from offload.checkpoint.marker import BEGUN, DAMAGED, WHOLE, Mark, Marker, is_inside, mark_begun, mark_in, mark_whole
-from offload.checkpoint.mirror import Part, PartCopy
+from offload.checkpoint.mirror import RankPart, RankPartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.whole import BESIDE
@@ -62,7 +62,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
     run.prepare()
     lock = FolderLock(run)
-    if not lock.take():
+    if not lock.acquire():
         raise CheckpointError(f"another process brings something to {above}: wait, or name another folder")
     try:
         _fetch(mirror, name, above, marker, show)
@@ -70,7 +70,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
             raise CheckpointError(f"{source.path} was changed while it was copied: delete what is in {above} of it")
         mark_whole(os.path.join(above, name))
     finally:
-        lock.drop()
+        lock.release()
 
 
 def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
@@ -141,7 +141,7 @@ def _fetch_checkpoint(source: str, target: str) -> None:
         copies = []
         for request in requests:  # rank 0's first: its progress file tells the others that the copy has begun
             opened = ends.enter_context(Checkpoint(source, part=(request.id, request.rank, request.ranks)))
-            copies.append(copy := PartCopy(Part(request, source, is_new=True), opened, "auto"))
+            copies.append(copy := RankPartCopy(RankPart(request, source, is_new=True), opened, "auto"))
             copy.part.folder.prepare()
             copy.begin()
             ends.callback(copy.close)
@@ -150,10 +150,10 @@ def _fetch_checkpoint(source: str, target: str) -> None:
         _commit(copies)
 
 
-def _commit(copies: Sequence[PartCopy]) -> None:
+def _commit(copies: Sequence[RankPartCopy]) -> None:
     """Commit the parts of all ranks, each on a thread of its own: a rank's commit waits for the others'."""
 
-    def commit(copy: PartCopy) -> None:
+    def commit(copy: RankPartCopy) -> None:
         try:
             copy.commit(copy.source.extra(0), threading.Event())
         except BaseException:

@@ -23,7 +23,7 @@ class FolderLock:
         self._has_locks = folder.has_locks
         self._descriptor = -1
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Take the lock; return False if another session has it, and True if there are no locks."""
         if not self._has_locks:
             return True
@@ -33,15 +33,15 @@ class FolderLock:
                 _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                self.drop()  # the directory was replaced meanwhile, so this lock guards nothing
-                return self.take()
+                self.release()  # the directory was replaced meanwhile, so this lock guards nothing
+                return self.acquire()
         except BlockingIOError:
             return False
         except OSError:  # it has gone, or has no locks
             return True
         return True
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Give the lock back, if it is held."""
         self._close(unlocks=True)
 

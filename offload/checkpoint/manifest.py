@@ -29,7 +29,7 @@ from offload.formats import FORMATS, StateSpec
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
 from offload.protocols import SECTOR_BYTES, TileId, TileRequest
 from offload.rules import ADAMW, NAMED, described
-from offload.schedule.index import Location, Record
+from offload.schedule.index import Location, TileRecord
 from offload.tiers.common import digest_of
 
 FORMAT = 1
@@ -91,13 +91,13 @@ class TileRef(Row, frozen=True):
     checksum: Checksum
 
     @classmethod
-    def of(cls, store: int, record: Record) -> TileRef:
+    def of(cls, store: int, record: TileRecord) -> TileRef:
         """Return a manifest's entry for a record in a session's index, given the number of its store."""
         return cls(store, record.location.offset, record.step, record.checksum)
 
-    def record(self, path: int, nbytes: int) -> Record:
+    def record(self, path: int, nbytes: int) -> TileRecord:
         """Return this tile's record in a session's index, given the path number of its store."""
-        return Record(Location(path, self.offset, nbytes), self.step, self.checksum)
+        return TileRecord(Location(path, self.offset, nbytes), self.step, self.checksum)
 
 
 class FileRef(NamedTuple):

@@ -85,13 +85,13 @@ class Task:
         part: None where no checkpoint of ours is in it.
         files: None where a checkpoint is mirrored alone, and on other ranks.
         failure: Why the files could not be opened.
-        is_new: See `Part`.
+        is_new: See `RankPart`.
         is_taken: Whether rank 0 has decided to mirror it.
         done: Set when it has been mirrored, skipped or given up.
     """
 
     source: str
-    part: Part | None
+    part: RankPart | None
     files: FolderCopy | None = None
     failure: OSError | None = None
     is_new: bool = True
@@ -132,7 +132,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._tasks: tuple[Task, ...] = ()
         """Checkpoints to mirror, in their order; the first may be under way."""
-        self._is_claimed = False
+        self._is_mirroring_paused = False
         self._run_folders = Seen()
         self._unfinished: WholeFolder | None = None
         """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
@@ -166,7 +166,7 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `Part`."""
+        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `RankPart`."""
         if self._path is None:
             return
         source = os.fspath(saved.path)
@@ -187,7 +187,7 @@ class Mirror:
             whole: The folder; all ranks name the same.
             saved: The checkpoint in it, if there is one, as for `offer`.
             is_first: Whether this is rank 0; only that has something to do where there is no checkpoint.
-            is_new: See `Part`.
+            is_new: See `RankPart`.
         """
         source, mirror = whole.source(), (self._path or "").rstrip("/")
         if not mirror or (saved is None and not is_first):
@@ -208,9 +208,9 @@ class Mirror:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
         self.queue_task(Task(source, part, files, failure, is_new))
 
-    def _part(self, saved: SaveRequest, target: str, is_new: bool) -> Part:
+    def _part(self, saved: SaveRequest, target: str, is_new: bool) -> RankPart:
         named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
-        return Part(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
+        return RankPart(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
 
     def queue_task(self, task: Task) -> None:
         """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread.
@@ -244,15 +244,15 @@ class Mirror:
             task.files.close()
         task.done.set()
 
-    def claim(self) -> str:
-        """Begin to mirror no other checkpoint until `end_claim`; return the id of the one being mirrored, or ""."""
+    def pause_mirroring(self) -> str:
+        """Begin to mirror no other checkpoint until `resume_mirroring`; return the id of the one being mirrored, or ""."""
         with self._lock:
-            self._is_claimed = True
+            self._is_mirroring_paused = True
             return next((task.id for task in self._tasks if task.is_taken and task.id), "")
 
-    def end_claim(self) -> None:
+    def resume_mirroring(self) -> None:
         """Let mirroring begin again: the save that has called `claim` has ended."""
-        self._is_claimed = False
+        self._is_mirroring_paused = False
         self._news.put(None)
 
     def note_mirrored(self, id: str) -> None:
@@ -342,7 +342,7 @@ class Mirror:
         with self._lock:
             task = next(iter(self._tasks), None)
             if task is not None and task.is_first and not task.is_taken:
-                task.is_taken = not self._is_claimed
+                task.is_taken = not self._is_mirroring_paused
                 return task if task.is_taken else None
             return task
 
@@ -427,7 +427,7 @@ class Mirror:
         if self._cancelled.is_set():
             raise _Interrupted
 
-    def _copy_part(self, part: Part) -> bool:
+    def _copy_part(self, part: RankPart) -> bool:
         """Copy this rank's part of a checkpoint, unless it is there; return whether it was copied."""
         request = part.request
         part.folder.prepare()
@@ -445,7 +445,7 @@ class Mirror:
             ends.callback(setattr, self, "_reads", frozenset())
             ends.callback(self._is_known.clear)
             extra = source.extra(0)
-            copy = PartCopy(part, source, self._io_backend)
+            copy = RankPartCopy(part, source, self._io_backend)
             copy.begin()
             ends.callback(copy.close)
             try:
@@ -468,7 +468,7 @@ class Mirror:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """One rank's part of a checkpoint in a folder that mirrors another.
 
     Attributes:
@@ -524,7 +524,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class PartCopy:
+class RankPartCopy:
     """The work on one part: `begin`, every batch of `copy`, `commit`; then `keep` or `abandon`, and `close`.
 
     Attributes:
@@ -536,7 +536,7 @@ class PartCopy:
         job: The commit, once it has begun.
     """
 
-    part: Part
+    part: RankPart
     source: Checkpoint
     io_backend: str
     progress: MirrorProgress = field(default_factory=MirrorProgress)

@@ -52,7 +52,7 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SavedPiece:
     """A piece of a parameter that one rank has saved.
 
     Attributes:
@@ -85,7 +85,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ElementRun:
     """Elements of one parameter that lie in one subgroup, and the tensor to read them into."""
 
     subgroup: Subgroup
@@ -95,7 +95,7 @@ class _Run:
     out: torch.Tensor
 
 
-def _tiles_of_run(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
+def _tiles_of_element_run(run: _ElementRun, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
     """Yield the tiles that hold a run of stored tensor `number`: the tile, bytes in it, and items of the run.
 
     An item is what the format stores as one unit: an element, or the elements that are packed together.
@@ -182,7 +182,7 @@ class StateSource(Protocol):
     def read(self, ranges: Sequence[Range]) -> None:
         """Read ranges of state tensors."""
 
-    def lend(self, address: int, nbytes: int) -> None:
+    def use_read_buffer(self, address: int, nbytes: int) -> None:
         """Read through this memory from now on; through memory of its own if `nbytes` is 0."""
 
 
@@ -278,11 +278,11 @@ class Checkpoint:
         has_replicas = not any(manifest.layout.parameters for manifest in self.manifests[1:])
         return list(self.manifests[0 if has_replicas else rank].layout.index_by_name)
 
-    def parts(self, name: str) -> list[Part]:
+    def parts(self, name: str) -> list[SavedPiece]:
         """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
         return self._parts[name]
 
-    def _piece(self, part: Part) -> Parameter:
+    def _piece(self, part: SavedPiece) -> Parameter:
         return self.manifests[part.rank].layout.parameters[part.parameter]
 
     def full_numel(self, name: str) -> int:
@@ -356,7 +356,9 @@ class Checkpoint:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
         """
         uses: _Uses = OrderedDict()
-        finishers = [self._plan(uses, rank, item.tensor, run) for item in ranges for rank, run in self._runs(item)]
+        finishers = [
+            self._plan(uses, rank, item.tensor, run) for item in ranges for rank, run in self._element_runs(item)
+        ]
         for key, buffer in self._tiles(uses):
             rank, id = key
             tile = tensor_at(self._address(buffer), self.manifests[rank].tile_bytes[id], torch.uint8)
@@ -365,7 +367,7 @@ class Checkpoint:
         for finish in finishers:
             finish()
 
-    def visit(
+    def read_pieces(
         self,
         pieces: Sequence[Parameter],
         take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
@@ -398,7 +400,7 @@ class Checkpoint:
                 self.read([Range(piece.name, name, piece.start + first, view) for name, view in tensors])
                 take(number, first, views)
 
-    def _plan(self, uses: _Uses, rank: int, name: str, run: _Run) -> Callable[[], None]:
+    def _plan(self, uses: _Uses, rank: int, name: str, run: _ElementRun) -> Callable[[], None]:
         """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read.
 
         A tensor stored in several planes (such as codes and their scales) is decoded by that function, from all.
@@ -409,7 +411,7 @@ class Checkpoint:
         if len(stored) == 1:  # the stored tensor can be decoded without others
             (number,) = stored.values()
             form = subgroup.kept[number].format
-            for tile, source, items in _tiles_of_run(run, form, number):
+            for tile, source, items in _tiles_of_element_run(run, form, number):
                 if form.item_numel == 1:
                     copy = partial(_copy_rounded, source, form, run.out[items])
                 else:  # packed
@@ -420,7 +422,7 @@ class Checkpoint:
         raw = {}
         for plane, number in stored.items():
             form = subgroup.kept[number].format
-            tiles = list(_tiles_of_run(run, form, number))
+            tiles = list(_tiles_of_element_run(run, form, number))
             raw[plane] = torch.empty(tiles[-1][2].stop * form.item_bytes, dtype=torch.uint8, device="cpu")
             for tile, source, items in tiles:
                 out = raw[plane][items.start * form.item_bytes : items.stop * form.item_bytes]
@@ -430,7 +432,7 @@ class Checkpoint:
         }
         return lambda: stored_in(subgroup.state, name, typed, run.first_index).read(run.out)
 
-    def lend(self, address: int, nbytes: int) -> None:
+    def use_read_buffer(self, address: int, nbytes: int) -> None:
         """Read through this memory from now on; through memory of its own if `nbytes` is 0."""
         self._lent_memory = address, nbytes
         self._drop_buffers()
@@ -619,17 +621,17 @@ class Checkpoint:
         for piece in pieces:
             for start, numel in piece.runs(0, piece.numel):
                 out = torch.empty(numel, dtype=torch.float32, device="meta")
-                ranks |= {rank for rank, _ in self._runs(Range(piece.name, "", start, out))}
+                ranks |= {rank for rank, _ in self._element_runs(Range(piece.name, "", start, out))}
         return ranks
 
     # Ranges to tiles
 
-    def _find_parts(self) -> dict[str, list[Part]]:
+    def _find_parts(self) -> dict[str, list[SavedPiece]]:
         """Return the parts of each parameter that ranks have saved; raise if ranks disagree about a parameter."""
-        all_parts: dict[str, list[Part]] = {}
+        all_parts: dict[str, list[SavedPiece]] = {}
         for rank, manifest in enumerate(self.manifests):
             for position, piece in enumerate(manifest.layout.parameters):
-                all_parts.setdefault(piece.name, []).append(Part(rank, position, piece.start))
+                all_parts.setdefault(piece.name, []).append(SavedPiece(rank, position, piece.start))
         for name, parts in all_parts.items():
             facts = {
                 (piece.unsharded_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
@@ -643,13 +645,13 @@ class Checkpoint:
             parts.sort(key=lambda part: (part.start, part.rank))
         return all_parts
 
-    def _runs(self, item: Range) -> Iterator[tuple[int, _Run]]:
+    def _element_runs(self, item: Range) -> Iterator[tuple[int, _ElementRun]]:
         """Yield the runs that make up a range, each with the rank that saved it; raise if elements are missing."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
         if item.tensor == PACKED:
             (part,) = self._parts[item.name][:1]
-            for run in self._runs_of(part, 0, item.out, self._piece(part).numel):
+            for run in self._element_runs_of(part, 0, item.out, self._piece(part).numel):
                 yield part.rank, run
             return
         parts, at, end = self._parts[item.name], item.start, item.start + item.out.numel()
@@ -661,13 +663,13 @@ class Checkpoint:
                 number, missed = (number + 1) % len(parts), missed + 1
                 continue
             start, count = located[0], min(located[1], end - at)
-            for run in self._runs_of(part, start, item.out[at - item.start : at - item.start + count], count):
+            for run in self._element_runs_of(part, start, item.out[at - item.start : at - item.start + count], count):
                 yield part.rank, run
             at, missed = at + count, 0
         if at < end:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
 
-    def _runs_of(self, part: Part, start: int, out: torch.Tensor, numel: int) -> Iterator[_Run]:
+    def _element_runs_of(self, part: SavedPiece, start: int, out: torch.Tensor, numel: int) -> Iterator[_ElementRun]:
         """Yield the runs of elements of one part, `numel` from `start` on, subgroup by subgroup."""
         layout = self.manifests[part.rank].layout
         end = start + numel
@@ -678,7 +680,7 @@ class Checkpoint:
             if first < last:
                 offset, target_range = segment.offset + first - segment.start, slice(first - start, last - start)
                 target = out if last - first == numel else out[target_range]
-                yield _Run(subgroup, offset, part.start + first, last - first, target)
+                yield _ElementRun(subgroup, offset, part.start + first, last - first, target)
 
     # Tiles
 

@@ -14,7 +14,7 @@ from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.layout import Parameter, Segment, Subgroup
 from offload.rules import MASTER, PACKED
-from offload.schedule.operations import Run
+from offload.schedule.operations import RunVisit
 
 
 class Restorer:
@@ -99,7 +99,7 @@ class Restorer:
             own_numbers = zip(self.names, self._tables.numbers, strict=True)
             self._tables.numbers[:] = [numbers.get(name, number) for name, number in own_numbers]
 
-    def restore(self, run: Run) -> None:
+    def restore(self, run: RunVisit) -> None:
         """Copy a subgroup's state, and derive its weights from it."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as exits:
@@ -128,7 +128,7 @@ class Restorer:
                     views[name].zero_()
             if not self._is_saved(segment, MASTER):
                 views[MASTER].copy_(self._views.weight(subgroup, segment, view))
-        self._tables.taken(subgroup)
+        self._tables.note_masters_current(subgroup)
 
     def _is_saved(self, segment: Segment, name: str) -> bool:
         """Return whether the checkpoint has a state tensor of a segment."""
@@ -156,5 +156,5 @@ class Restorer:
             ]
         )
         if view.weights_address is not None:
-            self._lanes.store(self._tables.weight_copies(number, view.weights_address).tolist())
-        self._tables.taken(number)
+            self._lanes.copy_to_device(self._tables.weight_copies(number, view.weights_address).tolist())
+        self._tables.note_masters_current(number)

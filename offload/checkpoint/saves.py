@@ -49,7 +49,7 @@ from offload.engine.views import StateViews
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.plan import Plan
 from offload.protocols import Tier, TileId
-from offload.schedule.index import Record, TileIndex
+from offload.schedule.index import TileIndex, TileRecord
 from offload.schedule.operations import Commit, Save, SaveTile
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.filesystem import release_lock
@@ -124,7 +124,7 @@ class PendingSave:
     thread: threading.Thread | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     ranks_until_s: float = math.inf
-    records: Mapping[TileId, Record] = field(default_factory=dict)
+    records: Mapping[TileId, TileRecord] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
         """Stop waiting for other ranks after so many seconds; the earliest of several limits counts."""
@@ -203,7 +203,7 @@ class Saves:
         self._buffers = (0, 0)
         self._last_number = 0
         self._steps: tuple[int, ...] = ()
-        self.named_records: Mapping[TileId, Record] = {}
+        self.named_records: Mapping[TileId, TileRecord] = {}
         """Tiles of a checkpoint whose commit was under way when the session broke: their slots are not freed."""
         self._commit_error: BaseException | None = None
         self._doubtful: list[KeptCheckpoint] = []
@@ -292,7 +292,7 @@ class Saves:
         copy = request.copy and not empty
         if copy or needs_buffers:
             plan = self._views.plan  # which has come since the manifest was made, if state was added
-            address, _ = self._memory.checkpoint_buffers(plan)
+            address, _ = self._memory.ensure_checkpoint_buffers(plan)
             self._buffers = address, plan.largest_tile_bytes  # until the save has ended
         sink = None
         self._last_number += 1
@@ -341,7 +341,7 @@ class Saves:
         """Start to commit the pending save, on a thread of its own, which posts the outcome to the queue."""
         pending = known(self.pending, "a commit of no save")
         invariant(pending.save.number == operation.number, "a commit of another save")
-        self._close_foreign()  # the last tiles there have been flushed for this save
+        self._close_foreign_stores()  # the last tiles there have been flushed for this save
         pending.records = operation.records
         thread = threading.Thread(target=self._run, args=(pending, operation), name="offload-commit", daemon=True)
         thread.start()  # raises if the system has no more threads; `pending.thread` stays None then
@@ -400,7 +400,7 @@ class Saves:
                     self.kept.append(checkpoint)
                     if pending.request.mirrored:
                         self.mirror.offer(pending.request)
-        self.mirror.end_claim()
+        self.mirror.resume_mirroring()
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
@@ -501,7 +501,7 @@ class Saves:
         self._interrupted_numbers &= {kept.save_number for kept in (*self.kept, *self._newer)}
         return save_numbers
 
-    def _in_order(self) -> list[KeptCheckpoint]:
+    def _by_release_order(self) -> list[KeptCheckpoint]:
         """Return the kept checkpoints in the order in which they are released."""
         return sorted(self.kept, key=lambda kept: kept.save_number not in self._interrupted_numbers)
 
@@ -514,7 +514,7 @@ class Saves:
         save_numbers = list[int]()
         if self.last is None or self.last is before or self.last.request.copy or self.last.error is not None:
             return save_numbers
-        for kept in self._in_order()[: max(0, len(self.kept) - self._keep)]:
+        for kept in self._by_release_order()[: max(0, len(self.kept) - self._keep)]:
             with contextlib.suppress(CheckpointError):  # as the log says
                 save_numbers += self.release(kept.folder, after_mirror=True)
         return save_numbers
@@ -552,7 +552,7 @@ class Saves:
             error = 0 if job is not None and job.is_doubtful else -1
         self._queue.post(commit.op, error)
 
-    def _job(self, pending: PendingSave, records: Mapping[TileId, Record]) -> CommitJob:
+    def _job(self, pending: PendingSave, records: Mapping[TileId, TileRecord]) -> CommitJob:
         """Return the job that commits a save, with the manifest of tiles that lie where `records` say."""
         request = pending.request
         path_numbers = sorted({record.location.path for record in records.values()})
@@ -572,7 +572,7 @@ class Saves:
             extra=None if extra is None else FileRef.of(extra_name(request.id, request.rank), extra),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
-        older = [*self._in_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
+        older = [*self._by_release_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
         keep = len(older) + 1 if request.copy else pending.keep
         paths = [path for path, _ in self.stores[: self._path_count]] if not request.copy else []
         return CommitJob(
@@ -585,7 +585,7 @@ class Saves:
             pending.cancelled,
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
-            claim=self.mirror.claim,
+            claim=self.mirror.pause_mirroring,
             note_mirrored=self.mirror.note_mirrored,
             is_needed=self.mirror.is_needed,
             read=self._read_checkpoints if not request.copy else [],
@@ -655,7 +655,7 @@ class Saves:
                 if reopened is not None:
                     locked.tiers[number] = reopened
                     continue
-            lock = store_folder(path, store).take_lock()
+            lock = store_folder(path, store).acquire_lock()
             if lock is None:
                 locked.give_up()
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
@@ -764,7 +764,7 @@ class Saves:
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
         self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, number, locked.locks))
 
-    def _close_foreign(self) -> None:
+    def _close_foreign_stores(self) -> None:
         for number in [number for number in self._other_tiers if number < len(self.stores)]:
             self._other_tiers.pop(number).close()
 

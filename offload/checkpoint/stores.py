@@ -378,7 +378,7 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
     `Leftover.may_go`.
     """
     store = leftover.folder
-    lock = store.take_lock()
+    lock = store.acquire_lock()
     if lock is None and store.has_locks:
         return store.remove_empty()
     try:

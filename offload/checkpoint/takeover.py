@@ -20,7 +20,7 @@ from offload.checkpoint.stores import Standing, is_same, read_pins, standing, st
 from offload.errors import CheckpointError
 from offload.layout import Layout
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import Record
+from offload.schedule.index import TileRecord
 
 Place = tuple[str, uuid.UUID]
 """A path and the store on it; a session's stores on all its paths have one name."""
@@ -62,7 +62,7 @@ class PinnedTiles:
     id: str
     folder: str
     manifest: Manifest
-    records: dict[TileId, Record]
+    records: dict[TileId, TileRecord]
 
     @property
     def step(self) -> int:
@@ -80,12 +80,12 @@ class Takeover:
         pinned_records: Tiles that checkpoints have in these stores, by the numbers of saves.
     """
 
-    records: dict[TileId, Record] = field(default_factory=dict)
+    records: dict[TileId, TileRecord] = field(default_factory=dict)
     limit_bytes: dict[int, int] = field(default_factory=dict)
-    pinned_records: dict[int, dict[TileId, Record]] = field(default_factory=dict)
+    pinned_records: dict[int, dict[TileId, TileRecord]] = field(default_factory=dict)
 
 
-def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId, Record]:
+def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId, TileRecord]:
     """Return the records of a manifest's tiles in some stores, given the path number of each."""
     records = {}
     for tile, ref in manifest.tiles.items():

@@ -20,9 +20,9 @@ from offload.cli.scenario import (
     budget_text,
     check_fits,
     gpu_room,
+    missing_option_line,
     rank_rates,
     reserved_bytes,
-    unknown_words,
     use,
 )
 from offload.cli.streamed import path_of
@@ -153,7 +153,7 @@ class Choices:
             if fits and variant.model.weights_on == "path":
                 continue  # slower, and a drive is worn
             try:
-                other = self.settle(variant)
+                other = self.fix_budgets(variant)
                 answer = ask(other, simulate=False)
                 # What is left of a host whose budget is given is the user's choice.
                 memory = other.machine.memory_bytes if "host_memory" in self.computed else None
@@ -169,7 +169,7 @@ class Choices:
             _, other, why = min(lacking, key=lambda each: each[0])
             raise PlanError(f"no setting fits; with the leanest ({other}), {in_options(str(why), 'plan')}") from why
 
-    def settle(self, scenario: Scenario) -> Scenario:
+    def fix_budgets(self, scenario: Scenario) -> Scenario:
         """Return a scenario in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
 
         Gradients of what the GPU updates stay there until the step.
@@ -546,7 +546,7 @@ def _assumed(answer: Answer) -> list[str]:
     """Return what the reader has to know, and to change, before a setting is pasted."""
     scenario, model, lines = answer.scenario, answer.scenario.model, []
     if answer.forward_s is None:
-        lines.append(unknown_words(scenario))
+        lines.append(missing_option_line(scenario))
     words = ["weights of 16 bits (dtype=torch.bfloat16)"]
     if model.tokens is not None:
         of_steps = f", in {model.accumulate} micro-steps" if model.accumulate > 1 else ""

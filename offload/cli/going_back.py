@@ -379,6 +379,6 @@ def _write_frame(folder: str, rank: int, path: Path, progress: Progress) -> Outc
                     done += views[name].nbytes
                 progress("writing", done, whole)
 
-            opened.visit(pieces, take)
+            opened.read_pieces(pieces, take)
             os.fsync(file)
         return Outcome(f"rank {rank}'s AdamW", [len(pieces)], manifest.step, has_masters=False)

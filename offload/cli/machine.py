@@ -133,7 +133,7 @@ class Drive:
     nbytes: int
 
 
-def add_words(options: Any) -> None:
+def add_machine_options(options: Any) -> None:
     """Declare the options that describe a machine."""
     cards = ", ".join(CARDS)
     gpu = f'memory of its GPU, as "24GiB", "1TB/s:24GiB" with its bandwidth, or a card: {cards}; several as "8xh100"'
@@ -228,7 +228,7 @@ def _parse_cores(field: str, value: str) -> int:
 
 
 def described(arguments: argparse.Namespace) -> RatesFile:
-    """Return what is known of a machine by the words of `add_words`.
+    """Return what is known of a machine by the words of `add_machine_options`.
 
     Raises:
         ConfigError: A word is missing that nothing stands in for.
@@ -373,18 +373,18 @@ class Machine:
         known = self.file.paths if self.file else ()
         return known[number] if number < len(known) else {}
 
-    def path_words(self, number: int) -> str:
+    def path_label(self, number: int) -> str:
         """Return where a path is, or what else the rates call it; "" where they do not."""
         return str(self._path(number).get("path", ""))
 
     def path_name(self, number: int) -> str:
         """Return what a path is called, by its number, as in the names of lanes, and where it is."""
-        place = self.path_words(number)
+        place = self.path_label(number)
         return f"path {number} ({place})" if place else f"path {number}"
 
     def path_place(self, number: int) -> str:
         """Return a directory on a path; a stand-in where rates say in words what it is, or nothing."""
-        place = self.path_words(number)
+        place = self.path_label(number)
         return place if os.path.isabs(place) or urlsplit(place).netloc else f"{STAND_IN}{number}"
 
     def path_bytes(self, number: int) -> int | None:
@@ -467,7 +467,7 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
     part = min(1.0, total / nodes / path.each_way_bytes_per_s)
     paths = [*rates.paths]
-    paths[number] = path.part(part)
+    paths[number] = path.scaled(part)
     return replace(rates, paths=tuple(paths))
 
 
@@ -483,7 +483,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_words(parser)
+    add_machine_options(parser)
     add_value(parser, "--out", parse_output, "rates file to write (default: none)")
     add_output(parser, "print the file's content on stdout, and nothing else there", "print nothing")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import advise
-from offload.cli.machine import add_words, machine_of
+from offload.cli.machine import add_machine_options, machine_of
 from offload.cli.progress import Progress
 from offload.cli.scenario import (
     FASTEST,
@@ -22,9 +22,9 @@ from offload.cli.scenario import (
     ask,
     computed_s,
     least,
+    missing_option_line,
     node_lines,
     shares,
-    unknown_words,
 )
 from offload.cli.shapes import MODELS, model_of, parse_model
 from offload.cli.streamed import path_of
@@ -91,7 +91,7 @@ def add_parser(commands: Any) -> None:
     add_value(model, "--config", parse_path, "a Hugging Face config.json, or the directory it lies in")
     add_value(model, "--model", parse_model, f"a well-known model: {', '.join(MODELS)}", metavar="NAME")
     parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
-    add_words(parser.add_argument_group("the machine, in words"))
+    add_machine_options(parser.add_argument_group("the machine, in words"))
     add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine")
     add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1; one for each of --gpu)")
     add_value(parser, "--nodes", _parse_ranks, "such nodes, which share the model (default: 1)", default=1)
@@ -161,7 +161,7 @@ def _picture(answer: Answer, text: str, file: str) -> None:
     timeline = answer.prediction.timeline if answer.prediction else ()
     if len(timeline) > MOST_DRAWN:
         timeline = ()
-    names = [scenario.machine.path_words(number) or "unknown" for number in range(len(answer.rates.paths))]
+    names = [scenario.machine.path_label(number) or "unknown" for number in range(len(answer.rates.paths))]
     title = f"{scenario.model.params:,} parameters, predicted"
     try:
         if not file.lower().endswith(".html"):
@@ -189,7 +189,7 @@ def _tiers(answer: Answer) -> list[Tier]:
     if answer.use.gpu_bytes:
         name, size = "each GPU" if ranks > 1 else "GPU", scenario.machine.rates.gpu.memory_bytes or None
         tiers.insert(0, Tier(name, dict(answer.use.gpu), size))
-    for number, share in enumerate(plan.shares(answer.rates) if plan.storage_bytes else ()):
+    for number, share in enumerate(plan.path_shares(answer.rates) if plan.storage_bytes else ()):
         size = scenario.machine.path_bytes(number)
         stored = {"state": int(ranks * share * plan.storage_bytes)}
         tiers.append(Tier(scenario.machine.path_name(number), stored, size))
@@ -268,7 +268,7 @@ def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
 
 def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
     """Predict an iteration with the scenario, print it, and draw it if asked; say what would fit if it does not."""
-    settled = choices.settle(scenario)
+    settled = choices.fix_budgets(scenario)
     draws = arguments.picture is not None
     with contextlib.closing(progress_of(arguments, "visit")) as progress:
         try:
@@ -309,8 +309,8 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     rows = []
     lanes = answer.prediction.lane_bytes if answer.prediction else {}
-    for number, share in enumerate(answer.plan.shares(answer.rates)):
-        gradients = round(share * answer.plan.left_gradient_bytes)  # in backward
+    for number, share in enumerate(answer.plan.path_shares(answer.rates)):
+        gradients = round(share * answer.plan.path_gradient_bytes)  # in backward
         weights = answer.passes.written_bytes * (number == path_of(answer.rates)) if answer.passes is not None else 0
         written = answer.scenario.machine.ranks * (lanes.get(f"write:{number}", 0) + gradients + weights)
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
@@ -320,7 +320,7 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
     return rows
 
 
-def _share_on_gpu(plan: Plan) -> float:
+def _gpu_fraction(plan: Plan) -> float:
     nbytes = sum(size for n, size in enumerate(plan.layout.subgroup_bytes) if plan.updates_on_gpu(n))
     return nbytes / plan.state_bytes
 
@@ -348,8 +348,8 @@ def _as_dict(
             "staging_bytes": plan.staging_bytes,
             "gpu_staging_bytes": plan.gpu_staging_bytes,
             "gradient_bytes": plan.budgets.gradient_bytes,
-            "path_shares": list(plan.shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
-            "gpu_update_share": _share_on_gpu(plan),
+            "path_shares": list(plan.path_shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
+            "gpu_update_share": _gpu_fraction(plan),
             "host_memory_bytes": figures["host_memory_bytes"],
             "gpu_memory_bytes": figures["gpu_memory_bytes"],
         },
@@ -396,7 +396,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Seque
     mark = answer.scenario.mark
     lines += ["", *node_lines(answer), *answer.scenario.marked(answer.warnings), ""]
     if answer.forward_s is None:
-        lines.append(unknown_words(answer.scenario))
+        lines.append(missing_option_line(answer.scenario))
     else:
         lines.append(
             f"forward {format_seconds(answer.forward_s)}, backward {format_seconds(answer.backward_s or 0.0)}"

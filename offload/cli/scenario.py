@@ -503,7 +503,7 @@ class Answer:
     @property
     def hiding_bytes(self) -> tuple[int, int]:
         """Further bytes of host memory, and of paths, that a rank uses if steps are hidden in backward."""
-        return self.plan.taken_by_updates_in_backward(GRADIENT_BYTES)
+        return self.plan.extra_bytes_for_updates_in_backward(GRADIENT_BYTES)
 
     @property
     def warnings(self) -> list[str]:
@@ -560,7 +560,7 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     from offload.layout import Layout
     from offload.plan import PathBudget, choose_subgroup_numel
     from offload.plan.budget import GPU_STAGING_SLOTS
-    from offload.plan.planner import in_order
+    from offload.plan.planner import fastest_nodes_first
 
     config, model, machine, numel = scenario.config, scenario.model, scenario.machine, scenario.numel
     if numel > MOST_NUMEL:
@@ -587,7 +587,7 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
         gradient_bytes=GRADIENT_BYTES * numel,
         gradients_kept_bytes=scenario.gradient_memory if scenario.gradients_leave else None,
     )
-    return layout, in_order(budgets, machine.rates)
+    return layout, fastest_nodes_first(budgets, machine.rates)
 
 
 def rank_rates(scenario: Scenario) -> Rates:
@@ -617,7 +617,7 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
     if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there
         on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
-    return plan.counting_buffers(int(scenario.model.weights_on_gpu))
+    return plan.with_buffer_bytes(int(scenario.model.weights_on_gpu))
 
 
 def use(scenario: Scenario) -> Use:
@@ -699,8 +699,8 @@ def _forward_backward_s(
         backward_s = max(backward_s, nbytes / rates.gpu.d2h.alone)
     written_s = [0.0] * len(rates.paths)
     if plan.gradient_buffers:
-        each = zip(plan.shares(rates), rates.paths, strict=True)
-        written_s = [plan.left_gradient_bytes * part / path.write.alone for part, path in each]
+        each = zip(plan.path_shares(rates), rates.paths, strict=True)
+        written_s = [plan.path_gradient_bytes * part / path.write.alone for part, path in each]
     if passes is not None:
         links_s, read_s = passes.link_s, passes.read_s(rates)
         forward_s, backward_s = max(forward_s, links_s[0], read_s), max(backward_s, links_s[1])
@@ -730,11 +730,11 @@ def least(scenario: Scenario) -> Use | None:
     if few == len(ends):
         return None
     if not scenario.model.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(planned(few).counting_buffers(0), scenario)
+        return use_of(planned(few).with_buffer_bytes(0), scenario)
     return use(scenario.with_host_memory(ends[few]))
 
 
-def unknown_words(scenario: Scenario) -> str:
+def missing_option_line(scenario: Scenario) -> str:
     """Return a line that says which option is missing to predict forward and backward."""
     reason = "give --tokens" if scenario.model.tokens is None else "the rates know no FLOP/s; give --flops"
     return f"forward and backward: unknown ({reason})"

@@ -109,7 +109,7 @@ def add_settings(options: Any, command: str, *, defaults: bool = False, **reader
     for one in settings_of(command):
         flag, check, default = one.metadata[command], one.metadata["check"], one.default if defaults else None
         if isinstance(check, OneOf):
-            options.add_argument(option_of(one.name), choices=check.words, help=flag.help, default=default)
+            options.add_argument(option_of(one.name), choices=check.choices, help=flag.help, default=default)
         elif check is check_bool:
             options.add_argument(
                 option_of(one.name), action=argparse.BooleanOptionalAction, help=flag.help, default=default

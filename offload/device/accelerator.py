@@ -114,7 +114,7 @@ class _Reporter:
         """Wait for each mark in turn and post it, until `close`; meanwhile keep the device's `base` young."""
         device = self._device
         with contextlib.suppress(OffloadError):  # if the device has failed, each report below says so
-            device.adopt_thread()
+            device.prepare_thread()
         while True:
             with self._some:
                 while not self._pending and not self._closed:
@@ -190,8 +190,8 @@ class AcceleratorDevice(Driver):
 
     # Threads
 
-    def adopt_thread(self) -> None:
-        """See `Device.adopt_thread`."""
+    def prepare_thread(self) -> None:
+        """See `Device.prepare_thread`."""
         with refusals(self.name):
             torch.accelerator.set_device_index(self.device)
         self.backend.relax_captures()
@@ -260,7 +260,7 @@ class AcceleratorDevice(Driver):
                     tensor.record_stream(stream)
         self._borrowed.clear()
 
-    def give_up(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """See `Device.give_up`; costs nothing if the tensor was allocated on the caller's stream."""
         with self.current():
             tensor.record_stream(self.backend.current_stream(self.device))

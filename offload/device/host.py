@@ -12,7 +12,7 @@ from offload.device.none import Lanes
 from offload.errors import OffloadError
 from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
-from offload.memory.nodes import check_free, where
+from offload.memory.nodes import check_free, node_bytes_of
 from offload.plan import Home, Plan
 
 SAMPLE_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class HostMemory:
         self._weights: Arena | None = None
         self._checkpoints: Arena | None = None
 
-    def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
+    def allocate_arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return memory that lasts until it is given back or the session ends.
 
         Args:
@@ -62,21 +62,21 @@ class HostMemory:
         self.arenas.append(arena)
         return arena
 
-    def give_back(self, arena: Arena | None) -> None:
+    def free_arena(self, arena: Arena | None) -> None:
         """Free an arena that nothing uses any more."""
         if arena is not None:
             self.arenas.remove(arena)
-            self._lanes.give_back(arena)
+            self._lanes.free_arena(arena)
 
-    def home(self, subgroup: int) -> int:
+    def state_address(self, subgroup: int) -> int:
         """Return the address of a subgroup's state in host memory: its home, or where it lies for now by `lend`."""
         return self._lent[subgroup] if subgroup in self._lent else self._homes[subgroup]
 
-    def lend(self, addresses: Mapping[int, int]) -> None:
+    def set_temporary_homes(self, addresses: Mapping[int, int]) -> None:
         """Set where state at home on the device lies in host memory for now, by subgroup; all of it."""
         self._lent = dict(addresses)
 
-    def lent(self, subgroup: int) -> int | None:
+    def temporary_home(self, subgroup: int) -> int | None:
         """Return where state at home on the device lies in host memory for now; None if it does not."""
         return self._lent.get(subgroup)
 
@@ -89,8 +89,8 @@ class HostMemory:
             if arena is not None and arena.nbytes >= nbytes:
                 return arena.address, arena.nbytes
         if self.bounce is not None:
-            self.give_back(self.bounce)
-        self.bounce = self.arena(nbytes)
+            self.free_arena(self.bounce)
+        self.bounce = self.allocate_arena(nbytes)
         return self.bounce.address, nbytes
 
     @property
@@ -116,7 +116,7 @@ class HostMemory:
         """Use memory from an address on for scratch buffers of a kind, of `nbytes` each."""
         self._buffers[what] = address, nbytes
 
-    def adopt_homes(self, plan: Plan, before: Layout) -> None:
+    def allocate_homes(self, plan: Plan, before: Layout) -> None:
         """Allocate homes for the subgroups at home in host memory that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added: dict[int | None, list[Subgroup]] = {}
@@ -124,19 +124,19 @@ class HostMemory:
             if plan.homes[subgroup.index] is Home.HOST:
                 added.setdefault(plan.node_of(subgroup.index), []).append(subgroup)
         for node, there in added.items():
-            arena = self.arena(sum(subgroup.state_bytes for subgroup in there), node=node)
+            arena = self.allocate_arena(sum(subgroup.state_bytes for subgroup in there), node=node)
             self._home_arenas.append(arena)
             address = arena.address
             for subgroup in there:
                 self._homes[subgroup.index] = address
                 address += subgroup.state_bytes
 
-    def deal_again(self, plan: Plan) -> None:
+    def reallocate_homes(self, plan: Plan) -> None:
         """Allocate all homes anew, on the memory nodes that `plan` says; nothing lies in the old ones yet."""
         while self._home_arenas:
-            self.give_back(self._home_arenas.pop())
+            self.free_arena(self._home_arenas.pop())
         self._homes.clear()
-        self.adopt_homes(plan, Layout((), ()))
+        self.allocate_homes(plan, Layout((), ()))
 
     def on_nodes(self) -> dict[int, tuple[int, int, int]]:
         """Return by memory node the bytes that are meant for it, those of them that lie on it now, and elsewhere.
@@ -146,12 +146,15 @@ class HostMemory:
         totals: dict[int, tuple[int, int, int]] = {}
         for arena in [*self.arenas]:
             if arena.node is not None:
-                lies, (meant, here, elsewhere) = where(arena.address, arena.nbytes), totals.get(arena.node, (0, 0, 0))
+                lies, (meant, here, elsewhere) = (
+                    node_bytes_of(arena.address, arena.nbytes),
+                    totals.get(arena.node, (0, 0, 0)),
+                )
                 there = lies.get(arena.node, 0)
                 totals[arena.node] = meant + arena.nbytes, here + there, elsewhere + sum(lies.values()) - there
         return totals
 
-    def adopt_staging(self, plan: Plan, slots: Mapping[int, int]) -> None:
+    def allocate_staging(self, plan: Plan, slots: Mapping[int, int]) -> None:
         """Allocate staging slots as `plan` says, larger ones only; nothing is in flight.
 
         Args:
@@ -160,16 +163,16 @@ class HostMemory:
         """
         old = self._staging
         if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
-            staging = self.arena(plan.staging_bytes)
+            staging = self.allocate_arena(plan.staging_bytes)
             if old is not None:
                 for subgroup, slot in slots.items():
                     nbytes = plan.layout.subgroups[subgroup].state_bytes
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, self.slot_address(slot), nbytes)
-                self.give_back(old)
+                self.free_arena(old)
             self._staging = staging
         self.place_slots(self.staging[0], plan.slot_bytes)
 
-    def adopt_device(self, plan: Plan, before: Layout) -> None:
+    def allocate_device(self, plan: Plan, before: Layout) -> None:
         """Allocate device memory for state that `plan` adds, and host memory for weight slots and `bounce`.
 
         Raises:
@@ -177,32 +180,32 @@ class HostMemory:
         """
         nbytes, weights, old = plan.weight_slots * plan.weight_slot_bytes, None, self._weights
         if nbytes > (old.nbytes if old is not None else 0):
-            weights = self.arena(nbytes)
+            weights = self.allocate_arena(nbytes)
         try:
-            self._lanes.adopt(plan, before, weights.address if weights is not None else 0)
+            self._lanes.allocate_for(plan, before, weights.address if weights is not None else 0)
         except OffloadError:
-            self.give_back(weights)
+            self.free_arena(weights)
             raise
         if weights is not None:
             self._lanes.wait()  # weights may still be copied from the old slots
-            self.give_back(old)
+            self.free_arena(old)
             self._weights = weights
         if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):
-            bounce = self.arena(plan.bounce_bytes)
-            self.give_back(self.bounce)
+            bounce = self.allocate_arena(plan.bounce_bytes)
+            self.free_arena(self.bounce)
             self.bounce = bounce
 
     # Given back between steps
 
-    def give_back_home(self, subgroup: Subgroup) -> None:
+    def discard_home(self, subgroup: Subgroup) -> None:
         """Give back the pages of a home whose state has left it; pinned pages stay, as other homes are in use."""
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            with contextlib.suppress(OffloadError):  # `give_pages_back` will raise it
+            with contextlib.suppress(OffloadError):  # `discard_pages` will raise it
                 self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
-    def take_back_home(self, subgroup: int, offset: int, nbytes: int) -> None:
+    def touch_home(self, subgroup: int, offset: int, nbytes: int) -> None:
         """Touch the pages of a home that a path is about to read to, so that missing memory is an error here.
 
         Raises:
@@ -216,7 +219,7 @@ class HostMemory:
     def _home_arena(self, address: int) -> Arena:
         return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
-    def give_pages_back(self, kept: Iterable[tuple[int, int]]) -> int:
+    def discard_pages(self, kept: Iterable[tuple[int, int]]) -> int:
         """Give the pages of all arenas back to the system, but for some ranges; addresses stay reserved.
 
         Nothing is in flight.
@@ -244,7 +247,7 @@ class HostMemory:
         return given_bytes
 
     def _see_how_fast(self) -> None:
-        """Measure `take_bytes_per_s`: allocate some memory as `take_pages` does, and give it back."""
+        """Measure `take_bytes_per_s`: allocate some memory as `restore_pages` does, and give it back."""
         nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
         if nbytes:
             started_s = time.monotonic()
@@ -254,16 +257,16 @@ class HostMemory:
                     sample.touch()
                     self.take_bytes_per_s = nbytes / (time.monotonic() - started_s)
                 finally:
-                    self._lanes.give_back(sample)
+                    self._lanes.free_arena(sample)
 
-    def take_pages(self) -> None:
+    def restore_pages(self) -> None:
         """Take pages again that were given back: pin all arenas, and touch the staging slots by several threads."""
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:
             self._staging.touch()
 
-    def checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
+    def ensure_checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
         """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles; allocate it if it is too small.
 
         Nothing is in flight in the old buffers.

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from offload import metrics
-from offload.device.memory import Block, Place
+from offload.device.memory import Block, BlockPlace
 from offload.device.none import Lanes
 from offload.device.pieces import PieceCopies, Pieces
 from offload.device.pinning import PinnedMemory
@@ -36,7 +36,7 @@ from offload.memory.touching import nodes_for
 from offload.plan import NO_GPU, Budgets, GpuRates, Home, Plan, Rates
 from offload.plan.budget import GPU_STAGING_SLOTS, HIDDEN_PIECE_BYTES, PIECE_BUFFERS, Offer, piece_buffer_bytes
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
-from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
+from offload.schedule.operations import AwaitPush, RunVisit, Transfer, Visit
 from offload.units import format_bytes
 
 log = logging.getLogger("offload")
@@ -183,7 +183,7 @@ class GpuLanes(Lanes):
 
     # Memory
 
-    def adopt(self, plan: Plan, before: Layout, weight_slots: int) -> None:
+    def allocate_for(self, plan: Plan, before: Layout, weight_slots: int) -> None:
         """Allocate the device memory that `plan` adds; nothing is in flight.
 
         Args:
@@ -200,10 +200,10 @@ class GpuLanes(Lanes):
         needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
         pieces_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
         # All at once, before anything changes: if there is no room, the session goes on as it was.
-        homes, slots, pieces = self.memory.take(sum(s.state_bytes for s in added), slots_bytes, pieces_bytes)
+        homes, slots, pieces = self.memory.allocate(sum(s.state_bytes for s in added), slots_bytes, pieces_bytes)
         offset = 0
         for subgroup in added:
-            self.homes[subgroup.index] = Place(homes, offset)
+            self.homes[subgroup.index] = BlockPlace(homes, offset)
             offset += subgroup.state_bytes
         if slots.nbytes:
             self.wait()
@@ -211,7 +211,7 @@ class GpuLanes(Lanes):
             self._slots = slots
         if pieces.nbytes:
             self.wait()
-            self.memory.free(self.pieces.adopt(pieces))
+            self.memory.free(self.pieces.replace_buffers(pieces))
         if weight_slots:
             self._weights_address = weight_slots
 
@@ -222,15 +222,15 @@ class GpuLanes(Lanes):
 
     # Memory that is borrowed
 
-    def block(self, nbytes: int) -> Block:
+    def allocate_block(self, nbytes: int) -> Block:
         """Return a block of memory; where memory is borrowed, one without an address, which the borrower sets.
 
         Raises:
             OffloadError: The device has no room.
         """
-        return Block(nbytes) if self.borrows else self.memory.take(nbytes)[0]
+        return Block(nbytes) if self.borrows else self.memory.allocate(nbytes)[0]
 
-    def take_slots(self) -> int | None:
+    def borrow_slots(self) -> int | None:
         """Borrow the plan's staging slots for a step, or as many as there is room for, and buffers; return how many.
 
         None: slots are not borrowed.
@@ -261,7 +261,7 @@ class GpuLanes(Lanes):
             left_bytes = self.device.free_bytes() + self.device.cached_bytes()
             if left_bytes >= nbytes:
                 with contextlib.suppress(OffloadError):
-                    self.pieces.adopt(Block(nbytes, self.device.allocate(nbytes, caller)))
+                    self.pieces.replace_buffers(Block(nbytes, self.device.allocate(nbytes, caller)))
 
     def follow_borrowed(self, caller: Hashable) -> None:
         """Make all lanes wait for work that a caller enqueued before memory was borrowed on its stream."""
@@ -273,7 +273,7 @@ class GpuLanes(Lanes):
         """Give all borrowed memory back, if any; its next use is ordered after work that is on lanes now."""
         if self.borrows:
             self._borrowed_slots = []
-            self.pieces.adopt(Block())
+            self.pieces.replace_buffers(Block())
             self.device.return_borrowed()
 
     def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
@@ -290,7 +290,7 @@ class GpuLanes(Lanes):
             raise InternalError("a GPU's staging slots are used before there is a plan")
         return self._plan
 
-    def bind(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan) -> None:
         """Use a plan for which `adopt` has allocated memory; nothing is in flight."""
         self._plan = plan
 
@@ -299,9 +299,9 @@ class GpuLanes(Lanes):
         if nbytes:
             undo.callback(self.device.release, self.device.allocate(nbytes))
 
-    def state_address(self, run: Run) -> int:
+    def state_address(self, run: RunVisit) -> int:
         """Return the device address of the state that a run on the GPU updates."""
-        return self.homes[run.visit.subgroup].address if run.through is None else self._slot(run.through)
+        return self.homes[run.visit.subgroup].address if run.transfer_slot is None else self._slot(run.transfer_slot)
 
     def _slot(self, gpu_slot: int) -> int:
         if self.borrows:
@@ -327,7 +327,7 @@ class GpuLanes(Lanes):
         return arena
 
     def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
-        """Do nothing: pages of an arena in use are pinned. `HostMemory.give_pages_back` unpins arenas first."""
+        """Do nothing: pages of an arena in use are pinned. `HostMemory.discard_pages` unpins arenas first."""
 
     def pin(self, arena: Arena) -> None:
         """Pin an arena again that was unpinned, and whose pages were given back."""
@@ -338,7 +338,7 @@ class GpuLanes(Lanes):
         """Unpin an arena; no work uses it any more."""
         self.pinned.unpin(arena)
 
-    def give_back(self, arena: Arena) -> None:
+    def free_arena(self, arena: Arena) -> None:
         """Free an arena that `arena` returned; no work uses it any more."""
         self.pinned.unpin(arena)
         arena.close()
@@ -408,7 +408,7 @@ class GpuLanes(Lanes):
         for offset, size in self.pinned.whole_copies(host, nbytes):
             self.device.copy(lane, target + offset, source + offset, size, piece_bytes)
 
-    def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
+    def copy_gradient_to_host(self, address: int, nbytes: int, bounce: int) -> int:
         """Copy a gradient to `bounce`, after work that the calling thread has enqueued, and wait; return `bounce`."""
         self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))
         self.copy(DeviceLane.LEAVING, bounce, address, nbytes)
@@ -432,7 +432,7 @@ class GpuLanes(Lanes):
 
     def copy_in(self, operation: Transfer, host_address: int, table: npt.NDArray[Any], due_s: float) -> None:
         """Copy the table of a subgroup's update, and its state to a staging slot, whose last copy-out has ended."""
-        slot, nbytes = operation.through, operation.nbytes
+        slot, nbytes = operation.transfer_slot, operation.nbytes
         updated = self._updated.get(slot)
         if updated is not None:  # the slot's last owner may not have been copied out, if it changed nothing
             self.device.follow(DeviceLane.H2D, updated)
@@ -443,9 +443,9 @@ class GpuLanes(Lanes):
         self._time("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot])
         self._post(operation.op)
 
-    def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
+    def enqueue_update(self, operation: RunVisit, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Enqueue a subgroup's update on the device, with the table that `copy_in` has copied, or with `table`."""
-        subgroup, slot = operation.visit.subgroup, operation.through
+        subgroup, slot = operation.visit.subgroup, operation.transfer_slot
         copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
         if copied is not None:  # fresh state is not copied
             self.device.follow(DeviceLane.UPDATE, copied)
@@ -458,18 +458,18 @@ class GpuLanes(Lanes):
             self.device.update(sent)
         ended = self.device.mark(DeviceLane.UPDATE)
         self._written[subgroup] = (ended,)
-        if operation.through is not None:
-            self._updated[operation.through] = ended
+        if operation.transfer_slot is not None:
+            self._updated[operation.transfer_slot] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
-    def has_table(self, operation: Run) -> bool:
+    def has_table(self, operation: RunVisit) -> bool:
         """Return whether the table of an update was copied with its state."""
-        return operation.through in self._tables
+        return operation.transfer_slot in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back to host memory; report the operation when the copy has ended."""
-        slot, nbytes = operation.through, operation.nbytes
+        slot, nbytes = operation.transfer_slot, operation.nbytes
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
         self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
@@ -490,10 +490,10 @@ class GpuLanes(Lanes):
             raise InternalError("a subgroup's weights are wanted in host memory, and it has no weight slot")
         return self._weights_address + weight_slot * self._plan.weight_slot_bytes
 
-    def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
+    def will_push(self, run: RunVisit, table: npt.NDArray[Any] | None = None) -> None:
         """Note which new weights `push` is to copy after a run: all segments', or those active in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
-        self._to_push[subgroup] = self._weight_copies(subgroup, run.through, chosen)
+        self._to_push[subgroup] = self._weight_copies(subgroup, run.transfer_slot, chosen)
 
     def _weight_copies(self, subgroup: int, weight_slot: int | None, chosen: Any = None) -> Pieces:
         weights = known(self._weights, "nobody knows where weights are")
@@ -501,8 +501,8 @@ class GpuLanes(Lanes):
 
     def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device to their slot; report the operation when they are there."""
-        copies = self._weight_copies(operation.subgroup, operation.through)
-        self.leave_behind_sent(operation.subgroup)
+        copies = self._weight_copies(operation.subgroup, operation.transfer_slot)
+        self.order_after_sent(operation.subgroup)
         began = self.device.mark(DeviceLane.LEAVING)
         self.pieces.to_host(copies, lane=DeviceLane.LEAVING)
         ended = self.device.mark(DeviceLane.LEAVING)
@@ -527,7 +527,7 @@ class GpuLanes(Lanes):
         """Make a subgroup's next run on the CPU wait, too, for the copy of its last new weights to the device."""
         self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
 
-    def leave_behind_sent(self, subgroup: int) -> None:
+    def order_after_sent(self, subgroup: int) -> None:
         """Order copies from the device, from now on, after the copies of a subgroup's last new weights to it."""
         for mark in self._written.get(subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
@@ -540,7 +540,7 @@ class GpuLanes(Lanes):
 
     # Gradients that the CPU needs
 
-    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
+    def fetch_gradients(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
         """Copy gradients of a visit to the host, and make its run wait for all its gradients.
 
         The copies have a lane of their own: on the lane of state (`D2H`) they would wait for updates not begun yet.
@@ -561,13 +561,13 @@ class GpuLanes(Lanes):
             if len(copies):
                 self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
-    def inputs(self, subgroup: int) -> Mark | None:
+    def inputs_mark(self, subgroup: int) -> Mark | None:
         """Return a mark that a run on the CPU still has to wait for; None if all its gradients are in host memory."""
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
 
     def report_inputs(self, subgroup: int, op: int) -> bool:
         """Report `op` when the gradients of a run on the CPU are in host memory; return False if they are already."""
-        mark = self.inputs(subgroup)
+        mark = self.inputs_mark(subgroup)
         if mark is not None:
             self.device.report(mark, self._queue, op)
         return mark is not None
@@ -579,7 +579,7 @@ class GpuLanes(Lanes):
 
     # Copies outside steps; the caller waits for them
 
-    def fetch(self, copies: Pieces) -> None:
+    def copy_to_host(self, copies: Pieces) -> None:
         """Copy from the device, after all work that may have changed the sources, and wait.
 
         Small gaps between the copies in host memory are overwritten.
@@ -591,7 +591,7 @@ class GpuLanes(Lanes):
         self.pieces.to_host(copies)
         self.device.mark(DeviceLane.D2H, timed=False).wait()
 
-    def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    def copy_to_device(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy to the device, after all work on its lanes, and wait: rows of (device, host address, bytes)."""
         for lane in (DeviceLane.UPDATE, DeviceLane.D2H):
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))

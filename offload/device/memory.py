@@ -29,7 +29,7 @@ class Block:
     lasts: bool = False
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """A place in a block: an offset in bytes from the block's begin."""
 
     block: Block
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     @property
     def address(self) -> int:
         """The place's present address."""
-        return self.block.address + self.offset
+        return self.allocate_block.address + self.offset
 
 
 class DeviceMemory:
@@ -48,7 +48,7 @@ class DeviceMemory:
         self._device = device
         self._blocks: list[Block] = []
 
-    def take(self, *sizes: int) -> list[Block]:
+    def allocate(self, *sizes: int) -> list[Block]:
         """Allocate a new block of each size; a size of 0 is a block without memory.
 
         Raises:
@@ -66,14 +66,14 @@ class DeviceMemory:
             self._blocks.remove(block)
             self._device.release(block.address)
 
-    def give_back(self) -> None:
+    def free_all(self) -> None:
         """Free the memory of all blocks for now; their content is lost."""
         for block in self._blocks:
             if block.address:
                 self._device.release(block.address)
                 block.address = 0
 
-    def take_again(self) -> None:
+    def reallocate_all(self) -> None:
         """Allocate memory again for all blocks; their content is undefined.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.device.memory import DeviceMemory, Place
+from offload.device.memory import BlockPlace, DeviceMemory
 from offload.device.pieces import Pieces
 from offload.errors import InternalError
 from offload.layout import Layout
@@ -49,7 +49,7 @@ class NoDevice:
     reserve_bytes = 0
     node: int | None = None
 
-    adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
+    prepare_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
     fingerprint_gradients = send_table = _refuse
     free_bytes = cached_bytes = no_bytes
@@ -88,7 +88,7 @@ class Lanes:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.memory = DeviceMemory(device)
-        self.homes: dict[int, Place] = {}
+        self.homes: dict[int, BlockPlace] = {}
         self.given_up = False
         self.wakes = self.is_hidden = False
 
@@ -98,7 +98,7 @@ class Lanes:
     missing_bytes = usable_bytes = no_bytes
     state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
-    def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
+    def copy_gradient_to_host(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: `address`; with a GPU `bounce`, after copying it there."""
         return address
 
@@ -110,7 +110,7 @@ class Lanes:
     restore = save
     """Copy back; later work of the calling thread is ordered after the copy."""
 
-    def take_slots(self) -> int | None:
+    def borrow_slots(self) -> int | None:
         """Borrow staging slots of the device for a step; return how many. None: slots are not borrowed."""
         return None
 
@@ -131,7 +131,7 @@ class Lanes:
         """Return host memory for work of the device; `inherit` as for `Arena`, without effect on memory for a GPU."""
         return Arena(nbytes, inherit=inherit, node=node)
 
-    def give_back(self, arena: Arena) -> None:
+    def free_arena(self, arena: Arena) -> None:
         """Free an arena that `arena` returned; no work uses it any more."""
         arena.close()
 
@@ -155,20 +155,20 @@ class Lanes:
         """Return those tensors of a sweep that lanes may still use when the sweep has ended; here none."""
         return ()
 
-    def image(self, through: int | None) -> int | None:
+    def image(self, transfer_slot: int | None) -> int | None:
         """Return the address of a weight slot; None as weights themselves are in host memory."""
         return None
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
         """Copy new weights of a subgroup to the parameters: rows of `Tables.weight_copies`."""
-        self.store(copies.tolist())
+        self.copy_to_device(copies.tolist())
 
-    def fetch(self, copies: Pieces) -> None:
+    def copy_to_host(self, copies: Pieces) -> None:
         """Copy weights or state to host memory, after all work that may have changed them, and wait."""
         for source, target, nbytes in copies.tolist():
             ctypes.memmove(target, source, nbytes)
 
-    def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    def copy_to_device(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy weights or state from host memory, after all work on them, and wait: (target, source, bytes)."""
         for target, source, nbytes in copies:
             ctypes.memmove(target, source, nbytes)

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from offload.device.memory import Block, Place
+from offload.device.memory import Block, BlockPlace
 from offload.plan.budget import KERNEL_COPIES, LEAST_COPY_BYTES, PIECE_ALIGNMENT, PIECE_BUFFERS
 from offload.protocols import LANES, Device, DeviceLane, Mark
 
@@ -39,7 +39,7 @@ def as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
 class _Buffer:
     """A buffer on the device, through which small pieces pass."""
 
-    place: Place
+    place: BlockPlace
     used: Mark | None = None
     """After the last work in the buffer."""
     is_noted: bool = True
@@ -87,12 +87,12 @@ class PieceCopies:
         """Size of each of the `PIECE_BUFFERS` buffers; 0 while there are none, when every piece is copied alone."""
         return self._block.nbytes // PIECE_BUFFERS if self._block.address else 0
 
-    def adopt(self, block: Block) -> Block:
+    def replace_buffers(self, block: Block) -> Block:
         """Use another block of device memory for all buffers; return the old block, which lanes may still use."""
         with self._lock:
             old, self._block = self._block, block
             size = block.nbytes // PIECE_BUFFERS
-            self._buffers = deque(_Buffer(Place(block, number * size)) for number in range(PIECE_BUFFERS))
+            self._buffers = deque(_Buffer(BlockPlace(block, number * size)) for number in range(PIECE_BUFFERS))
             return old
 
     def to_device(self, pieces: Pieces) -> bool:

@@ -26,7 +26,7 @@ from offload.errors import OffloadError, TierError, known
 from offload.kernels.whole import WholeUpdate
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CALL, ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
-from offload.schedule.index import Record
+from offload.schedule.index import TileRecord
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
@@ -34,10 +34,10 @@ from offload.schedule.operations import (
     Done,
     Event,
     Failed,
-    GiveBack,
+    FreeHome,
     Operation,
     ReadTile,
-    Run,
+    RunVisit,
     SaveTile,
     Stop,
     Sync,
@@ -49,7 +49,7 @@ from offload.schedule.operations import (
 from offload.schedule.timeline import ENGINE, Interval
 from offload.tiers import innermost, tier_error
 from offload.units import format_seconds
-from offload.weights.mapping import Visiting, visit_of
+from offload.weights.mapping import MappedWeightsWindow, mapped_weights_of
 
 REQUEST = (1 << 64) - 1
 """Operation id of a completion by which a caller's thread announces a request."""
@@ -64,7 +64,7 @@ STALL_S = 300.0
 LANE_VERBS = {ReadTile: "read", WriteTile: "write", SaveTile: "save", CopyTile: "copy"}
 """Names of a path's lanes, by operation: those of a checkpoint differ from those of a step."""
 
-VERBS = {ReadTile: "read", CopyTile: "read", WriteTile: "write", SaveTile: "write", Run: "update", Sync: "sync"}
+VERBS = {ReadTile: "read", CopyTile: "read", WriteTile: "write", SaveTile: "write", RunVisit: "update", Sync: "sync"}
 """Names of operations in errors; all others are "copy": between memory and a GPU."""
 
 
@@ -84,14 +84,14 @@ class SaveSource(Protocol):
         """Return why the last commit has failed."""
 
 
-Visitor = Callable[[Run], "Any | None"]
+Visitor = Callable[[RunVisit], "Any | None"]
 """Works on a subgroup's state: returns a table for the kernel, a `WholeUpdate`, or None if it did the work itself."""
 
 Coming = Callable[[int], None]
 """Called with each subgroup whose state starts to be fetched, so that other data for its update can be, too."""
 
 
-def visit_nothing(run: Run) -> None:
+def no_visit(run: RunVisit) -> None:
     """Do nothing: the visitor between requests."""
 
 
@@ -145,13 +145,13 @@ class LiveExecutor:
         self._stall_s = stall_s
         self._lanes = lanes
         self._calls = Calls(queue)
-        self.visiting = Visiting()
+        self.visiting = MappedWeightsWindow()
         self._seals = Seals(memory)
         self._waiting: dict[
-            int, tuple[Run, npt.NDArray[Any] | WholeUpdate]
+            int, tuple[RunVisit, npt.NDArray[Any] | WholeUpdate]
         ] = {}  # runs whose inputs are being copied
         self._silence = waits.Silence()
-        self._visitor: Visitor = visit_nothing
+        self._visitor: Visitor = no_visit
         self._coming: Coming = nothing_comes
         self._only_updates = False  # as `visit_with` says
         self._others = {} if others is None else others
@@ -162,11 +162,11 @@ class LiveExecutor:
         self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
         self._woke_s: float | None = None
 
-    def bind(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while nothing is in flight."""
         self._plan = plan
 
-    def visit_with(self, visitor: Visitor, coming: Coming = nothing_comes, *, updates: bool = False) -> None:
+    def set_visitor(self, visitor: Visitor, coming: Coming = nothing_comes, *, updates: bool = False) -> None:
         """Use a visitor for the runs of the next sweep.
 
         Args:
@@ -198,11 +198,11 @@ class LiveExecutor:
 
     def _start(self, operation: Operation) -> None:
         """Start one operation: post it to its lane, or to a thread that will report its end to the queue."""
-        if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
+        if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, RunVisit) and operation.visit.gpu):
             self._in_flight[operation.op] = (operation, None)
             self._put_on_lanes(operation)
             return
-        if isinstance(operation, Run):
+        if isinstance(operation, RunVisit):
             self._in_flight[operation.op] = (operation, None)
             started_s = time.monotonic()
             if operation.slot is None:
@@ -216,7 +216,7 @@ class LiveExecutor:
                 operation.visit.subgroup, operation.op
             ):  # copies from the GPU are under way
                 self._waiting[operation.op] = operation, table
-            elif (visit := visit_of(table.table if isinstance(table, WholeUpdate) else table)) is not None:
+            elif (visit := mapped_weights_of(table.table if isinstance(table, WholeUpdate) else table)) is not None:
                 self._waiting[operation.op] = operation, table
                 self._calls.submit(operation.op, partial(self.visiting.begin, visit))
             else:
@@ -230,11 +230,11 @@ class LiveExecutor:
             self._in_flight[operation.op] = (operation, None)
             self._source().commit(operation)
             return
-        if isinstance(operation, GiveBack):
+        if isinstance(operation, FreeHome):
             self._in_flight[operation.op] = (operation, None)
             self._seals.touched_home(operation.subgroup)
             layout = known(self._plan, "memory goes back, and there is no plan").layout
-            self._memory.give_back_home(layout.subgroups[operation.subgroup])
+            self._memory.discard_home(layout.subgroups[operation.subgroup])
             self._queue.post(operation.op)
             return
         request = self._request(operation, *self._checks(operation))
@@ -242,7 +242,7 @@ class LiveExecutor:
         tier = self._tier(operation.record.location.path)
         if isinstance(operation, ReadTile | CopyTile):
             if isinstance(operation, ReadTile) and operation.slot is None:
-                self._memory.take_back_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
+                self._memory.touch_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
                 self._coming(operation.tile.subgroup)
             tier.read(request)
@@ -278,12 +278,12 @@ class LiveExecutor:
             verify=verify,
         )
 
-    def _touch_slot(self, run: Run, slot: int) -> None:
+    def _touch_slot(self, run: RunVisit, slot: int) -> None:
         """Verify the state that a run reads in a staging slot, and forget its seal."""
         is_read = not run.fresh and not run.visit.overwrites
         self._seals.touched(slot, run.visit.subgroup if is_read else None)
 
-    def _update(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
+    def _update(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Start the update of a run whose inputs are in memory; the kernel also seals the state if that is wanted."""
         if isinstance(table, WholeUpdate):
             if run.slot is not None:  # a home's seal was forgotten when the run was started
@@ -298,11 +298,13 @@ class LiveExecutor:
         state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
-    def _put_on_lanes(self, operation: Transfer | AwaitPush | Run) -> None:
+    def _put_on_lanes(self, operation: Transfer | AwaitPush | RunVisit) -> None:
         lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
-            case Run():
-                lanes.run(operation, None if lanes.has_table(operation) else self._visitor(operation), due_s)
+            case RunVisit():
+                lanes.enqueue_update(
+                    operation, None if lanes.has_table(operation) else self._visitor(operation), due_s
+                )
             case AwaitPush():
                 lanes.await_push(operation)
             case Transfer(what="weights"):
@@ -315,15 +317,15 @@ class LiveExecutor:
                     self._seals.touched_home(subgroup)
                 address = self._state_address(slot, subgroup)
                 if to_gpu:  # the visitor makes the table now, of the run that follows
-                    visit, through = Visit(subgroup, gpu=True), operation.through
-                    run = Run(operation.op, 0, visit, slot, fresh=False, through=through)
+                    visit, transfer_slot = Visit(subgroup, gpu=True), operation.transfer_slot
+                    run = RunVisit(operation.op, 0, visit, slot, fresh=False, transfer_slot=transfer_slot)
                     lanes.copy_in(operation, address, self._visitor(run), due_s)
                 else:
                     lanes.copy_out(operation, address, due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return the address of a subgroup's state: in a staging slot, or at home."""
-        return self._memory.home(subgroup) if slot is None else self._memory.slot_address(slot)
+        return self._memory.state_address(subgroup) if slot is None else self._memory.slot_address(slot)
 
     def _tier(self, path: int) -> Tier:
         return self._tiers[path] if path < len(self._tiers) else self._others[path]
@@ -339,7 +341,7 @@ class LiveExecutor:
                 return self._memory.buffer_address(operation.owner.kind, buffer) + operation.buffer_offset
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         if operation.buffer is None:
-            return self._memory.home(operation.tile.subgroup) + operation.source_offset
+            return self._memory.state_address(operation.tile.subgroup) + operation.source_offset
         source = self._source()
         if isinstance(operation, SaveTile) and operation.gathers:
             source.gather(operation)
@@ -397,7 +399,7 @@ class LiveExecutor:
             if any(isinstance(event, Stop) for event in self.wait()):
                 return
 
-    def _go_on(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
+    def _go_on(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Start the update of a run whose weights or gradients have been copied from the GPU or read from a file."""
         self._calls.ops.discard(run.op)
         try:
@@ -440,9 +442,9 @@ class LiveExecutor:
             if isinstance(operation, Commit):
                 return Failed(completion.op, self._source().commit_error())
             return Failed(completion.op, self._tier_error("sync", completion, None, self._tier(operation.path)))
-        if isinstance(operation, GiveBack) or (isinstance(operation, Run) and operation.visit.gpu):
+        if isinstance(operation, FreeHome) or (isinstance(operation, RunVisit) and operation.visit.gpu):
             return Done(completion.op)  # the GPU's lanes note the run's time when it has ended there
-        if isinstance(operation, Run):
+        if isinstance(operation, RunVisit):
             lane, subgroup = "cpu", operation.visit.subgroup
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
             label = f"subgroup {subgroup}"
@@ -457,14 +459,14 @@ class LiveExecutor:
             if isinstance(operation, WriteTile | SaveTile):
                 record = operation.record
                 self.written_bytes[record.location.path] += nbytes
-                return Done(completion.op, Record(record.location, record.step, completion.detail))
-            if isinstance(operation, Run):
+                return Done(completion.op, TileRecord(record.location, record.step, completion.detail))
+            if isinstance(operation, RunVisit):
                 self._seals.ended(operation.op)
             return Done(completion.op)
-        if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
+        if isinstance(operation, RunVisit) and completion.error == ERROR_CHECKSUM:
             damaged = self._seals.damaged(operation.op, completion.detail)
             return Failed(completion.op, self._damaged(damaged))
-        if request is None or isinstance(operation, Run):
+        if request is None or isinstance(operation, RunVisit):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
         tier_used = self._tier(operation.record.location.path)

@@ -21,7 +21,7 @@ from offload.device.host import HostMemory
 from offload.errors import known
 from offload.layout import Subgroup
 from offload.protocols import Seal, SealedState, TileId
-from offload.schedule.operations import ReadTile, Run, SaveTile, WriteTile
+from offload.schedule.operations import ReadTile, RunVisit, SaveTile, WriteTile
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Seals:
         self._slots: dict[int, _SlotState] = {}
         self._homes: dict[int, Seal] = {}  # of state at home in memory, by subgroup
         self._flushed: dict[int, Seal] = {}  # of the state that was flushed last, by subgroup
-        self._running: dict[int, tuple[Run, Seal, _SlotState | None]] = {}  # with what their slots held
+        self._running: dict[int, tuple[RunVisit, Seal, _SlotState | None]] = {}  # with what their slots held
         self._offsets: dict[int, np.ndarray] = {}  # of segments, by subgroup
 
     def reading(self, operation: ReadTile) -> bool:
@@ -100,7 +100,7 @@ class Seals:
         ]
         return SealedState(tensors, self._offsets[subgroup.index], subgroup.numel, subgroup.tile_numel)
 
-    def expected(self, run: Run, subgroup: Subgroup) -> Seal | None:
+    def expected(self, run: RunVisit, subgroup: Subgroup) -> Seal | None:
         """Return the seal that an update has to compare its state with; None after verifying the tiles here.
 
         Raises:
@@ -115,7 +115,7 @@ class Seals:
         self._verify(state)
         return None
 
-    def started(self, run: Run, seal: Seal) -> None:
+    def started(self, run: RunVisit, seal: Seal) -> None:
         """Note that an update has started, which fills this seal."""
         self._running[run.op] = run, seal, None if run.slot is None else self._slots.pop(run.slot, None)
 
@@ -153,7 +153,7 @@ class Seals:
         if state is not None and state.subgroup == subgroup:
             self._verify(state)
 
-    def _slot_of(self, run: Run) -> _SlotState | None:
+    def _slot_of(self, run: RunVisit) -> _SlotState | None:
         """Return what is known of the slot from which a run reads its state; None if it reads none there."""
         state = None if run.slot is None or run.fresh else self._slots.get(run.slot)
         return state if state is not None and state.subgroup == run.visit.subgroup else None

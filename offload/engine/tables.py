@@ -19,7 +19,7 @@ from offload.kernels import rounding_keys
 from offload.kernels.table import active_rows, segment_table
 from offload.layout import Layout, Segment
 from offload.protocols import MAX_SCALARS, SegmentFlag
-from offload.schedule.operations import Run
+from offload.schedule.operations import RunVisit
 
 GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
 """Address and element type of each parameter's gradient; None for the bound gradients."""
@@ -102,7 +102,7 @@ class Tables:
             self._due.append(np.zeros(len(subgroup.segments), np.uint32))
         self._layout = layout
 
-    def take_master(self, parameter: int, how: SegmentFlag) -> None:
+    def mark_master_due(self, parameter: int, how: SegmentFlag) -> None:
         """Mark a parameter's master as due: its next update reads it from the weight, which the user has written to.
 
         An fp32 weight is its own master: the mark only tells checkpoints that a saved version is outdated
@@ -171,16 +171,16 @@ class Tables:
             groups,
         )
 
-    def fill(
+    def make_table(
         self,
-        run: Run,
+        run: RunVisit,
         address: int,
         rows: StepRows,
         *,
         weights_address: int | None = None,
         gradients_address: int | None = None,
         apart: Apart | None = None,
-        taking: Parameters | None = None,
+        due_parameters: Parameters | None = None,
     ) -> npt.NDArray[Any]:
         """Return the table of a run.
 
@@ -223,7 +223,9 @@ class Tables:
             addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
         elif not is_fp32:
-            flags |= self._due[layout.index] * (rows.flags != 0 if taking is None else taking)[parameter]
+            flags |= (
+                self._due[layout.index] * (rows.flags != 0 if due_parameters is None else due_parameters)[parameter]
+            )
             if run.fresh:
                 flags |= np.uint32(SegmentFlag.LOAD_MASTER)
         return segment_table(
@@ -238,7 +240,7 @@ class Tables:
             first_index=first_index,
         )
 
-    def agree(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
+    def updates_alike(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
         """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.
 
         Addresses of gradients may differ: DDP copies them from its buckets to where the step reads them.
@@ -298,7 +300,7 @@ class Tables:
         is_bound = weights[parameter] != 0
         return rows[np.flatnonzero(is_bound if chosen is None else is_bound & chosen)]
 
-    def taken(self, subgroup: int, parameters: Parameters | None = None) -> None:
+    def note_masters_current(self, subgroup: int, parameters: Parameters | None = None) -> None:
         """Note that a subgroup's masters have been taken from their weights, or replaced; its state is kept.
 
         Args:

@@ -26,7 +26,7 @@ from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import SegmentFlag, TileId
 from offload.rules import MASTER
-from offload.schedule.operations import Run
+from offload.schedule.operations import RunVisit
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,23 +56,27 @@ class StateViews:
         self._memory = memory
         self._lanes = lanes
 
-    def _address(self, run: Run) -> int:
-        return self._memory.home(run.visit.subgroup) if run.slot is None else self._memory.slot_address(run.slot)
+    def _address(self, run: RunVisit) -> int:
+        return (
+            self._memory.state_address(run.visit.subgroup)
+            if run.slot is None
+            else self._memory.slot_address(run.slot)
+        )
 
     # Tables of an update
 
-    def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
+    def work(self, run: RunVisit, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
         """Return the kernel's table for a run of a sealed step; for a rule of whole parameters, the update itself."""
-        lanes, fill = self._lanes, self._tables.fill
+        lanes, fill = self._lanes, self._tables.make_table
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
             buffer = run.gradient_buffer
             gradients = None if buffer is None else self._memory.buffer_address("gradients", buffer)
-            weights = lanes.image(run.through)
+            weights = lanes.image(run.transfer_slot)
             table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
-        self._tables.taken(run.visit.subgroup, None if run.fresh else rows.flags != 0)
+        self._tables.note_masters_current(run.visit.subgroup, None if run.fresh else rows.flags != 0)
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not subgroup.state.rule.is_whole:
             return table
@@ -82,7 +86,7 @@ class StateViews:
     # Tensors
 
     @contextlib.contextmanager
-    def on_host(self, run: Run) -> Iterator[View]:
+    def on_host(self, run: RunVisit) -> Iterator[View]:
         """Lend a run its state and weights in host memory, wherever they lie; changes are copied back."""
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
@@ -90,26 +94,28 @@ class StateViews:
         if home is not None and bounce is not None:
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
-                lanes.fetch(as_pieces([(home.address, address, nbytes)]))
+                lanes.copy_to_host(as_pieces([(home.address, address, nbytes)]))
         else:
             address = self._address(run)
-        yield View(address, lanes.image(run.through))
+        yield View(address, lanes.image(run.transfer_slot))
         if not run.visit.changes:
             return
         lanes.will_push(run)
         if home is not None:
-            lanes.store([(home.address, address, nbytes)])
+            lanes.copy_to_device([(home.address, address, nbytes)])
 
-    def make_whole(self, run: Run, view: View, taking: Parameters) -> None:
+    def make_whole(self, run: RunVisit, view: View, due_parameters: Parameters) -> None:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
 
         Args:
             taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
-        if run.fresh or self._tables.is_due(subgroup.index, taking):
+        if run.fresh or self._tables.is_due(subgroup.index, due_parameters):
             rows = self._tables.rows((), 1.0, 1.0, ())
-            table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address, taking=taking)
+            table = self._tables.make_table(
+                run, view.address, rows, weights_address=view.weights_address, due_parameters=due_parameters
+            )
             if subgroup.state.rule.is_whole:
                 WholeUpdate(table, subgroup)()
             else:
@@ -127,7 +133,7 @@ class StateViews:
 
     @contextlib.contextmanager
     def piece(
-        self, run: Run, view: View, segment: Segment, *, sets_master: bool = False
+        self, run: RunVisit, view: View, segment: Segment, *, sets_master: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield a segment's state in fp32: in place, or as copies, which are written back if the visit changes state.
 
@@ -153,7 +159,7 @@ class StateViews:
             store_rounded(views[MASTER], self.weight(subgroup.index, segment, view))
 
     def shown(
-        self, run: Run, view: View, segment: Segment, views: Mapping[str, torch.Tensor]
+        self, run: RunVisit, view: View, segment: Segment, views: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[Segment, Mapping[str, torch.Tensor]]]:
         """Yield a segment's state for readers, with the master that its next update would start from.
 
@@ -181,10 +187,14 @@ class StateViews:
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         if tile.tensor < len(subgroup.tensors):
             offset, nbytes = next((offset, nbytes) for other, offset, nbytes in subgroup.tiles if other == tile)
-            if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
+            if (
+                lent := self._memory.temporary_home(tile.subgroup)
+            ) is not None:  # in host memory while the session is parked
                 ctypes.memmove(address, lent + offset, nbytes)
             else:
-                self._lanes.fetch(as_pieces([(self._lanes.homes[tile.subgroup].address + offset, address, nbytes)]))
+                self._lanes.copy_to_host(
+                    as_pieces([(self._lanes.homes[tile.subgroup].address + offset, address, nbytes)])
+                )
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for other, _, nbytes in subgroup.weight_tiles if other == tile)
@@ -196,7 +206,7 @@ class StateViews:
                 weight = int(self._tables.weights[segment.parameter])
                 source = weight + (segment.start + begin - segment.offset) * FP32.item_bytes
                 pieces.append((source, address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes))
-        self._lanes.fetch(as_pieces(pieces))
+        self._lanes.copy_to_host(as_pieces(pieces))
         gap = address  # zeros between the pieces, and up to the tile's end
         for _, target, size in (*pieces, (0, address + nbytes, 0)):
             ctypes.memset(gap, 0, target - gap)

@@ -168,7 +168,7 @@ class Additions:
         if self._error is not None:
             raise self._error
 
-    def forget(self) -> None:
+    def wait_and_clear_error(self) -> None:
         """Wait until no gradient is on its way, and forget an error."""
         self._wait_for_all()
         self._ring = [None] * BUFFERS
@@ -192,7 +192,7 @@ class Additions:
             return
         try:
             with contextlib.suppress(OffloadError):  # a device that has failed says so with every mark
-                self._lanes.device.adopt_thread()
+                self._lanes.device.prepare_thread()
             while (filling := self._work.get()) is not None:
                 if not filling.ended.is_set():
                     self._add(filling)
@@ -216,7 +216,7 @@ class Additions:
 
     def _close_buffers(self) -> None:
         if self.arena is not None:
-            self._lanes.give_back(self.arena)
+            self._lanes.free_arena(self.arena)
             self.arena = None
 
     def close(self) -> None:

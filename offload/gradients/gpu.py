@@ -25,7 +25,7 @@ import torch
 
 from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
-from offload.device.memory import Block, Place
+from offload.device.memory import Block, BlockPlace
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt, StepRows, Tables
@@ -38,13 +38,13 @@ from offload.layout import SEGMENT_ALIGN_NUMEL, Segment, Subgroup
 from offload.limits import Limits
 from offload.memory.arenas import Arena
 from offload.plan import Plan
-from offload.plan.budget import BROUGHT_AHEAD
+from offload.plan.budget import FETCHED_AHEAD
 from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
 from offload.schedule.operations import Visit
 
 
 @dataclass(slots=True)
-class _GradientRecord:
+class _GradientState:
     """The record of one parameter's gradient since the last step.
 
     Attributes:
@@ -64,7 +64,7 @@ class _GradientRecord:
     slot: torch.Tensor
     stays: bool
     parts: npt.NDArray[np.uint64]
-    on_device: Place
+    on_device: BlockPlace
     starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
@@ -81,7 +81,7 @@ class _GradientRecord:
         """Return the number of the first part of the segment that begins at element `start`."""
         return start // NORM_BLOCK_NUMEL + self.starts.index(start)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the gradient."""
         self.arrivals, self.address, self.mark, self.was_added = 0, 0, None, False
 
@@ -156,7 +156,7 @@ class GpuGradients(GradientStore):
         records: The record of each parameter's gradient, by position.
         in_transit: Gradients that the caller has dropped and lanes may still read, each with the mark after which no
             lane does.
-        final_read: Mark after which no lane reads the gradients of `bring_final`; None if none does.
+        final_read: Mark after which no lane reads the gradients of `fetch_final`; None if none does.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class GpuGradients(GradientStore):
         super().__init__(slots, tables, kernel, memory)
         self.lanes = lanes
         self._limits = limits
-        self.records: list[_GradientRecord] = []
+        self.records: list[_GradientState] = []
         self.in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self.additions = Additions(lanes, kernel)
         self._in_transit_bytes = 0
@@ -182,7 +182,7 @@ class GpuGradients(GradientStore):
         self._regions: list[tuple[Block, Arena]] = []
         self._slots_bytes = 0
         self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._wide: dict[int, torch.Tensor] = {}  # see `_wide_slot`
+        self._wide: dict[int, torch.Tensor] = {}  # see `_ensure_wide_slot`
         self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
         self._gap_bytes = 0  # see `PieceCopies.to_host`
         self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
@@ -198,10 +198,10 @@ class GpuGradients(GradientStore):
         places = plan.layout.places[position]
         return any(plan.needs_gradients(subgroup) for subgroup, _ in places)
 
-    def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
+    def _free_unused(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
         if unused:
             self.lanes.wait()
-        super()._give_back(unused)
+        super()._free_unused(unused)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         """Make records of the parameters from number `first` on, with host and device memory for their block sums."""
@@ -212,16 +212,19 @@ class GpuGradients(GradientStore):
             for segment_places in layout.places[first:]
         ]
         counts = [count + len(segment_places) for count, segment_places in zip(counts, starts, strict=True)]
-        region, device_block = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, Block()
+        region, device_block = (
+            self._memory.allocate_arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None,
+            Block(),
+        )
         if region is not None:
-            device_block = self.lanes.block(region.nbytes)
+            device_block = self.lanes.allocate_block(region.nbytes)
             self._regions.append((device_block, region))
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
         for parameter, count, segment_places in zip(self._parameters[first:], counts, starts, strict=True):
             host_parts = region.numpy(offset, count, np.uint64) if region is not None else np.zeros(0, np.uint64)
             self.records.append(
-                _GradientRecord(
-                    parameter.numel, empty, False, host_parts, Place(device_block, offset), segment_places
+                _GradientState(
+                    parameter.numel, empty, False, host_parts, BlockPlace(device_block, offset), segment_places
                 )
             )
             offset += count * BLOCK_BYTES
@@ -259,13 +262,13 @@ class GpuGradients(GradientStore):
     def return_borrowed(self) -> None:
         """Give borrowed device memory back, if there is any; block sums are in host memory until gradients arrive."""
         if not all(block.lasts for block, _ in self._regions):
-            self._bring_sums()
+            self._copy_sums_to_host()
 
-    def _bring_sums(self) -> None:
+    def _copy_sums_to_host(self) -> None:
         """Send the bucket, copy block sums to host memory on lane `GRADIENTS`, and give borrowed memory back."""
         lanes = self.lanes
         with self._lock:
-            self.leave()
+            self.send_bucket()
             self._copy_sums()
             for block, _ in self._regions:
                 if not block.lasts:
@@ -317,7 +320,7 @@ class GpuGradients(GradientStore):
             self._borrow(buffers=True)
             self._check_dtype(record, dtype)
             if self._bucket is not None and record.mark is self._bucket.departure:
-                self.leave()  # the gradient of the pass before
+                self.send_bucket()  # the gradient of the pass before
             if not record.arrivals:
                 record.mark = self._collect(position, address, dtype, first=True)
                 record.address, record.dtype = address, dtype
@@ -337,17 +340,17 @@ class GpuGradients(GradientStore):
         """Put a gradient into the bucket, to be copied to its slot or added there; send a bucket that is full."""
         caller = self.lanes.device.caller()
         if self._bucket is not None and self._bucket.caller != caller:
-            self.leave()
+            self.send_bucket()
         if self._bucket is None:
             self._bucket = _Bucket(caller, Departure(self))
         bucket, most = self._bucket, self._limits
         (bucket.first if first else bucket.further).append((position, address, dtype))
         bucket.nbytes += self.records[position].numel * int(ITEM_BYTES[dtype])
         if bucket.nbytes >= most.bucket_bytes or len(bucket.first) + len(bucket.further) >= most.bucket_count:
-            self.leave()
+            self.send_bucket()
         return bucket.departure
 
-    def _accumulate(self, record: _GradientRecord, address: int) -> Departure:
+    def _accumulate(self, record: _GradientState, address: int) -> Departure:
         """Add the gradient of a further pass to the first one, on the GPU."""
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
@@ -357,7 +360,7 @@ class GpuGradients(GradientStore):
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
 
-    def leave(self) -> None:
+    def send_bucket(self) -> None:
         """Send the bucket, if there is one: enqueue copies to slots, sums and additions; on any thread.
 
         After an interrupt the next call sends all of it again; no gradient is added twice.
@@ -412,7 +415,7 @@ class GpuGradients(GradientStore):
             bucket.sending = self.additions.prepare(rows, self._slots_bytes)
         self.additions.send(bucket.sending)
 
-    def _check_dtype(self, record: _GradientRecord, dtype: DtypeCode) -> None:
+    def _check_dtype(self, record: _GradientState, dtype: DtypeCode) -> None:
         """Raise `ConfigError` if a gradient's dtype is not that of its slot, or of the passes before."""
         item = int(ITEM_BYTES[dtype])
         if (record.slot.numel() and item != record.slot.element_size()) or (
@@ -422,15 +425,15 @@ class GpuGradients(GradientStore):
                 "gradient dtype", dtype.name.lower(), "use that of the weights, or gradient_dtype float32, throughout"
             )
 
-    def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
+    def keep_until_read(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
         """Keep a gradient that the caller drops until lanes have read it; free older ones if too many are held."""
         self._drop_read()
         self.in_transit.append((mark, gradient))
         self._in_transit_bytes += gradient.nbytes
         while self.in_transit and self._in_transit_bytes > self._limits.in_transit_bytes:
-            self.hand_back(elsewhere=elsewhere)
+            self.drop_oldest_when_read(elsewhere=elsewhere)
 
-    def hand_back(self, *, elsewhere: bool = False) -> None:
+    def drop_oldest_when_read(self, *, elsewhere: bool = False) -> None:
         """Drop the oldest gradient in transit; the caller's stream waits for lanes, or if `elsewhere` this thread."""
         mark, gradient = self.in_transit[0]
         if elsewhere:
@@ -438,7 +441,7 @@ class GpuGradients(GradientStore):
         else:
             device = self.lanes.device
             device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
-            device.give_up(gradient)
+            device.record_use(gradient)
         self._drop_oldest()  # last: after an interrupt before this line, the gradient is still held
 
     def _drop_read(self) -> None:
@@ -460,15 +463,15 @@ class GpuGradients(GradientStore):
         return gradient, self.lanes.device.mark(DeviceLane.CALLER, timed=False)
 
     def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
-        """Do nothing: `bring_final` copies gradients to their slots, which the rows name already."""
+        """Do nothing: `fetch_final` copies gradients to their slots, which the rows name already."""
 
-    def bring_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup, masters: Pieces) -> None:
+    def fetch_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup, masters: Pieces) -> None:
         """Copy an admitted subgroup's final gradients to their slots, and fp32 weights; make its run wait for that.
 
         The caller may write to them meanwhile: by fingerprints, the step notices that the update has read others.
         """
         if len(masters):
-            self.lanes.leave_behind_sent(subgroup.index)
+            self.lanes.order_after_sent(subgroup.index)
         copies: list[tuple[int, int, int]] = masters.tolist()
         for segment in subgroup.segments:
             if segment.parameter in final and segment.numel:
@@ -479,11 +482,11 @@ class GpuGradients(GradientStore):
                 target = self._slots[segment.parameter].data_ptr()
                 copies.append((gradient.data_ptr() + start, target + start, nbytes))
         if copies:
-            self.lanes.bring(Visit(subgroup.index), (), as_pieces(copies), self._gap_bytes)
+            self.lanes.fetch_gradients(Visit(subgroup.index), (), as_pieces(copies), self._gap_bytes)
             self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
-        """Wait until no lane reads the gradients of `bring_final`, which the caller then drops."""
+        """Wait until no lane reads the gradients of `fetch_final`, which the caller then drops."""
         mark, self.final_read = self.final_read, None
         if mark is not None:
             mark.wait()
@@ -552,9 +555,9 @@ class GpuGradients(GradientStore):
         record = self.records[position]
         if not gathered and record.arrivals:  # the caller has bound another gradient
             self.finish()
-            record.forget()
+            record.reset()
 
-    def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Sum the squares of gradients that have changed since, then bring all block sums to host memory."""
         tables, numbers = self._tables, np.array(positions, np.int64)
         stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
@@ -570,13 +573,13 @@ class GpuGradients(GradientStore):
 
     def finish(self) -> None:
         """Send the bucket, and wait until gradients of further passes have been added in host memory."""
-        self.leave()
+        self.send_bucket()
         self.additions.finish()
 
     def settle(self) -> None:
         """Finish all additions, and copy all block sums to host memory."""
         self.finish()
-        self._bring_sums()
+        self._copy_sums_to_host()
         self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
         for record in self.records:  # what was added in host memory is not in sums that were made on the device
@@ -588,16 +591,16 @@ class GpuGradients(GradientStore):
         """Drop all gradients: the next one of each parameter is its first."""
         device = self.lanes.device
         for _, gradient in self.in_transit:
-            device.give_up(gradient)
+            device.record_use(gradient)
         # The caller may use their memory again once lane `GRADIENTS` has passed.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
         with self._lock:
             if self._bucket is not None:  # no lane has begun to read its gradients
                 self._bucket.departure.lane_mark, self._bucket = mark, None
-        self.additions.forget()
+        self.additions.wait_and_clear_error()
         for record in self.records:
-            record.forget()
+            record.reset()
         self._drop_all()
         self.return_borrowed()
 
@@ -634,47 +637,47 @@ class GpuGradients(GradientStore):
                             self.lanes.device.follow(lane, mark.on_lane())
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
                     if not slot.numel() or item > slot.element_size():
-                        slot = self._wide_slot(position)
+                        slot = self._ensure_wide_slot(position)
                     rows.gradients[position] = target = slot.data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
                     copies.append((source, target + start, nbytes))
             self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
-        self._bring_ahead()
+        self._fetch_next()
         return len(self._wide) > wide
 
-    def bring(self, subgroup: int) -> None:
+    def fetch_for_visit(self, subgroup: int) -> None:
         """Copy the gradients of a visit that begins, and of the next visits; make each run wait for its own.
 
         They are not all copied when the step begins: no update starts while copies are enqueued, and other copies
         from the GPU would wait for all of them.
         """
         if subgroup in self._to_bring:
-            self.lanes.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
+            self.lanes.fetch_gradients(*self._to_bring.pop(subgroup), self._gap_bytes)
         self._ahead.discard(subgroup)
-        self._bring_ahead()
+        self._fetch_next()
 
     def coming(self, subgroup: int) -> None:
         """Copy the gradients of a visit whose state is being fetched: the visit runs as soon as that is there."""
         if subgroup in self._to_bring:
-            self._bring_early(subgroup)
+            self._fetch_early(subgroup)
 
-    def _bring_early(self, subgroup: int) -> None:
+    def _fetch_early(self, subgroup: int) -> None:
         visit, marks, copies = self._to_bring.pop(subgroup)
-        self.lanes.bring(visit, marks, copies, self._gap_bytes)
+        self.lanes.fetch_gradients(visit, marks, copies, self._gap_bytes)
         if len(copies):
             self._ahead.add(subgroup)
 
-    def _bring_ahead(self) -> None:
-        """Start copies until those of `BROUGHT_AHEAD` visits that have not begun are started."""
-        while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
-            self._bring_early(next(iter(self._to_bring)))
+    def _fetch_next(self) -> None:
+        """Start copies until those of `FETCHED_AHEAD` visits that have not begun are started."""
+        while self._to_bring and len(self._ahead) < FETCHED_AHEAD:
+            self._fetch_early(next(iter(self._to_bring)))
 
-    def _wide_slot(self, position: int) -> torch.Tensor:
+    def _ensure_wide_slot(self, position: int) -> torch.Tensor:
         """Return a parameter's wide slot: for the fp32 gradient of a 16-bit weight, or for one without a slot."""
         if position not in self._wide:
             numel = self.records[position].numel
-            self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
+            self._wide[position] = self._memory.allocate_arena(4 * numel).tensor(0, numel, torch.float32)
         return self._wide[position]
 
     def close(self) -> None:

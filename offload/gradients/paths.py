@@ -36,7 +36,7 @@ class Filler(Protocol):
     def turn(self) -> AbstractContextManager[None]:
         """Return a context in which no other thread closes the session, or has gradients arrive."""
 
-    def fill(self, subgroup: int) -> int:
+    def borrow_buffer(self, subgroup: int) -> int:
         """Return a subgroup's buffer, which belongs to the caller until the next call, a step, or `drop`.
 
         Raises:
@@ -79,11 +79,11 @@ class PathGradients(GradientStore):
 
     def used_bytes(self, plan: Plan) -> int:
         """Return the host memory for gradients: that of the buffers."""
-        return plan.counting_buffers(self._lanes.bounces).budgets.gradient_bytes
+        return plan.with_buffer_bytes(self._lanes.bounces).budgets.gradient_bytes
 
-    def adopt(self, plan: Plan, before: Layout) -> None:
+    def use_plan(self, plan: Plan, before: Layout) -> None:
         """Take over a plan; a larger arena of buffers replaces the old one, with the same content."""
-        super().adopt(plan, before)
+        super().use_plan(plan, before)
         subgroups = plan.layout.subgroups
         self._segments = [
             [(number, subgroups[number].segments[at]) for number, at in reversed(segment_places)]
@@ -93,13 +93,13 @@ class PathGradients(GradientStore):
         self._arrivals = np.concatenate([self._arrivals[: len(self._segments)], np.zeros(max(added, 0), np.int64)])
         old, nbytes = self._buffers, self.used_bytes(plan)
         if nbytes > (old.nbytes if old is not None else 0):
-            self._buffers = self._memory.arena(nbytes)
+            self._buffers = self._memory.allocate_arena(nbytes)
             if old is not None:
                 size, count = self._buffer_bytes, old.nbytes // self._buffer_bytes - self._lanes.bounces
                 for number in range(count):
                     target = self._buffers.address + number * plan.gradient_buffer_bytes
                     ctypes.memmove(target, old.address + number * size, size)
-                self._memory.give_back(old)
+                self._memory.free_arena(old)
             self._buffer_bytes = plan.gradient_buffer_bytes
             self._filling = None
             self._bounce_address = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
@@ -125,9 +125,9 @@ class PathGradients(GradientStore):
             ConfigError: Its dtype is wider than that in which gradients are kept, or an earlier pass was interrupted.
         """
         with self._filler.turn():
-            self._take_in(position, address, dtype)
+            self._copy_or_add(position, address, dtype)
 
-    def _take_in(self, position: int, address: int, dtype: DtypeCode) -> None:
+    def _copy_or_add(self, position: int, address: int, dtype: DtypeCode) -> None:
         """Copy or add a gradient to its buffers, segment by segment; a signal handler may drop all in between."""
         parameter = self._parameters[position]
         if parameter.name not in self._announced:
@@ -144,8 +144,8 @@ class PathGradients(GradientStore):
             address = wide.data_ptr()
         is_first, target, drops = not self._arrivals[position], 1, self._drops
         for subgroup, segment in self._segments[position]:  # from the last one, as backward goes
-            target = self._fill(subgroup) + segment.offset * item
-            source = self._lanes.bring_gradient(
+            target = self._address_to_fill(subgroup) + segment.offset * item
+            source = self._lanes.copy_gradient_to_host(
                 address + segment.start * item, segment.numel * item, self._bounce_address
             )
             if self._drops != drops:  # a signal handler has called `forget`
@@ -178,10 +178,10 @@ class PathGradients(GradientStore):
         """Raise `ConfigError`: a gradient cannot be shown, as it may lie on the paths."""
         combinations.GRADIENTS_READ.refuse("gradient_memory", "below that of all gradients")
 
-    def _fill(self, subgroup: int) -> int:
+    def _address_to_fill(self, subgroup: int) -> int:
         if self._filling is None or self._filling[0] != subgroup:
             self._filling = None
-            self._filling = subgroup, self._memory.buffer_address("gradients", self._filler.fill(subgroup))
+            self._filling = subgroup, self._memory.buffer_address("gradients", self._filler.borrow_buffer(subgroup))
         return self._filling[1]
 
     def _store_segment(
@@ -247,7 +247,7 @@ class PathGradients(GradientStore):
             given = f"an interrupted pass, at {next(iter(self._incomplete))}"
             raise ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
 
-    def _all_gathered(self, positions: Any) -> npt.NDArray[np.int64]:
+    def _sum_changed(self, positions: Any) -> npt.NDArray[np.int64]:
         self._check_complete()
         return np.array(positions, np.int64)
 

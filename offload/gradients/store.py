@@ -76,7 +76,7 @@ class GradientStore:
     """
 
     leave = hold = forget = settle = announce = finish = bring = coming = return_borrowed = nothing
-    bring_final = end_final = nothing
+    fetch_final = end_final = nothing
     stays = has_arrived = have_arrived = begin_step = never
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
 
@@ -124,7 +124,7 @@ class GradientStore:
     def _needs_slot(self, plan: Plan, position: int) -> bool:
         return True
 
-    def adopt(self, plan: Plan, before: Layout) -> None:
+    def use_plan(self, plan: Plan, before: Layout) -> None:
         """Take over a plan: take memory for gradients that the CPU uses in it, and for the parameters that it adds.
 
         Unused slots stay allocated; an arena is freed when none of its slots is used.
@@ -138,9 +138,9 @@ class GradientStore:
         """
         first = len(before.parameters)
         del self._slots[first:], self._blocks[first:]  # of an `adopt` that failed
-        self._give_back([entry for entry in self._arenas if entry[1][0] >= first])  # likewise
+        self._free_unused([entry for entry in self._arenas if entry[1][0] >= first])  # likewise
         self._parameters = plan.layout.parameters
-        self._take(self._missing(plan))
+        self._allocate_slots(self._missing(plan))
         for number, parameter in enumerate(self._parameters):
             slot = self._slot_memory.get(number) if self._needs_slot(plan, number) else None
             if slot is None:
@@ -153,15 +153,15 @@ class GradientStore:
         self._blocks += self._new_blocks(plan, first, counts)
         self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
         self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
-        self._give_back([entry for entry in self._arenas if not any(self._slots[n].numel() for n in entry[1])])
+        self._free_unused([entry for entry in self._arenas if not any(self._slots[n].numel() for n in entry[1])])
 
-    def _take(self, positions: Sequence[int]) -> None:
+    def _allocate_slots(self, positions: Sequence[int]) -> None:
         """Take one arena for the slots of some parameters."""
         sizes = [self._slot_settings.bytes_of(self._parameters[number]) for number in positions]
         if not positions:
             return
         # A forked child may look at .grad, so gradients are inherited as torch's own are.
-        arena = self._memory.arena(sum(sizes), inherit=True)
+        arena = self._memory.allocate_arena(sum(sizes), inherit=True)
         self._arenas.append((arena, tuple(positions)))
         offset = 0
         for number, nbytes in zip(positions, sizes, strict=True):
@@ -170,13 +170,13 @@ class GradientStore:
             self._slot_memory[number] = arena.tensor(offset, parameter.numel, dtype)
             offset += nbytes
 
-    def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
+    def _free_unused(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
         """Free arenas of which no slot is in use."""
         for arena, positions in unused:
             self._arenas.remove((arena, positions))
             for number in positions:
                 del self._slot_memory[number]
-            self._memory.give_back(arena)
+            self._memory.free_arena(arena)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         """Add the parameters from number `first` on; return memory for `counts` block sums of each."""
@@ -264,15 +264,15 @@ class GradientStore:
 
     def norm_sq(self, positions: Sequence[int]) -> float:
         """Return the sum of squares of some gradients."""
-        numbers = self._all_gathered(positions)
+        numbers = self._sum_changed(positions)
         return norm_sq_at(self._blocks_at[numbers], self._block_counts[numbers])
 
     def norms_sq(self, positions: Sequence[int]) -> list[float]:
         """Return the sum of squares of each of some gradients."""
-        numbers = self._all_gathered(positions)
+        numbers = self._sum_changed(positions)
         return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in numbers.tolist()]
 
-    def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Bring the block sums of some gradients up to date; return their positions."""
         raise NotImplementedError
 
@@ -302,17 +302,19 @@ class HostGradients(GradientStore):
         target, target_dtype = address, dtype
         if slot.numel():
             target, target_dtype = slot.data_ptr(), DTYPE_CODES[slot.dtype]
-        self._gather(position, address, dtype, target, target_dtype)
+        self._sum_and_copy(position, address, dtype, target, target_dtype)
 
-    def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Sum the squares of those gradients that have changed since they were summed."""
         tables, numbers = self._tables, np.array(positions, np.int64)
-        for position in numbers[~self._are_as_gathered(numbers)].tolist():
+        for position in numbers[~self._have_current_sums(numbers)].tolist():
             address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
-            self._gather(position, address, dtype, address, dtype)
+            self._sum_and_copy(position, address, dtype, address, dtype)
         return numbers
 
-    def _gather(self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode) -> None:
+    def _sum_and_copy(
+        self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode
+    ) -> None:
         """Compute the block sums of a gradient, copy it to its target in the same pass, and bind it there."""
         numel = self._parameters[position].numel
         copies = target != address
@@ -329,7 +331,7 @@ class HostGradients(GradientStore):
         self._tables.gradients[position] = target
         self._tables.gradient_dtypes[position] = self._gathered[position] = target_dtype
 
-    def _are_as_gathered(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _have_current_sums(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each parameter whether its block sums are still those of its gradient.
 
         Their fingerprints tell, as version counters do not: gradients may be changed through `.data`, through NumPy

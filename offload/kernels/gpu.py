@@ -97,7 +97,7 @@ class GpuUpdateKernel(DeviceKernel):
             except Exception as error:
                 advice = f"Triton cannot use it (it needs a C compiler and Python's headers): {error}"
                 raise ConfigError("device", chosen, advice) from error
-        self._tables = Tables() if backend is None else Uploads(self.device, backend, to_device)
+        self._tables = HostTables() if backend is None else Uploads(self.device, backend, to_device)
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """Compile and load kernels, by launching each variant once with no program; see `DeviceKernel.compile`."""
@@ -143,7 +143,7 @@ class GpuUpdateKernel(DeviceKernel):
         """Send a table and, after it, the list of programs: which block of which segment each works on."""
         words = table.size * _ROW_WORDS
         first = _programs_at(words)
-        sent = self._tables.take(first + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
+        sent = self._tables.get_table(first + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
         sent.words[:words] = table.view(np.int64)
         address, room = sent.words.ctypes.data + 8 * first, sent.words.size - first
         problem, launches = _native.update_programs(table.ctypes.data, table.size, BLOCK_NUMEL, address, room)
@@ -156,7 +156,7 @@ class GpuUpdateKernel(DeviceKernel):
 
     def _update(self, sent: SentUpdate) -> None:
         table, first, launches = sent
-        with self._current(), self._tables.lend(table) as on_device:
+        with self._current(), self._tables.in_use(table) as on_device:
             begin, programs = 0, on_device[first:].view(torch.int32)
             for rule, state_format, gradient, weight, aligned, count in launches:
                 self._launch(
@@ -214,12 +214,12 @@ class GpuUpdateKernel(DeviceKernel):
         """Launch a kernel over rows of three words: a program for each `block` of a row's size, its word `size`."""
         rows = np.ascontiguousarray(rows)
         first, sizes = _programs_at(4 * len(rows)), rows[:, size]
-        table = self._tables.take(first + int(sizes.sum()) // block + len(rows))
+        table = self._tables.get_table(first + int(sizes.sum()) // block + len(rows))
         table.words[: 4 * len(rows)].reshape(-1, 4)[:, :3] = rows
         address, room = table.words.ctypes.data + 8 * first, table.words.size - first
         count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
         self._tables.send(table, first + count)
-        with self._current(), self._tables.lend(table) as on_device:
+        with self._current(), self._tables.in_use(table) as on_device:
             self._launch(kernel, count, on_device, on_device[first:].view(torch.int32), **options)
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
@@ -237,7 +237,7 @@ class GpuUpdateKernel(DeviceKernel):
 
 
 @dataclass(slots=True, eq=False)
-class Table:
+class ArgumentTable:
     """Memory for a kernel's table: in host memory, where it is filled, and on the device.
 
     Attributes:
@@ -254,31 +254,31 @@ class Table:
     on_device: torch.Tensor
     sent: Any = None
     using: Any = None
-    unused: deque[Table] = field(default_factory=deque)
+    unused: deque[ArgumentTable] = field(default_factory=deque)
 
 
-SentUpdate = tuple[Table, int, list[tuple[int, int, int, int, bool, int]]]
+SentUpdate = tuple[ArgumentTable, int, list[tuple[int, int, int, int, bool, int]]]
 """A table, the word at which its programs begin, and its launches (csrc/kernels/programs.h)."""
 
 
-class Tables:
+class HostTables:
     """Tables in host memory alone: for the interpreter, which uses them at once."""
 
-    def take(self, words: int) -> Table:
+    def get_table(self, words: int) -> ArgumentTable:
         """Return a table of that many words, or more, for work of the current stream."""
         on_host = torch.empty(words, dtype=torch.int64, device="cpu")
-        return Table(on_host.numpy(), on_host, on_host)
+        return ArgumentTable(on_host.numpy(), on_host, on_host)
 
-    def send(self, table: Table, words: int) -> None:
+    def send(self, table: ArgumentTable, words: int) -> None:
         """Copy the first words of a table to the device."""
 
     @contextlib.contextmanager
-    def lend(self, table: Table) -> Iterator[torch.Tensor]:
+    def in_use(self, table: ArgumentTable) -> Iterator[torch.Tensor]:
         """Lend a sent table to work that is enqueued within the block, on the current stream, which waits for it."""
         yield table.on_device
 
 
-class Uploads(Tables):
+class Uploads(HostTables):
     """Tables that are copied to a device; their memory is reused when the work that has used them is done.
 
     They are copied on the stream of all copies to the device. On another stream a table might wait for all of these,
@@ -295,23 +295,23 @@ class Uploads(Tables):
     def __init__(self, device: torch.device, backend: Backend, stream: Any = None) -> None:
         self._device, self._backend = device, backend
         self._stream = stream or backend.stream(device, False)
-        self._used: dict[Any, deque[Table]] = {}
+        self._used: dict[Any, deque[ArgumentTable]] = {}
 
-    def take(self, words: int) -> Table:
+    def get_table(self, words: int) -> ArgumentTable:
         """Return a table for work of the current stream; one that is then not sent and lent is not reused."""
         using = self._backend.current_stream(self._device)
         size = max(_LEAST_WORDS, 1 << (words - 1).bit_length())
         used = self._used.setdefault((using, size), deque())
         return self._unused(used) or self._make(size, using, used)
 
-    def send(self, table: Table, words: int) -> None:
+    def send(self, table: ArgumentTable, words: int) -> None:
         """Enqueue the copy of a table's first words to the device."""
         with working_on(self._stream):
             table.on_device[:words].copy_(table.on_host[:words], non_blocking=True)
         table.sent.record(self._stream)
 
     @contextlib.contextmanager
-    def lend(self, table: Table) -> Iterator[torch.Tensor]:
+    def in_use(self, table: ArgumentTable) -> Iterator[torch.Tensor]:
         """Lend a sent table to work on the stream that was current in `take`; queue it for reuse afterwards."""
         table.using.wait_event(table.sent)
         try:
@@ -320,7 +320,7 @@ class Uploads(Tables):
             table.sent.record(table.using)
             table.unused.append(table)
 
-    def _unused(self, used: deque[Table]) -> Table | None:
+    def _unused(self, used: deque[ArgumentTable]) -> ArgumentTable | None:
         """Return a stream's oldest table if the work with it is done; else None."""
         try:
             oldest = used.popleft()
@@ -331,12 +331,12 @@ class Uploads(Tables):
         used.appendleft(oldest)
         return None
 
-    def _make(self, size: int, using: Any, unused: deque[Table]) -> Table:
+    def _make(self, size: int, using: Any, unused: deque[ArgumentTable]) -> ArgumentTable:
         on_host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         with working_on(self._stream):  # the allocator orders reuse of the memory by this stream
             there = torch.empty(size, dtype=torch.int64, device=self._device)
         there.record_stream(using)  # an interrupt may drop the table while work reads it
-        return Table(on_host.numpy(), on_host, there, self._backend.event(self._device, False), using, unused)
+        return ArgumentTable(on_host.numpy(), on_host, there, self._backend.event(self._device, False), using, unused)
 
 
 def _programs_at(words: int) -> int:

@@ -108,7 +108,7 @@ class GpuProbe:
         self._ends.callback(lanes.device.release, memory)
         try:
             arena = lanes.arena(2 * size, node=node)
-            self._ends.callback(lanes.give_back, arena)
+            self._ends.callback(lanes.free_arena, arena)
             zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))
             lanes.store([*zeros])
         except BaseException:

@@ -91,8 +91,8 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             for verb, other, rates in (("read", "write", path.read), ("write", "read", path.write))
             if note_demand(lane := f"{verb}:{number}", rates.beside, path.memory_cost)
         }
-        known_keeps = {"read": path.read.keeps, "write": path.write.keeps}
-        keeps = known_keeps | {verb: each.keeps for verb, each in shown.items()}
+        known_keeps = {"read": path.read.rate_share_beside, "write": path.write.rate_share_beside}
+        keeps = known_keeps | {verb: each.rate_share_beside for verb, each in shown.items()}
         more = max(1.0, min(LEAST_TOGETHER, sum(known_keeps.values())) / sum(keeps.values()))
         directions = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
         beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
@@ -117,7 +117,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     for lane, other, way in (("h2d", "d2h", known.gpu.h2d), ("d2h", "h2d", known.gpu.d2h)):
         if way.is_hindered and totals.get(lane, (0, 0.0))[0] >= LEAST_BYTES:
             # Which copies met is a matter of chance: the proportion stays.
-            rates = _shown(way, 0.0, intervals[lane], spans[lane], spans.get(other, ())).rates(way.keeps)
+            rates = _shown(way, 0.0, intervals[lane], spans[lane], spans.get(other, ())).rates(way.rate_share_beside)
             gpu = gpu.reaching({lane: rates.beside, f"{lane}_alone": rates.alone})
     observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine_rates(known, timeline))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
@@ -238,7 +238,7 @@ def _shown(
     # Seconds beside the other direction, and alone: of each operation, and of all.
     parts_s = np.array([beside_s(begins_s, ends_s), ends_s - begins_s - beside_s(begins_s, ends_s)]).clip(0.0)
     totals_s = np.array([both_s, whole_s - both_s])
-    keeps = known.keeps
+    keeps = known.rate_share_beside
     for _ in range(REFINEMENTS if totals_s.min() >= LEAST_SHOWN * whole_s else 0):
         weights = np.array([[keeps], [1.0]]) * parts_s
         moved = nbytes * weights / np.maximum(weights.sum(axis=0), TOLERANCE)

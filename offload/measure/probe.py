@@ -261,9 +261,9 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
 def _seconds(rule: UpdateRule, parameter: Parameter) -> float:
     """Return the estimated seconds of a whole parameter's update, from its twin's."""
     shape = parameter.shape or (parameter.numel,)
-    twin = _smaller(shape)
-    update = trial(rule, twin, TORCH_DTYPES[parameter.dtype], parameter.group)
-    return _best_s(update) * rule.work(shape) / rule.work(twin)
+    small_shape = _smaller(shape)
+    update = trial(rule, small_shape, TORCH_DTYPES[parameter.dtype], parameter.group)
+    return _best_s(update) * rule.work(shape) / rule.work(small_shape)
 
 
 def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:

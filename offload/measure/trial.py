@@ -33,7 +33,7 @@ from offload.protocols import Queue, Tier
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, Run, Sweep
+from offload.schedule.operations import BeginSweep, RunVisit, Sweep
 from offload.schedule.runs import update_visits
 from offload.schedule.timeline import Interval
 
@@ -137,8 +137,8 @@ class _Session:
         self._memory = HostMemory(NO_LANES)
         self._memory.place_slots(address, plan.slot_bytes)
         self._executor = LiveExecutor(tiers, kernel, queue, self._memory)
-        self._executor.bind(plan)
-        self._executor.visit_with(self._table, updates=True)
+        self._executor.use_plan(plan)
+        self._executor.set_visitor(self._table, updates=True)
 
     def step(self, number: int, known: Rates) -> list[Interval]:
         """Take a step as the engine's thread does, which a request wakes; return the timeline of this step."""
@@ -151,7 +151,7 @@ class _Session:
         timeline, executor.timeline = executor.timeline, []
         self._rows = self._tables.rows(self._groups, 1.0, 1.0, range(len(self._plan.homes)))
         order = visit_order(self._rows.subgroups, machine.slots)
-        machine.handle(Begin(Sweep(number, number, update_visits(self._plan, order, machine.is_fresh))))
+        machine.handle(BeginSweep(Sweep(number, number, update_visits(self._plan, order, machine.is_fresh))))
         executor.submit(machine.take_operations())
         executor.end_turn()
         if timeline:
@@ -175,7 +175,7 @@ class _Session:
         if self._machine.broken is not None:
             raise self._machine.broken
 
-    def _table(self, run: Run) -> npt.NDArray[Any]:
+    def _table(self, run: RunVisit) -> npt.NDArray[Any]:
         """Return the table of a run, whose state is filled anew: its content does not matter."""
         address = self._home if run.slot is None else self._memory.slot_address(run.slot)
-        return self._tables.fill(replace(run, fresh=True), address, self._rows)
+        return self._tables.make_table(replace(run, fresh=True), address, self._rows)

@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 
 from offload.errors import OffloadError, invariant
-from offload.memory.nodes import bind
-from offload.memory.touching import Nodes, bound, touch
+from offload.memory.nodes import bind_pages
+from offload.memory.touching import Nodes, cpu_affinity, touch
 from offload.protocols import SECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Arena:
                     raise
         try:
             if node is not None:
-                self._near = bind(start, nbytes + slack, node)
+                self._near = bind_pages(start, nbytes + slack, node)
             if prefault or self._near:
                 self.touch()
         except BaseException:
@@ -226,7 +226,7 @@ class Arena:
         libc = ctypes.CDLL(None, use_errno=True)
         # By ctypes, which releases the GIL meanwhile; mmap.madvise does not.
         length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with bound(self._near):
+        with cpu_affinity(self._near):
             result = libc.madvise(
                 ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
             )

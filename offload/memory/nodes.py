@@ -84,7 +84,7 @@ def cpus_near(numbers: Iterable[int]) -> frozenset[int]:
     return frozenset() if near >= os.sched_getaffinity(0) else near
 
 
-def bind(address: int, nbytes: int, number: int) -> frozenset[int]:
+def bind_pages(address: int, nbytes: int, number: int) -> frozenset[int]:
     """Bind pages that have not been touched to the node of a number.
 
     Returns:
@@ -115,7 +115,7 @@ def bind(address: int, nbytes: int, number: int) -> frozenset[int]:
     return frozenset()
 
 
-def where(address: int, nbytes: int) -> dict[int, int]:
+def node_bytes_of(address: int, nbytes: int) -> dict[int, int]:
     """Return how many bytes of some memory lie on each node, estimated by up to `MOST_ASKED` of its pages.
 
     Pages that have not been touched lie on no node. The result is empty if the system does not say (logged once).

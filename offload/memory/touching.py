@@ -107,7 +107,7 @@ def touch(
         ends_early = True
 
     def touch_from(index: int, where: frozenset[int]) -> None:
-        with bound(where):
+        with cpu_affinity(where):
             try:
                 for number in turns[index]:
                     if ends_early or number >= count:
@@ -136,7 +136,7 @@ def touch(
 
 
 @contextlib.contextmanager
-def bound(cpus: frozenset[int]) -> Iterator[None]:
+def cpu_affinity(cpus: frozenset[int]) -> Iterator[None]:
     """Bind this thread to some CPUs, if any are given, while this context lasts; a refusal is ignored.
 
     Threads that it starts meanwhile stay bound, and memory that it touches stays on their node.

@@ -72,7 +72,7 @@ class _Saved:
                 "compute its gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
             )
 
-    def get(self) -> torch.Tensor:
+    def unpack(self) -> torch.Tensor:
         """Return the tensor, unchanged since it was saved."""
         self.check()
         return self.tensor
@@ -117,7 +117,7 @@ class _SavedOnPaths(_Saved):
         self.kind = tensor.device, tensor.dtype
         self.storage: _Storage
 
-    def get(self) -> torch.Tensor:
+    def unpack(self) -> torch.Tensor:
         """Read the storage back into new memory; return a tensor that lies in it as the saved one did."""
         self.check()
         device, dtype = self.kind
@@ -161,7 +161,7 @@ class ActivationsOnPaths:
 
     def __enter__(self) -> ActivationsOnPaths:
         self._holder.check_open()
-        self._holder.open().activations.take(self._host_bytes)
+        self._holder.open().activations.allocate_buffers(self._host_bytes)
         self._weights = {
             shards.local(tensor).untyped_storage()._cdata
             for tensor in chain(self._model.parameters(), self._model.buffers())
@@ -175,13 +175,13 @@ class ActivationsOnPaths:
     def __exit__(self, *exception: Any) -> None:
         self._hooks.pop().__exit__(*exception)
         if self._holder.engine_if_open is not None:
-            self._holder.engine_if_open.activations.rest()
+            self._holder.engine_if_open.activations.release_tiles()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = self._write_storage(tensor) if self._may_leave(tensor) else None
+        saved = self._write_storage(tensor) if self._may_be_written(tensor) else None
         return saved or _Saved(tensor)
 
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
+    def _may_be_written(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor that autograd saves may be written to the paths."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False

@@ -46,7 +46,7 @@ class Reduction(NamedTuple):
         return self.future.done() and all(mark.query() for mark in self.marks)
 
 
-class Listener(Protocol):
+class BucketListener(Protocol):
     """Calls `Buckets.take_reduced`, if it listens."""
 
     @property
@@ -66,7 +66,7 @@ class Buckets:
     """
 
     def __init__(self, model: DistributedDataParallel, hook: CommHook | None, state: object) -> None:
-        self._listener: weakref.ReferenceType[Listener] | None = None
+        self._listener: weakref.ReferenceType[BucketListener] | None = None
         self.hook, self.state = hook, state
         self._model = weakref.ref(model)
         self._group = model.process_group
@@ -87,7 +87,7 @@ class Buckets:
         """Return whether these are the buckets of a model."""
         return self._model() is model
 
-    def tell(self, listener: Listener) -> None:
+    def set_listener(self, listener: BucketListener) -> None:
         """Set the listener for which reduced buckets are noted from now on; it is not kept alive."""
         self._listener = weakref.ref(listener)
 
@@ -130,7 +130,7 @@ class Buckets:
             for parameter, (first, shape) in zip(reduced.parameters, reduced.places, strict=True):
                 yield parameter, flat[first : first + shape.numel()].view(shape)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all noted buckets, as another backward pass begins, or this one has ended."""
         self.reductions.clear()
 

@@ -56,7 +56,7 @@ class DealtWeight:
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, owner: int, boxes: list[Box], rank: int) -> None:
-        self.parameter, self.name, self.owner = parameter, name, owner
+        self.parameter, self.name, self.owner_rank = parameter, name, owner
         self.is_own = owner == rank
         self.copy = self.empty(parameter.dtype)
         self.gradient: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class DealtWeight:
             return 0
         return math.prod(size for _, size in self._boxes[rank])
 
-    def code(self) -> int:
+    def reduce_to_code(self) -> int:
         """Return this rank's gradient as a code: none, unusable, or its dtype; reduce it first if need be."""
         gradient = self.parameter.grad
         if gradient is None:
@@ -128,7 +128,7 @@ class Dealt:
         self._loads = [0.0] * self.ranks
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
-    def deal(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
+    def assign_owners(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
         """Return an owner for each weight of `works`: most work first, to the rank with least; alike on all ranks."""
         owners = {}
         for weight in sorted(works, key=works.__getitem__, reverse=True):  # stable: the same order on all ranks
@@ -147,7 +147,7 @@ class Dealt:
         for number, (weight, name) in enumerate(names.items()):
             shard_boxes = [boxes_of_rank[number] for boxes_of_rank in boxes]
             self.weights[weight] = DealtWeight(weight, name, owners[weight], shard_boxes, self._rank)
-        self._fetch_copies([self.weights[weight] for weight in names])
+        self._gather_copies([self.weights[weight] for weight in names])
 
     @_outside_autograd
     def refresh(self, gradients: bool) -> list[DealtWeight]:
@@ -164,7 +164,7 @@ class Dealt:
         weights = [*self.weights.values()]
         if not weights:
             return []
-        own_states = [[weight.is_stale, weight.code() if gradients else NOTHING] for weight in weights]
+        own_states = [[weight.is_stale, weight.reduce_to_code() if gradients else NOTHING] for weight in weights]
         states = torch.tensor(own_states, dtype=torch.uint8, device=self._mesh.device_type).view(-1)
         everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
@@ -179,22 +179,22 @@ class Dealt:
                 raise ConfigError(f"gradient of {weight.name}", "not alike on all ranks", allowed)
         changed = [weight for weight, is_stale in zip(weights, stale, strict=True) if is_stale]
         # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
-        self._fetch_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
+        self._gather_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
         if gradients:
             for weight in weights:
                 weight.gradient = None
             having = (weight for weight, rank_codes in zip(weights, codes, strict=True) if rank_codes[0] != NOTHING)
             shards_by_weight = {weight: weight.parameter.grad for weight in having}
-            for weight, whole in self._fetch({w: g for w, g in shards_by_weight.items() if g is not None}):
+            for weight, whole in self._gather_to_owners({w: g for w, g in shards_by_weight.items() if g is not None}):
                 weight.gradient = whole
         return changed
 
     @_outside_autograd
-    def give_back(self) -> None:
+    def scatter_copies(self) -> None:
         """Send the owners' copies back to the shards of all ranks, after an update."""
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
             pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
-            by_owner = sorted(bucket, key=lambda weight: weight.owner)
+            by_owner = sorted(bucket, key=lambda weight: weight.owner_rank)
             numels = [[w.numel_of(self._rank) for w in bucket if w.owner == rank] for rank in range(self.ranks)]
             for weight, flat in zip(by_owner, self._exchange(pieces, numels, bucket[0].copy), strict=True):
                 shard = shards.local(weight.parameter.detach())
@@ -202,7 +202,7 @@ class Dealt:
         for weight in self.weights.values():
             weight.note_fresh()
 
-    def forget(self) -> None:
+    def free_gradients(self) -> None:
         """Free all gradients of owners."""
         for weight in self.weights.values():
             weight.gradient = None
@@ -213,18 +213,20 @@ class Dealt:
         torch.distributed.all_gather_object(texts, None if error is None else str(error), group=self._group)
         return [(rank, text) for rank, text in enumerate(texts) if text is not None]
 
-    def _fetch_copies(self, weights: Iterable[DealtWeight]) -> None:
+    def _gather_copies(self, weights: Iterable[DealtWeight]) -> None:
         """Make the owners' copies anew from the shards of all ranks."""
-        for weight, whole in self._fetch({weight: weight.parameter for weight in weights}):
+        for weight, whole in self._gather_to_owners({weight: weight.parameter for weight in weights}):
             weight.copy.copy_(whole)
             weight.note_fresh()
 
-    def _fetch(self, tensors: Mapping[DealtWeight, torch.Tensor]) -> Iterator[tuple[DealtWeight, torch.Tensor]]:
+    def _gather_to_owners(
+        self, tensors: Mapping[DealtWeight, torch.Tensor]
+    ) -> Iterator[tuple[DealtWeight, torch.Tensor]]:
         """Send shards of `DTensor`s to the weights' owners; yield each with the whole tensor (empty elsewhere)."""
         for bucket in _buckets(tensors):
             local = {weight: shards.local(tensors[weight].detach()) for weight in bucket}
             sent = [weight for weight in bucket if weight.numel_of(self._rank, once=True)]
-            pieces = [[local[weight] for weight in sent if weight.owner == rank] for rank in range(self.ranks)]
+            pieces = [[local[weight] for weight in sent if weight.owner_rank == rank] for rank in range(self.ranks)]
             owned = [weight for weight in bucket if weight.is_own]
             numels = [[weight.numel_of(rank, once=True) for weight in owned] for rank in range(self.ranks)]
             received = iter(self._exchange(pieces, numels, local[bucket[0]]))

@@ -78,7 +78,7 @@ class Exchange:
         """Whether there is an exchange that nobody has waited for to its end."""
         return self._thread is not None
 
-    def agree(self, places: Sequence[int]) -> list[tuple[int, int]]:
+    def agree_on_order(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Return in which order ranks exchange things, each by its first place on any rank; a collective.
 
         Args:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.config import OVERLAPS
 from offload.errors import ConfigError
 from offload.optim.pace import Pace
-from offload.optim.shards import unsharders
+from offload.optim.shards import fsdp_groups
 from offload.session.engine import Engine
 from offload.session.gradients import Gradients
 from offload.units import format_seconds
@@ -70,7 +70,7 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
             with contextlib.suppress(*left_out):
                 optimizer.overlap_forward(model)
     for model in reducing if is_auto or config.overlaps_backward else ():
-        if isinstance(model, DistributedDataParallel) or unsharders(model):
+        if isinstance(model, DistributedDataParallel) or fsdp_groups(model):
             with contextlib.suppress(ConfigError):
                 optimizer.overlap_backward(model)
 
@@ -223,7 +223,7 @@ class Announcer:
             is_last: Whether its pass is the last before the step; by default `is_last_pass` says so.
             scale: The loss scale, if it is known; else the last step's is expected.
         """
-        self._pace.arrived()
+        self._pace.note_arrival()
         if not gradients.begins_pass(position, self.is_last_pass if is_last is None else is_last):
             return
         optimizer, kept = self._optimizer(), self._weights.read_by_updates()

@@ -22,7 +22,7 @@ from offload.session.engine import Engine
 log = logging.getLogger("offload")
 
 
-class Owner(Protocol):
+class OptimizerParts(Protocol):
     """What the parts of an optimizer call of it."""
 
     def _open(self, config: OffloadConfig) -> None:
@@ -44,7 +44,7 @@ class EngineHolder:
         is_deferred: Whether the engine is opened only when it is first needed.
     """
 
-    def __init__(self, config: OffloadConfig, rule: UpdateRule, owner: Owner, limits: Limits) -> None:
+    def __init__(self, config: OffloadConfig, rule: UpdateRule, owner: OptimizerParts, limits: Limits) -> None:
         self.config = config
         self.rule = rule
         self._limits = limits

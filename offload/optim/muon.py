@@ -101,7 +101,7 @@ class Muon(OffloadedOptimizer):
             engine = self._holder.engine_if_open
             # An interrupted addition may have reached the engine: then the next call binds the parameters.
             if engine is None or len(engine.plan.layout.parameters) == len(self._weights.bound):
-                self._weights.take_back(parameters)
+                self._weights.undo_deal(parameters)
             raise
 
     @contextlib.contextmanager
@@ -124,7 +124,7 @@ class Muon(OffloadedOptimizer):
         """Bind thawed parameters; refuse sharded ones with gradients on some ranks only: all ranks deal them."""
         self._holder.check_open()
         bound = self._weights.bound
-        new = [p for p in self._parameters() if p.requires_grad and p not in bound and shards.is_sharded(p)]
+        new = [p for p in self._parameters() if p.requires_grad and p not in bound and shards.is_dtensor(p)]
         name_of = {parameter: name for parameter, name, _ in names(self.param_groups)} if new else {}
         by_group: dict[str, tuple[Any, list[torch.Tensor]]] = {}
         for parameter in new:
@@ -150,7 +150,7 @@ class Muon(OffloadedOptimizer):
             mesh = self._weights.rows_over
             if not self._is_matrix(parameter, *given[parameter]) or self._weights.is_dealt(parameter):
                 continue
-            if shards.is_sharded(parameter):
+            if shards.is_dtensor(parameter):
                 mesh = self._mesh_of(parameter, given[parameter][0])
             if mesh is not None:
                 key = mesh.get_group().group_name

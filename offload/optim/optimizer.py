@@ -136,7 +136,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         replaced = [p for p in self._parameters() if p.requires_grad and p not in self._weights.bound]
         if not replaced:
             return
-        if not self._state.is_fresh:
+        if not self._state.has_no_updates:
             self._check_new_parameters(replaced)
         hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
         self.close()
@@ -207,7 +207,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._holder.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
                 # FSDP2 has a setting of its own for this, and parameters that cannot be updated are left alone.
-                if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_sharded(parameter):
+                if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_dtensor(parameter):
                     parameter.grad_dtype = torch.float32
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
@@ -234,14 +234,14 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def skip_step(self) -> None:
         """Skip a step, for `offload.GradScaler`: forget gradients that have left the GPU, and end as `step` does."""
-        self._route.forget()
+        self._route.forget_departed()
         self.preemption.after_call(self, None)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch documents it, also those that have left the GPU."""
-        self._scaling.forget()
-        self._route.forget()
+        self._scaling.reset()
+        self._route.forget_departed()
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.gradients.drop()
         super().zero_grad(set_to_none)
@@ -408,11 +408,11 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self._is_reported = False
                 if self._overlap.models:  # `.grad` is None after each step, whichever mode "auto" is in
                     self._route.clear_grads(active)
-                    self._overlap.in_order(())  # the order for a pending step is the next forward pass's alone
+                    self._overlap.split_by_use(())  # the order for a pending step is the next forward pass's alone
         finally:
             self._state.note_change()
-            self._scaling.forget()
-            self._route.forget()
+            self._scaling.reset()
+            self._route.forget_departed()
             self._weights.note_written(active)
         self._route.note_used(active)
         self._overlap.pace.end_call(began_s)
@@ -426,9 +426,9 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
         """Begin a step that goes on in the background; wait only for parameters that no module's hook waits for."""
-        at_once, later = self._overlap.in_order(active)
+        at_once, later = self._overlap.split_by_use(active)
         tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
-        exchanged = self._overlap.agree(at_once, later)
+        exchanged = self._overlap.agree_on_exchanges(at_once, later)
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
@@ -436,7 +436,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             at_once.extend(self._route.clear_grads(active))
 
         try:
-            tensors += self._overlap.hide(later)
+            tensors += self._overlap.bind_hidden_copies(later)
             self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
         finally:
             if exchanged:  # also if this rank's step did not begin: the exchange tells other ranks that it failed
@@ -468,7 +468,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Return whether this step is torch's way to make an optimizer's state: `_init_optim_state` in
         torch/distributed/checkpoint/state_dict.py, with a rate of 0 and gradients of 0.
         """
-        if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.is_fresh:
+        if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.has_no_updates:
             return False
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
@@ -479,8 +479,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         self._bind_new_parameters()
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
-        self._scaling.forget()
-        self._route.forget()
+        self._scaling.reset()
+        self._route.forget_departed()
 
     # During the backward pass
 
@@ -514,13 +514,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
-        if isinstance(self._route, StepRoute) and comm_hook is None and self._route.follow(model):
+        if isinstance(self._route, StepRoute) and comm_hook is None and self._route.hook_copied_groups(model):
             return
         if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
             if comm_hook is None:
                 return
             combinations.NOT_REDUCED.refuse("comm_hook", comm_hook)
-        self._route.hear(attach(model, comm_hook, state))
+        self._route.listen_to(attach(model, comm_hook, state))
 
     # Into the next forward pass
 
@@ -556,9 +556,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             SessionBrokenError: The optimizer was closed.
         """
         with self._lock:
-            followed = self._overlap.follow(model, check, self._parameters())
+            followed = self._overlap.hook_model(model, check, self._parameters())
             if isinstance(self._route, StepRoute):
-                self._route.follow(model)
+                self._route.hook_copied_groups(model)
             return followed
 
     def activations_on_paths(
@@ -669,16 +669,16 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         check_keep_host(keep_host, sizes)
         trains = threading.get_ident() == self._training_thread
-        accepted = self._let_go_of_gradients if trains else self._route.held_slots
+        accepted = self._let_go_of_gradients if trains else self._route.slots_in_use
         with self._lock:
             self._holder.open().park(keep_host=keep_host, wait=wait, accepted=accepted)
 
     def _let_go_of_gradients(self) -> list[tuple[int, int]]:
         """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
         self._route.check_used()
-        self._scaling.forget()
+        self._scaling.reset()
         self._route.drop_used()
-        return self._route.held_slots()
+        return self._route.slots_in_use()
 
     def unpark(self) -> None:
         """Take memory again that `park` gave back; state is read back when it is used. Any use does this by itself.
@@ -874,7 +874,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                     parameter.grad = None
                     parameter.grad_dtype = parameter.dtype
             self._holder.close()
-            self._route.release()  # the lanes have ended
+            self._route.drop_references()  # the lanes have ended
             self._weights.free_copies()
             self._overlap.after_close()
         finally:

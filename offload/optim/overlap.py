@@ -23,7 +23,7 @@ from offload import combinations
 from offload.errors import ConfigError, OffloadError, known
 from offload.optim import ranks, shards
 from offload.optim.exchange import BUCKET_BYTES, UNUSED, Bucket, Exchange
-from offload.optim.holder import EngineHolder, Owner
+from offload.optim.holder import EngineHolder, OptimizerParts
 from offload.optim.pace import Pace
 from offload.optim.weights import BoundParameter, Weights
 
@@ -60,7 +60,7 @@ class Overlap:
             return True
         return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
-    def follow(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
+    def hook_model(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
         """Hook a model that has some of these parameters; another call also hooks modules added since."""
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
@@ -75,7 +75,7 @@ class Overlap:
         for parameter in model.parameters():
             if ranks.is_flattened(parameter):
                 combinations.FSDP1_FORWARD.refuse("model", type(parameter).__name__)
-            if shards.is_sharded(parameter) and self._weights.is_dealt(parameter):
+            if shards.is_dtensor(parameter) and self._weights.is_dealt(parameter):
                 combinations.DEALT_FORWARD.refuse("model", "with sharded matrices that were dealt to ranks")
         self._holder.check_open()
         self.finish()
@@ -90,7 +90,7 @@ class Overlap:
         self.has_followed = True
         return followed
 
-    def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
+    def wait_for_use(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a forward pass uses some weights now, and wait for them."""
         trains = torch.is_grad_enabled()
         for parameter in parameters:
@@ -102,22 +102,22 @@ class Overlap:
         if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
-    def agree(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
+    def agree_on_exchanges(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
         """Return the weights whose rows ranks exchange after this step's updates, in an order agreed by all ranks.
 
         Sorts `later` by that order. A collective if weights are cut by rows.
         """
         if self.exchange is None:
             return []
-        own_places, shared = {bound: 1 + place for place, bound in enumerate(later)}, self._weights.shared
+        own_places, shared = {bound: 1 + place for place, bound in enumerate(later)}, self._weights.row_sharded
         own_places |= dict.fromkeys(at_once, 0)
-        agreed = self.exchange.agree([own_places.get(bound, UNUSED) for bound in shared])
+        agreed = self.exchange.agree_on_order([own_places.get(bound, UNUSED) for bound in shared])
         order = [shared[number] for place, number in agreed if place != UNUSED]
         places = {bound: place for place, bound in enumerate(order)}
         later.sort(key=lambda bound: places.get(bound, -1))
         return order
 
-    def in_order(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
+    def split_by_use(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
         The order is that in which forward passes since the last step used them. If a parameter has a gradient, but no
@@ -158,7 +158,7 @@ class Overlap:
 
         return Bucket(bounds, [bound.position for bound in bounds], gather)
 
-    def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
+    def bind_hidden_copies(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: bind copies of weights for the step to update, and fill the weights with NaN.
 
         Returns:
@@ -185,9 +185,9 @@ class Overlap:
                 if self.exchange is not None:
                     self.exchange.wait_for(bounds)
         except OffloadError:
-            self._show([*self.hidden_copies])
+            self._copy_from_hidden([*self.hidden_copies])
             raise
-        self._show(bounds)
+        self._copy_from_hidden(bounds)
 
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on after `step` has returned."""
@@ -199,15 +199,15 @@ class Overlap:
                     if self.exchange is not None:
                         self.exchange.finish()
         finally:
-            self._show([*self.hidden_copies])
+            self._copy_from_hidden([*self.hidden_copies])
 
-    def _show(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
+    def _copy_from_hidden(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
         """Copy updated weights from their hidden copies into the parameters."""
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
             if copy is not None:
                 shards.local(bound.parameter).data.copy_(copy)
-                self._holder.device.give_up(copy)  # `step` may have made it on another stream
+                self._holder.device.record_use(copy)  # `step` may have made it on another stream
                 if not closed:
                     self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
                 self.hidden_copies.pop(bound, None)  # another thread may have been as quick
@@ -221,7 +221,7 @@ class Overlap:
         """After the engine was closed: copy hidden weights back, and raise the last step's error unless it was."""
         if self.exchange is not None:
             self.exchange.close()
-        self._show([*self.hidden_copies], closed=True)
+        self._copy_from_hidden([*self.hidden_copies], closed=True)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.finish()
 
@@ -229,8 +229,8 @@ class Overlap:
 class OptimizerLock:
     """The lock of one optimizer, which it does not keep alive; taking it waits until the last step is over."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner: Owner = weakref.proxy(owner)
+    def __init__(self, owner: OptimizerParts) -> None:
+        self._owner: OptimizerParts = weakref.proxy(owner)
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
@@ -245,7 +245,7 @@ class OptimizerLock:
         self._lock.release()
 
 
-class Waiting(Protocol):
+class WeightWaiter(Protocol):
     """What a `FollowedModel` calls to wait for weights: an `Overlap`, or an integration's own.
 
     Attributes:
@@ -256,7 +256,7 @@ class Waiting(Protocol):
     models: list[FollowedModel]
     has_ended: bool
 
-    def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
+    def wait_for_use(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a forward pass uses some weights now, and wait for them."""
 
     def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -275,7 +275,7 @@ class FollowedModel:
         parameters: The parameters that a hook waits for.
     """
 
-    def __init__(self, overlap: Waiting, model: torch.nn.Module, check: bool) -> None:
+    def __init__(self, overlap: WeightWaiter, model: torch.nn.Module, check: bool) -> None:
         self.model = model
         self.check = check
         self._overlap = weakref.ref(overlap)
@@ -290,7 +290,7 @@ class FollowedModel:
         for module in self._parameters_of:
             hook = _Hook(self, module, is_compiled_part=module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        self._handles += [shards.StandIn(group, "unshard", self.unshard) for group in shards.unsharders(model)]
+        self._handles += [shards.PatchedMethod(group, "unshard", self.unshard) for group in shards.fsdp_groups(model)]
         untyped: Any
         for untyped in model.modules():
             hook = _Hook(self, untyped, for_all=True)
@@ -340,7 +340,7 @@ class FollowedModel:
         if needs is None:
             needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
         if (overlap := self._overlap()) is not None:
-            overlap.note_use(needs)
+            overlap.wait_for_use(needs)
 
     def unshard(self, group: Any, unshard: Callable[[bool], Any], async_op: bool = False) -> Any:
         """Wait for a group's shards, then let FSDP2 gather it; stands in for the group's `unshard`."""
@@ -365,7 +365,7 @@ class FollowedModel:
         if group._training_state.name == "PRE_BACKWARD":
             overlap.wait_for_some(parameters)
         else:
-            overlap.note_use(parameters)
+            overlap.wait_for_use(parameters)
 
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield the parameters of a module, and of modules below it that have never been called themselves."""

@@ -62,7 +62,7 @@ class Pace:
         forward_s, backward_s = zip(*self._history, strict=True)
         return statistics.median(forward_s), statistics.median(backward_s)
 
-    def arrived(self) -> None:
+    def note_arrival(self) -> None:
         """Note that a gradient has arrived."""
         if self.in_forward:
             self._arrived_s, self.in_forward = time.monotonic(), False

@@ -124,9 +124,9 @@ class Packing:
             end = -(-end // align) * align
             self._places[key] = form, end
             end += nbytes
-        words = -(-end // (4 * max(1, -(-numel // BLOCK_NUMEL))))
+        packed_words = -(-end // (4 * max(1, -(-numel // BLOCK_NUMEL))))
         # Rounded up so that few different numbers occur: parameters with different ones never share a subgroup.
-        whole, rest = divmod(words, BLOCK_NUMEL)
+        whole, rest = divmod(packed_words, BLOCK_NUMEL)
         self.words = BLOCK_NUMEL * whole + (1 << (rest - 1).bit_length() if rest else 0)
 
     @property
@@ -150,13 +150,13 @@ class Packing:
                     raise TypeError(f"{key!r} is {cause}") from cause
         return converted
 
-    def load(self, words: torch.Tensor) -> dict[Any, Any]:
+    def load(self, packed_words: torch.Tensor) -> dict[Any, Any]:
         """Return the state packed in flat `words`: tensors are views of these, numbers are copies."""
-        flags, state = self._flags(words) if words.numel() else 0, {}
+        flags, state = self._flags(packed_words) if packed_words.numel() else 0, {}
         for bit, (key, (form, start)) in enumerate(self._places.items()):
             mark = flags >> 2 * bit & 3
             if mark in (VALUE, UNSIGNED) and form is not None:
-                value = self._at(words, form, start)
+                value = self._at(packed_words, form, start)
                 state[key] = value if form.number is None else form.number(value.item())
                 if mark == UNSIGNED:
                     state[key] += 1 << 64
@@ -177,17 +177,17 @@ class Packing:
             if form_now not in (None, form):
                 raise TypeError(f"{key!r} was {form or 'None'} and is {form_now}")
 
-    def store(self, words: torch.Tensor, state: Mapping[Any, Any]) -> None:
+    def store(self, packed_words: torch.Tensor, state: Mapping[Any, Any]) -> None:
         """Pack a state into `words`; tensors that lie in their place already are not copied.
 
         Raises:
             TypeError: See `check`; nothing has been written then.
         """
         self.check(state)
-        if not words.numel():  # of a parameter without elements
+        if not packed_words.numel():  # of a parameter without elements
             return
-        flags, own = 0, range(words.data_ptr(), words.data_ptr() + words.nbytes)
-        targets = {key: self._at(words, form, start) for key, (form, start) in self._places.items() if form}
+        flags, own = 0, range(packed_words.data_ptr(), packed_words.data_ptr() + packed_words.nbytes)
+        targets = {key: self._at(packed_words, form, start) for key, (form, start) in self._places.items() if form}
 
         def in_anothers_place(key: Any, value: Any) -> bool:
             is_packed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own
@@ -207,16 +207,16 @@ class Packing:
             elif value.data_ptr() != targets[key].data_ptr():
                 targets[key].copy_(value)
             flags |= mark << 2 * bit
-        self._bytes(words)[:FLAG_BYTES].view(torch.int64).fill_(flags - (1 << 64) if flags >> 63 else flags)
+        self._bytes(packed_words)[:FLAG_BYTES].view(torch.int64).fill_(flags - (1 << 64) if flags >> 63 else flags)
 
-    def _flags(self, words: torch.Tensor) -> int:
-        return int(self._bytes(words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
+    def _flags(self, packed_words: torch.Tensor) -> int:
+        return int(self._bytes(packed_words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
 
-    def _at(self, words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
+    def _at(self, packed_words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
         """Return a tensor over a place in `words`, with a storage of its own: `torch.save` saves whole storages."""
-        memory = torch.from_numpy(self._bytes(words).numpy()[start : start + form.nbytes])
+        memory = torch.from_numpy(self._bytes(packed_words).numpy()[start : start + form.nbytes])
         return memory.view(form.dtype).as_strided(form.size, form.stride)
 
     @staticmethod
-    def _bytes(words: torch.Tensor) -> torch.Tensor:
-        return words.view(torch.uint8)
+    def _bytes(packed_words: torch.Tensor) -> torch.Tensor:
+        return packed_words.view(torch.uint8)

@@ -40,7 +40,7 @@ def choose_route(
     """Return the route for the device and the parameters; if settings allow for none, close the holder and raise."""
     parameters = [*parameters]
     has_gradient_memory = holder.config.gradient_memory is not None
-    is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
+    is_alone = world()[0] == 1 and not any(map(shards.is_dtensor, parameters))
     # If ranks reduced gradients after backward, the step would find other bits than an update in backward has read.
     can_be_final = is_alone or not any(map(is_flattened, parameters))
     try:
@@ -61,7 +61,7 @@ def choose_route(
         holder.is_deferred = holder.config.opens_late
     route = kind(holder, weights, scaling, overlap)
     route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
-    route.is_deaf = any(map(shards.is_copied, parameters))
+    route.is_deaf = any(map(shards.copies_gradients_to_host, parameters))
     return route
 
 
@@ -128,12 +128,12 @@ class Route:
             del self._frozen[bound]  # last: after an interrupt a second hook does no harm
 
     def _hook(self, bound: BoundParameter) -> None:
-        if shards.is_copied(bound.parameter):
+        if shards.copies_gradients_to_host(bound.parameter):
             return  # with a hook FSDP2 would wait for each copy to the host; `StepRoute.follow` hooks its groups
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
-    def arrived(self, bound: BoundParameter, builds_graph: bool = False) -> None:
+    def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
         """Handle a gradient that autograd has accumulated; `builds_graph`: in a backward with `create_graph=True`."""
         gradient = bound.parameter.grad
         if gradient is None:
@@ -146,7 +146,7 @@ class Route:
             return
         bound.arrivals += 1
         if self._scaling.scaled_ids:
-            self._scaling.arrived(bound, gradient, builds_graph)
+            self._scaling.note_arrival(bound, gradient, builds_graph)
         if not bound.is_brought:  # a dealt matrix: the step sends this shard to the rank that updates it
             self._handle(bound, gradient)
 
@@ -164,7 +164,7 @@ class Route:
         if self._engine.broken is not None or gradient is None or gradient.requires_grad:
             return
         if shards.placed_as(gradient, parameter):
-            rows = None if shards.is_sharded(parameter) else bound.cut
+            rows = None if shards.is_dtensor(parameter) else bound.cut
             gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
             _check_gradient(gradient, parameter, bound)
             if _lies_as(gradient, parameter):
@@ -182,11 +182,11 @@ class Route:
             return False
         gradient, parameter = pair
         rows = bound.cut
-        if rows is not None and shards.is_sharded(bound.parameter):
+        if rows is not None and shards.is_dtensor(bound.parameter):
             rows = None  # the gradient is this rank's shard already
         _check_gradient(gradient, parameter, bound)
         self._tensors.append(gradient)
-        is_gathered = self._is_gathered(bound, gradient)
+        is_gathered = self._has_norm(bound, gradient)
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._tensors.append(gradient)
@@ -194,7 +194,7 @@ class Route:
         self._engine.gradients.bind(bound.position, address, dtype, gathered=is_gathered)
         return True
 
-    def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+    def _has_norm(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         """Return whether the engine took the gradient's norm when it arrived, and nobody has written to it since."""
         return False
 
@@ -260,7 +260,7 @@ class Route:
         """
         self.clear_grads(bound for bound in self._bound.values() if self._is_used(bound))
 
-    def held_slots(self) -> list[tuple[int, int]]:
+    def slots_in_use(self) -> list[tuple[int, int]]:
         """Return address and size of gradient slots that somebody holds, without a look at `.grad`: any thread."""
         return []
 
@@ -280,11 +280,11 @@ class Route:
     def drop_departed(self) -> None:
         """Drop gradients that left `.grad` during backward; the caller keeps the tensors of `tensors_read`."""
 
-    def forget(self) -> None:
+    def forget_departed(self) -> None:
         """Forget gradients that were taken out of `.grad`, so that the next one of each parameter is the first."""
-        self.release()
+        self.drop_references()
 
-    def release(self) -> None:
+    def drop_references(self) -> None:
         """Drop all references to gradients; called when no lane reads them any more."""
         self._tensors.clear()
         self._forget_dealt_gradients()
@@ -321,13 +321,15 @@ class StepRoute(Route):
         # An event after copies to the host, or None if FSDP2 has waited for them; and whose gradients are copied.
         self._copies: deque[tuple[torch.Event | None, list[BoundParameter]]] = deque()
 
-    def follow(self, model: torch.nn.Module) -> bool:
+    def hook_copied_groups(self, model: torch.nn.Module) -> bool:
         """Hook the groups of a model whose gradients FSDP2 copies to the host; return whether there are any."""
-        groups = [g for g in shards.unsharders(model) if any(map(shards.is_copied, shards.gathered_by(g)))]
+        groups = [
+            g for g in shards.fsdp_groups(model) if any(map(shards.copies_gradients_to_host, shards.gathered_by(g)))
+        ]
         for group in groups:
             if group not in self._groups:
                 self._groups.append(group)
-                self._handles.append(shards.StandIn(group, "post_backward", self._after_reduction))
+                self._handles.append(shards.PatchedMethod(group, "post_backward", self._after_reduction))
                 self.is_deaf = False
         return bool(groups)
 
@@ -356,21 +358,21 @@ class StepRoute(Route):
         """Handle the gradients whose copies to the host have ended, without waiting for others."""
         while self._copies and ((event := self._copies[0][0]) is None or event.query()):
             for bound in self._copies.popleft()[1]:
-                self.arrived(bound)
+                self.handle_arrival(bound)
 
-    def release(self) -> None:
+    def drop_references(self) -> None:
         """Drop all references to gradients, and copies that have not been handled."""
-        super().release()
+        super().drop_references()
         self._copies.clear()
 
     @property
     def listens(self) -> bool:
-        """Whether reduced buckets are wanted now, for updates in backward; see `buckets.Listener`."""
+        """Whether reduced buckets are wanted now, for updates in backward; see `buckets.BucketListener`."""
         return self._engine.speculates
 
-    def hear(self, buckets: Buckets) -> None:
+    def listen_to(self, buckets: Buckets) -> None:
         """Take gradients from DDP's buckets from now on, as soon as these have been reduced."""
-        buckets.tell(self)
+        buckets.set_listener(self)
         self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
         self.is_early = True
 
@@ -378,7 +380,7 @@ class StepRoute(Route):
         """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
         if not self._engine.speculates:
             return
-        if self._is_alone or shards.is_sharded(bound.parameter):
+        if self._is_alone or shards.is_dtensor(bound.parameter):
             self._mark_final(bound)
             return
         number: int = torch._C._current_graph_task_id()
@@ -388,7 +390,7 @@ class StepRoute(Route):
             self._pass, self._pass_bounds = number, {}
             _when_backward_ends(self._queue_end_of_pass)
             for buckets in self._buckets:
-                buckets.forget()
+                buckets.clear()
         self._pass_bounds[bound] = None
         for buckets in self._buckets:
             for parameter, reduced in buckets.take_reduced():
@@ -406,7 +408,7 @@ class StepRoute(Route):
         """Mark the gradients of a pass final that are still left: DDP has written them to `.grad`."""
         bounds, self._pass_bounds = self._pass_bounds, {}
         for buckets in self._buckets:
-            buckets.forget()
+            buckets.clear()
         for bound in bounds:
             self._mark_final(bound)
 
@@ -436,7 +438,7 @@ class SlotRoute(Route):
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Let the engine copy a gradient to its slot, and set `.grad` to that; or leave the gradient to `bind`."""
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
-        if shards.is_sharded(parameter):
+        if shards.is_dtensor(parameter):
             return  # FSDP2 adds to a gradient in the memory that its reduction has written
         _check_gradient(gradient, parameter, bound)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
@@ -458,7 +460,7 @@ class SlotRoute(Route):
             parameter.grad = gradient = lent
         bound.gathered_version = gradient._version
 
-    def held_slots(self) -> list[tuple[int, int]]:
+    def slots_in_use(self) -> list[tuple[int, int]]:
         """Return address and size of gradient slots whose gradient somebody holds."""
         slots = (bound.slot for bound in self._bound.values())
         return [(slot.address, slot.nbytes) for slot in slots if not slot.is_free]
@@ -466,7 +468,7 @@ class SlotRoute(Route):
     def _is_slot(self, gradient: torch.Tensor) -> bool:
         return gradient.data_ptr() in self._slot_addresses
 
-    def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+    def _has_norm(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered_version
 
 
@@ -505,7 +507,7 @@ class DepartureRoute(Route):
         parameter, engine = shards.local(bound.parameter), self._engine
         is_first = not engine.gradients.has_arrived(bound.position)  # right after interrupts, too
         if not is_first:
-            self._scaling.added(bound)
+            self._scaling.note_addition(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
         last_storage = None if is_first else self._storages.get(bound)
         if last_storage is not None and last_storage == storage and not self._leaves:
@@ -540,7 +542,7 @@ class DepartureRoute(Route):
             return super().gradient_id(bound)
         return GradientId(weakref.ref(bound.parameter), bound.arrivals, 0)
 
-    def forget(self) -> None:
+    def forget_departed(self) -> None:
         """Let the engine forget gradients that were taken out of `.grad`, and drop those that it has forgotten."""
         try:
             if self.departures:
@@ -548,7 +550,7 @@ class DepartureRoute(Route):
                 self._engine.gradients.forget(gradients)
         finally:  # after an interrupt the engine may not have forgotten them, and still reads and adds to them
             if not any(self._engine.gradients.has_arrived(bound.position) for bound in self.departures):
-                self.release()
+                self.drop_references()
 
     def tensors_read(self) -> list[torch.Tensor]:
         """Return the tensors that the step reads gradients from, those included that the GPU reads where they lie."""
@@ -558,11 +560,11 @@ class DepartureRoute(Route):
     def drop_departed(self) -> None:
         """Drop gradients that left `.grad` during backward, as the step has begun."""
         self._engine.gradients.forget()
-        self.release()
+        self.drop_references()
 
-    def release(self) -> None:
+    def drop_references(self) -> None:
         """Drop all references to gradients, those that have left `.grad` included."""
-        super().release()
+        super().drop_references()
         self.departures.clear()
         self._storages.clear()
 
@@ -580,7 +582,7 @@ class _ArrivalHook:
         if route is not None and bound is not None:
             builds_graph = torch.is_grad_enabled()
             with torch.no_grad():
-                route.arrived(bound, builds_graph)
+                route.handle_arrival(bound, builds_graph)
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:

@@ -132,24 +132,24 @@ class ClassRunner:
         """
         given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
         groups = [{"params": given}] if given and not isinstance(given[0], Mapping) else [*map(dict, given)]
-        twins: dict[int, torch.Tensor] = {}
+        trials: dict[int, torch.Tensor] = {}
 
-        def twin_of(item: Any) -> Any:
+        def trial_tensor_of(item: Any) -> Any:
             if isinstance(item, tuple):
-                return (*item[:-1], twin_of(item[-1]))
+                return (*item[:-1], trial_tensor_of(item[-1]))
             if not isinstance(item, torch.Tensor):
                 return item  # torch will refuse it
-            if id(item) not in twins:
+            if id(item) not in trials:
                 dtype = item.dtype if item.is_floating_point() else torch.float32  # frozen ones may be integers
-                twin = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
-                twins[id(item)] = twin.requires_grad_()
-            return twins[id(item)]
+                trial_tensor = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
+                trials[id(item)] = trial_tensor.requires_grad_()
+            return trials[id(item)]
 
         for group in groups:
             items = group.get("params", ())
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
         with _without_memory():
-            twin_groups = [{**group, "params": [*map(twin_of, group["params"])]} for group in groups]
+            twin_groups = [{**group, "params": [*map(trial_tensor_of, group["params"])]} for group in groups]
             self._inner = made = self._make(twin_groups)
         own = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
         for place, values in (
@@ -193,7 +193,7 @@ class ClassRunner:
         keys = ", ".join(map(str, packing.keys))  # in the rule's name: other keys, or another order, are another rule
         return ClassRule(f"{self.name}({keys})", packing.words, DTYPE_CODES[dtype], self)
 
-    def forget(self, number: int) -> None:
+    def forget_group(self, number: int) -> None:
         """Forget a group that could not be added, as another one may get its number."""
         self._groups.pop(number, None)
         for key in [key for key in self._packings if key[0] == number]:
@@ -240,17 +240,18 @@ class ClassRunner:
         forms: dict[Any, Form | None] = {}
         before, own = _without_parameters(group), deepcopy(_without_parameters(group))
         with _without_memory():
-            twin = torch.nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
-            made = self._make([{**own, "params": [twin]}])
+            trial_tensor = torch.nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+            made = self._make([{**own, "params": [trial_tensor]}])
             for step in range(STEPS + 1):
                 if step:
                     _set_grad(
-                        twin, torch.empty_strided(size, stride, dtype=self._gradient_dtype(dtype), device="cpu")
+                        trial_tensor,
+                        torch.empty_strided(size, stride, dtype=self._gradient_dtype(dtype), device="cpu"),
                     )
                     step_alone(made)
-                if others := [key for key in made.state if key is not twin]:
+                if others := [key for key in made.state if key is not trial_tensor]:
                     raise self._refusal(f"{others[0]!r} of none")
-                for key, value in made.state.get(twin, {}).items():
+                for key, value in made.state.get(trial_tensor, {}).items():
                     try:
                         form = Form.of(value)
                         if not is_plain(key) or isinstance(key, torch.Tensor):
@@ -297,25 +298,25 @@ class ClassRunner:
             values["lr"] = values["lr"] + 0.01
         has_rate = isinstance(values.get("lr"), int | float | torch.Tensor)
         slower = {**values, "lr": values["lr"] * 0.5} if has_rate else values
-        twins = [*((*twin, values) for twin in (first, *others, first)), (*first, slower)]
-        for name, like, _ in twins:
+        trials = [*((*trial_tensor, values) for trial_tensor in (first, *others, first)), (*first, slower)]
+        for name, like, _ in trials:
             self.rule_of(like, name, group, number)
         with torch.random.fork_rng(devices=[]):
-            made, wanted = self._together(twins)
+            made, wanted = self._step_together(trials)
             alone = copy(self)  # another thread may be using `self._inner`
             alone._inner = made
             has_types = len({dtype for dtype, _ in smallest}) > 1
-            for at, (twin, expected) in enumerate(zip(twins, wanted, strict=True)):
-                if not _same(alone._alone(*twin, number, at), expected):
+            for at, (trial_tensor, expected) in enumerate(zip(trials, wanted, strict=True)):
+                if not _same(alone._alone(*trial_tensor, number, at), expected):
                     allowed = (
                         "use one that updates each parameter by itself, from its own gradient, state and group: in "
-                        f"memory, beside another one or another group, it does something else to {twin[0]}"
+                        f"memory, beside another one or another group, it does something else to {trial_tensor[0]}"
                         f"{'; or give weights of each type a group of their own' if has_types else ''}"
                     )
                     raise ConfigError("wrap", self.name, allowed)
         self._tried_forms.add((number, *smallest))
 
-    def _drawn(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _random_values(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return random values for twin number `at`: its weight, and its gradient in each step, flat."""
         generator = torch.Generator().manual_seed(at)
         dtype = torch.float32 if self.masters else like.dtype
@@ -329,17 +330,17 @@ class ClassRunner:
         ]
         return draws[0], scaled
 
-    def _together(self, twins: Sequence[_Twin]) -> tuple[torch.optim.Optimizer, list[Any]]:
+    def _step_together(self, trials: Sequence[_Twin]) -> tuple[torch.optim.Optimizer, list[Any]]:
         """Update all twins by one optimizer of the class; return it, and each twin's weight, state and group."""
         torch.default_generator.manual_seed(0)
-        drawn = [self._drawn(like, at) for at, (_, like, _) in enumerate(twins)]
-        forms = [(like.size(), like.stride()) for _, like, _ in twins]
+        drawn = [self._random_values(like, at) for at, (_, like, _) in enumerate(trials)]
+        forms = [(like.size(), like.stride()) for _, like, _ in trials]
         weights = [torch.nn.Parameter(flat.as_strided(*form)) for (flat, _), form in zip(drawn, forms, strict=True)]
-        names, slower = ", ".join(dict.fromkeys(name for name, _, _ in twins)), twins[-1][2]
+        names, slower = ", ".join(dict.fromkeys(name for name, _, _ in trials)), trials[-1][2]
         with self._errors_of(names):
             made = self._make(
                 [
-                    {**deepcopy(dict(twins[0][2])), "params": weights[:-1]},
+                    {**deepcopy(dict(trials[0][2])), "params": weights[:-1]},
                     {**deepcopy(dict(slower)), "params": weights[-1:]},
                 ]
             )
@@ -353,47 +354,55 @@ class ClassRunner:
                 allowed = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
                 raise ConfigError("wrap", self.name, allowed)
         after = [_without_parameters(group) for group in made.param_groups]
-        groups = [*[after[0]] * (len(twins) - 1), after[1]]
+        groups = [*[after[0]] * (len(trials) - 1), after[1]]
         return made, [
             (weight.detach(), dict(made.state.get(weight, {})), group)
             for weight, group in zip(weights, groups, strict=True)
         ]
 
     @torch.no_grad()
-    def _alone(self, name: str, like: torch.Tensor, values: Mapping[str, Any], number: int, at: int) -> Any:
+    def _step_alone(self, name: str, like: torch.Tensor, values: Mapping[str, Any], number: int, at: int) -> Any:
         """Update one twin by `update`, as the engine's parameters are; return its weight, state and group."""
         torch.default_generator.manual_seed(0)
-        own, gradients = self._drawn(like, at)
+        own, gradients = self._random_values(like, at)
         rule = self.rule_of(like, name, values, number)
         code = DTYPE_CODES[own.dtype]
-        twin = Parameter(name, own.numel(), code, number, shape=(*like.shape,), stride=like.stride(), rule=rule)
-        words = torch.zeros(rule.numel_of(PACKED, own.numel()), dtype=torch.float32, device="cpu")
+        trial_tensor = Parameter(
+            name, own.numel(), code, number, shape=(*like.shape,), stride=like.stride(), rule=rule
+        )
+        packed_words = torch.zeros(rule.numel_of(PACKED, own.numel()), dtype=torch.float32, device="cpu")
         for gradient in gradients:
             self._groups_after = {}
             segment = SegmentTensors(own, (), gradient.clone(), None, SegmentFlag(0), rule.row(1, values, 1.0))
-            self.update(Piece(twin, segment, words), number, values)
-            values = {**values, **self.changes(number, values)}
-        return own.as_strided(like.size(), like.stride()), self.packing_of(twin).load(words), values
+            self.update(Piece(trial_tensor, segment, packed_words), number, values)
+            values = {**values, **self.group_changes_after(number, values)}
+        return own.as_strided(like.size(), like.stride()), self.packing_of(trial_tensor).load(packed_words), values
 
-    def kept_of_nothing(self, parameter: Parameter, count: int) -> dict[Any, Any]:
+    def state_of_empty(self, parameter: Parameter, count: int) -> dict[Any, Any]:
         """Return the state that the class makes in a step of a parameter without elements, with this step count."""
         dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
-        twin, step = self._twin(known(parameter.shape, "a parameter without a shape"), dtype, parameter.group)
+        trial_tensor, step = self._trial_tensor(
+            known(parameter.shape, "a parameter without a shape"), dtype, parameter.group
+        )
         step()
-        state = dict(step.args[0].state.get(twin, {}))
+        state = dict(step.args[0].state.get(trial_tensor, {}))
         with suppress(TypeError):  # the class's "step" is no count
             state |= self.packing_of(parameter).cast({"step": float(count)} if "step" in state else {})
         return state
 
     def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
         """Return a function that makes one update of a new tensor, to be timed; see `Runner.trial`."""
-        return self._twin(shape, torch.float32 if self.masters else dtype, group)[1]
+        return self._trial_tensor(shape, torch.float32 if self.masters else dtype, group)[1]
 
-    def _twin(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> tuple[torch.Tensor, partial[None]]:
+    def _trial_tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, group: int
+    ) -> tuple[torch.Tensor, partial[None]]:
         """Return a tensor of a shape and dtype, and a call that steps an optimizer of the class with it alone."""
-        twin = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
-        _set_grad(twin, torch.ones(shape, dtype=self._gradient_dtype(dtype), device="cpu"))
-        return twin, partial(step_alone, self._make([{**deepcopy(self._groups.get(group, {})), "params": [twin]}]))
+        trial_tensor = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
+        _set_grad(trial_tensor, torch.ones(shape, dtype=self._gradient_dtype(dtype), device="cpu"))
+        return trial_tensor, partial(
+            step_alone, self._make([{**deepcopy(self._groups.get(group, {})), "params": [trial_tensor]}])
+        )
 
     # Updates
 
@@ -409,19 +418,19 @@ class ClassRunner:
             name = piece.parameter.name
             raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
         _set_grad(view, piece.gradient(seen))
-        words = known(piece.packed, "a parameter without packed state")
-        after = self.run(view, piece.parameter, words, values, step_alone)
+        packed_words = known(piece.packed, "a parameter without packed state")
+        after = self.step_packed(view, piece.parameter, packed_words, values, step_alone)
         if view.data_ptr() != master.data_ptr():  # the class has replaced the parameter's memory
             piece.shaped(master).copy_(view)
         if not _same(self._groups_after.setdefault(group, (values, after))[1], after):
             allowed = f"use one that changes its groups by the step alone: {piece.parameter.name} left another one"
             raise ConfigError("wrap", self.name, allowed)
 
-    def run(
+    def step_packed(
         self,
         view: torch.nn.Parameter,
         parameter: Parameter,
-        words: torch.Tensor,
+        packed_words: torch.Tensor,
         values: Mapping[str, Any],
         call: Callable[[torch.optim.Optimizer], Any],
     ) -> Group:
@@ -433,7 +442,7 @@ class ClassRunner:
             ConfigError: The class keeps other state than was found out.
         """
         packing = self.packing_of(parameter)
-        state, inner = packing.load(words), self._inner
+        state, inner = packing.load(packed_words), self._inner
         group = {**deepcopy(dict(values)), "params": [view]}
         if not state and self._starts_with_state:
             with self._errors_of(parameter.name):
@@ -450,7 +459,7 @@ class ClassRunner:
                 )
                 raise ConfigError("wrap", self.name, allowed)
             try:
-                packing.store(words, inner.state.get(view, {}))
+                packing.store(packed_words, inner.state.get(view, {}))
             except TypeError as cause:
                 allowed = f"use a class whose state keeps its form: of {parameter.name}, {cause}"
                 raise ConfigError("wrap", self.name, allowed) from cause
@@ -459,17 +468,22 @@ class ClassRunner:
             self._inner.param_groups, self._inner.state = [], defaultdict(dict)
 
     def walk(
-        self, method: str, parameter: Parameter, master: torch.Tensor, words: torch.Tensor, groups: Sequence[Group]
+        self,
+        method: str,
+        parameter: Parameter,
+        master: torch.Tensor,
+        packed_words: torch.Tensor,
+        groups: Sequence[Group],
     ) -> None:
         """Call a method such as `train` for one parameter; its master and packed state change in place."""
         weight = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
         piece = Piece(parameter, SegmentTensors(weight, (), None, None, SegmentFlag(0), None))
         values, view = groups[parameter.group], torch.nn.Parameter(piece.shaped(weight))
-        after = self.run(view, parameter, words, values, methodcaller(method))
+        after = self.step_packed(view, parameter, packed_words, values, methodcaller(method))
         self._groups_after.setdefault(parameter.group, (values, after))
         piece.shaped(master).copy_(view)
 
-    def changes(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
+    def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
         """Return the hyperparameters of a group that a step, or another method, has changed.
 
         `values` are those before. If no parameter of the group was updated, the class is called without any.

@@ -53,9 +53,9 @@ class Scaling:
     def __init__(self) -> None:
         self.norm = math.nan
         self._arrivals: dict[BoundParameter, int] = {}
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget the factors."""
         self.clip = self.loss_scale = 1.0
         self.scaled_ids: dict[BoundParameter, GradientId] = {}
@@ -86,7 +86,7 @@ class Scaling:
         self._remember(ids)
         self.loss_scale = scale
 
-    def arrived(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
+    def note_arrival(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
         """Note that autograd has accumulated a gradient, perhaps onto one that the factors are for.
 
         That is so if the version has grown by this one addition; if by more, somebody has changed (zeroed, say) the
@@ -97,10 +97,10 @@ class Scaling:
         if id is not None:
             added = shards.version(gradient) - id.version
             # FSDP2's gradients of one group are views of one tensor, and share its version counter.
-            is_onto = id.tensor() is gradient and (added > 0 if shards.is_sharded(gradient) else added == 1)
+            is_onto = id.tensor() is gradient and (added > 0 if shards.is_dtensor(gradient) else added == 1)
             self._has_accumulated |= is_onto or builds_graph or gradient.requires_grad
 
-    def added(self, bound: BoundParameter) -> None:
+    def note_addition(self, bound: BoundParameter) -> None:
         """Note that a gradient is added to one that has left `.grad`."""
         self._has_accumulated |= bound in self.scaled_ids
 
@@ -138,4 +138,4 @@ class Scaling:
                 "and torch.amp.GradScaler, which scale .grad; if that step was skipped, call optimizer.zero_grad()",
             )
         if not has_same:
-            self.forget()
+            self.reset()

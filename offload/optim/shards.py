@@ -48,7 +48,7 @@ class Cut:
     box: tuple[tuple[int, int], ...]
     start: int
     is_run: bool
-    owner: int | None = None
+    owner_rank: int | None = None
 
     @property
     def groups(self) -> list[Any]:
@@ -57,16 +57,16 @@ class Cut:
         return [self.mesh.get_group(dimension) for dimension, kind in kinds if not kind.is_replicate()]
 
 
-def is_sharded(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")  # imported if there is any; importing it takes long
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
-def unsharders(model: torch.nn.Module) -> list[Any]:
+def fsdp_groups(model: torch.nn.Module) -> list[Any]:
     """Return the groups in which FSDP2 gathers a model's parameters: torch's `FSDPParamGroup`s."""
-    module = sys.modules.get("torch.distributed.fsdp")  # as in `is_sharded`
+    module = sys.modules.get("torch.distributed.fsdp")  # as in `is_dtensor`
     kind = getattr(module, "FSDPModule", None)
     states = [] if kind is None else [m._get_fsdp_state() for m in model.modules() if isinstance(m, kind)]
     groups: list[Any] = []
@@ -76,19 +76,19 @@ def unsharders(model: torch.nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def gathered_by(unsharder: Any) -> list[torch.Tensor]:
-    """Return the parameters that one of `unsharders` gathers."""
-    return [fsdp_param.sharded_param for fsdp_param in unsharder.fsdp_params]
+def gathered_by(fsdp_group: Any) -> list[torch.Tensor]:
+    """Return the parameters that one of `fsdp_groups` gathers."""
+    return [fsdp_param.sharded_param for fsdp_param in fsdp_group.fsdp_params]
 
 
-def is_copied(parameter: torch.Tensor) -> bool:
+def copies_gradients_to_host(parameter: torch.Tensor) -> bool:
     """Return whether FSDP2 copies a parameter's gradients to host memory: the weight waits there for a GPU."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and mesh.device_type != local(parameter).device.type
 
 
-class StandIn:
-    """Replaces a method of one of `unsharders` until `remove`; in another process it only calls the method.
+class PatchedMethod:
+    """Replaces a method of one of `fsdp_groups` until `remove`; in another process it only calls the method.
 
     Args:
         call: A method, which is not kept alive: it is called with the group, the replaced method, and its arguments.
@@ -110,7 +110,7 @@ class StandIn:
         return call(self._group, self._method, *arguments, **options)
 
     def remove(self) -> None:
-        """Restore the group's method; if another `StandIn` has replaced this one since, let that one skip this.
+        """Restore the group's method; if another `PatchedMethod` has replaced this one since, let that one skip this.
 
         If something else has replaced this one, it still calls this, which only calls the method from then on.
         """
@@ -121,7 +121,7 @@ class StandIn:
                 delattr(self._group, self._name)
             else:
                 setattr(self._group, self._name, self._method)
-        while isinstance(above, StandIn):
+        while isinstance(above, PatchedMethod):
             if above._method is self:
                 above._method, above._is_first = self._method, self._is_first
             above = above._method
@@ -139,7 +139,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
     Raises:
         ConfigError: It is cut in a way that cannot be updated.
     """
-    if is_sharded(parameter):
+    if is_dtensor(parameter):
         if rows_over is not None:
             combinations.SHARDED_TWICE.refuse("shard", True, name=name)
         dtensor: Any = parameter
@@ -171,7 +171,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
     if not piece.is_contiguous():
         raise ConfigError(name, f"a shard of strides {piece.stride()}", "use a contiguous sharded parameter")
-    if owner is not None and is_sharded(parameter):
+    if owner is not None and is_dtensor(parameter):
         from torch.distributed.tensor import Shard
 
         mesh = dealing_mesh(mesh, name)
@@ -231,7 +231,7 @@ def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a `DTensor`; any other tensor as it is."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor
     elements: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
     wait = getattr(elements, "wait", None)  # the result of a collective under way has this method
@@ -240,14 +240,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """Return this rank's elements of a tensor: a `DTensor`'s shard, or the piece by `cut` of a whole one."""
-    if cut is None or is_sharded(tensor):
+    if cut is None or is_dtensor(tensor):
         return local(tensor)
     return tensor.detach()[tuple(slice(first, first + size) for first, size in cut.box)]
 
 
 def counting_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors whose version counters count changes in place: a `DTensor`, and its local tensor."""
-    return (tensor, local(tensor)) if is_sharded(tensor) else (tensor,)
+    return (tensor, local(tensor)) if is_dtensor(tensor) else (tensor,)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -258,7 +258,7 @@ def version(tensor: torch.Tensor) -> int:
 def free_memory(tensor: torch.Tensor) -> None:
     """Free a detached tensor's memory; its version counter stays."""
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         tensor._local_tensor = empty  # type: ignore[attr-defined]
     else:
         tensor.data = empty
@@ -285,7 +285,7 @@ def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str)
 
 def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory."""
-    if cut is not None and cut.owner is not None:
+    if cut is not None and cut.owner_rank is not None:
         combinations.DEALT_STATE.refuse("state", "read on several ranks")
     elements = own(parameter, cut)
     values = flat.as_strided(elements.size(), elements.stride())
@@ -307,13 +307,13 @@ def _placed(values: torch.Tensor, parameter: torch.Tensor, mesh: Any, placements
     return dtensor
 
 
-def own_part(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+def rank_elements_of(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """Return this rank's elements of a tensor that a user gave for a parameter.
 
     Raises:
         ConfigError: It is cut in another way.
     """
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
         if cut is None or (mesh, placements) != (cut.mesh, cut.placements):
             allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
@@ -356,11 +356,11 @@ def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[
     """Broadcast each weight that was dealt from its rank to all ranks; return the others, for `gather`."""
     others = []
     for weight, cut in weights:
-        if cut is None or cut.owner is None:
+        if cut is None or cut.owner_rank is None:
             others.append(weight)
         else:
             flat = weight.detach().view(-1).view(torch.uint8)
-            broadcast(flat, cut.owner, mesh)
+            broadcast(flat, cut.owner_rank, mesh)
     return others
 
 

@@ -16,7 +16,7 @@ import torch
 from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.optim import shards
-from offload.optim.holder import EngineHolder, Owner
+from offload.optim.holder import EngineHolder, OptimizerParts
 from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import BoundParameter, Weights, differing
 from offload.rules import MASTER, NAMED, UpdateRule, checked_step
@@ -47,12 +47,12 @@ class Copies:
             for part in shards.counting_tensors(copy)
         )
 
-    def forget(self, copy: torch.Tensor | None = None) -> None:
+    def unwatch(self, copy: torch.Tensor | None = None) -> None:
         """Stop watching a copy, or all."""
         parts = [] if copy is None else [id(part) for part in shards.counting_tensors(copy)]
         self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
 
-    def check(self) -> None:
+    def unwatch_unheld(self) -> None:
         """Stop watching copies that nobody holds any more.
 
         Raises:
@@ -60,7 +60,7 @@ class Copies:
         """
         changed = [name for _, now, then, name in self._watched.values() if now._version != then]
         if changed:
-            self.forget()
+            self.unwatch()
             raise ConfigError(
                 "state",
                 f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}, changed in place",
@@ -106,7 +106,7 @@ class StateEntry(dict[str, torch.Tensor]):
         state = self._state
         if isinstance(self.get(name), torch.Tensor):
             # `state[p][name] *= 2` has changed the old copy in place, which `check` would refuse, and assigns it.
-            state.copies.forget(self[name])
+            state.copies.unwatch(self[name])
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
         if isinstance(copy, torch.Tensor):
@@ -151,7 +151,7 @@ class StateView(MutableMapping[Any, Any]):
         weights: Weights,
         rule: UpdateRule,
         lock: OptimizerLock,
-        owner: Owner,
+        owner: OptimizerParts,
     ) -> None:
         self.copies = Copies()
         self.changes = 0
@@ -168,11 +168,11 @@ class StateView(MutableMapping[Any, Any]):
 
     def check(self) -> None:
         """Refuse changes in place of copies, and take note of weights that were changed from outside."""
-        self.copies.check()
-        self._weights.check()
+        self.copies.unwatch_unheld()
+        self._weights.rebind_changed()
 
     @property
-    def is_fresh(self) -> bool:
+    def has_no_updates(self) -> bool:
         """Whether no parameter has been updated."""
         engine = self._holder.engine_if_open
         return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
@@ -241,17 +241,17 @@ class StateView(MutableMapping[Any, Any]):
         bound = self._weights.of(parameter)
         names = self.rule_of(bound).names
         with self._lock:
-            self._weights.check()
+            self._weights.rebind_changed()
             if name == "step":
                 step = checked_step("state.step", value)
                 self._write({bound: ({}, step)})
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            values = in_order(f"state {name}", value, bound)
+            values = in_memory_order(f"state {name}", value, bound)
             weight = bound.local
             copy = torch.empty_strided(weight.size(), weight.stride(), dtype=torch.float32, device="cpu")
-            copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
+            copy.copy_(shards.rank_elements_of(f"state {name}", value.detach(), bound.cut))
             self._write({bound: ({name: values}, None)})
             return shards.in_form(copy.as_strided((weight.numel(),), (1,)), parameter, bound.cut)
 
@@ -267,7 +267,7 @@ class StateView(MutableMapping[Any, Any]):
             raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {rule.names[1]}")
         step = checked_step(f"{what}.step", entry.get("step", rule.missing_step))
         return {
-            name: in_order(f"{what}.{name}", entry.get(name), bound)
+            name: in_memory_order(f"{what}.{name}", entry.get(name), bound)
             for name in rule.names
             if name != MASTER or not _is_missing(entry.get(name))
         }, step
@@ -277,8 +277,8 @@ class StateView(MutableMapping[Any, Any]):
         engine = self._holder.engine
         positions_to_reset = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
-            self.copies.forget()
-            self._weights.check()
+            self.copies.unwatch()
+            self._weights.rebind_changed()
             self.note_change()
             self._masters_without_state.clear()
             self._replace(entries)
@@ -290,11 +290,11 @@ class StateView(MutableMapping[Any, Any]):
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """Forget moments and step counts, of all parameters if None; see `StatefulOptimizer.reset_state`."""
         with self._lock:
-            self.copies.forget()
+            self.copies.unwatch()
             if self._holder.engine_if_open is None and parameters is None:
                 return  # nothing has been updated
             bounds = [self._weights.of(p) for p in (self._weights.bound if parameters is None else parameters)]
-            self._weights.check()
+            self._weights.rebind_changed()
             self.note_change()
             updated = {*self.updated()}
             self._masters_without_state.update(
@@ -418,7 +418,7 @@ class StateView(MutableMapping[Any, Any]):
         bound = self._weights.of(parameter)
         whole_entry = self.checked_entry("state", entry, bound)
         with self._lock:
-            self._weights.check()
+            self._weights.rebind_changed()
             self._replace({bound: whole_entry})
 
     def __delitem__(self, parameter: Any) -> None:
@@ -473,7 +473,7 @@ def _step_tensor(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
+def in_memory_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
     """Return this rank's elements of a user's tensor as a view in the order of the weight's memory; no copy.
 
     Errors name `what`.
@@ -482,6 +482,6 @@ def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, given, f"it must be a tensor of {tuple(parameter.shape)}")
-    strides, own_part = bound.local.stride(), shards.own_part(what, tensor.detach(), bound.cut)
-    refuse_uncopied(own_part, what)
-    return own_part.permute(sorted(range(own_part.dim()), key=lambda axis: -strides[axis]))
+    strides, rank_elements_of = bound.local.stride(), shards.rank_elements_of(what, tensor.detach(), bound.cut)
+    refuse_uncopied(rank_elements_of, what)
+    return rank_elements_of.permute(sorted(range(rank_elements_of.dim()), key=lambda axis: -strides[axis]))

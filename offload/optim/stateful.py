@@ -574,9 +574,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Load state, and hyperparameters unless `groups` is None; names and `anew` are `_bind_saved`'s."""
         bounds = self._weights.bound.values()
         _check_forms(source, bounds, saved_names)
-        self._weights.check()
+        self._weights.rebind_changed()
         world, rank = ranks.world()
-        self._state.copies.forget()
+        self._state.copies.unwatch()
         self._state.note_change()
         self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world, anew=anew)
         self._weights.note_written(bounds)

@@ -144,10 +144,10 @@ class Weights:
         `mesh` has one dimension: `rows_over`, or the `DTensor`s'. `works` has each weight's work in an update.
         """
         dealt = self.dealt.setdefault(mesh.get_group().group_name, Dealt(mesh))
-        self.owners.update(dealt.deal(works))
-        dealt.add({weight: names[weight] for weight in works if shards.is_sharded(weight)}, self.owners)
+        self.owners.update(dealt.assign_owners(works))
+        dealt.add({weight: names[weight] for weight in works if shards.is_dtensor(weight)}, self.owners)
 
-    def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
+    def undo_deal(self, parameters: Iterable[torch.Tensor]) -> None:
         """Undo `deal` for weights that were not bound after it."""
         for parameter in parameters:
             if parameter not in self.bound:
@@ -203,7 +203,7 @@ class Weights:
             raise ConfigError("parameter", type(parameter).__name__, allowed)
         return bound
 
-    def check(self) -> None:
+    def rebind_changed(self) -> None:
         """Bind weights that were moved since the last check, and reload masters of those that were written to.
 
         Raises:
@@ -243,7 +243,7 @@ class Weights:
     def forget_gradients(self) -> None:
         """Free gradients that were sent to the ranks of dealt weights."""
         for dealt in self.dealt.values():
-            dealt.forget()
+            dealt.free_gradients()
 
     def free_copies(self) -> None:
         """Free the copies of weights that were dealt to this rank; the engine has been closed."""
@@ -317,7 +317,7 @@ class Weights:
         return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
     @property
-    def shared(self) -> list[BoundParameter]:
+    def row_sharded(self) -> list[BoundParameter]:
         """Weights of which each rank updates rows that others need."""
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
@@ -350,11 +350,11 @@ class Weights:
         Returns:
             Whether any rank's note is True; None without notes, or if no rows were exchanged.
         """
-        bounds = self.shared
+        bounds = self.row_sharded
         if bounds or self.dealt:
             self._holder.engine.finish(on_gpu=True)
         for dealt in self.dealt.values():
-            dealt.give_back()
+            dealt.scatter_copies()
         for bound in self.bound.values():
             if bound.dealt is not None:
                 bound.stamp = bound.current_stamp()

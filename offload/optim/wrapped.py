@@ -16,7 +16,7 @@ from offload.optim import ranks, shards
 from offload.optim.groups import Group, names
 from offload.optim.optimizer import OffloadedOptimizer, parse_config
 from offload.optim.runner import NOT_HERE, ClassRunner
-from offload.optim.state import Entry, StateView, in_order
+from offload.optim.state import Entry, StateView, in_memory_order
 from offload.optim.weights import BoundParameter, check_parameter
 from offload.rules import MASTER, MOST_STEPS, PACKED, ClassRule, number
 
@@ -43,7 +43,7 @@ class PackedState(StateView):
         entry = self.runner.packing_of(parameter).load(state[PACKED])
         count = self._holder.engine.step_count(bound.position)
         if not parameter.numel and count:  # without elements nothing is stored: the class makes its state again
-            entry = self.runner.kept_of_nothing(parameter, count)
+            entry = self.runner.state_of_empty(parameter, count)
         if (self._has_master(bound) or own_masters) and MASTER not in entry:
             entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
         return entry
@@ -77,7 +77,7 @@ class PackedState(StateView):
             raise ConfigError(what, str(cause), allowed) from cause
         tensors = {PACKED: packed}
         if master is not None and self._has_master(bound):
-            tensors[MASTER] = in_order(f"{what}.{MASTER}", master, bound)
+            tensors[MASTER] = in_memory_order(f"{what}.{MASTER}", master, bound)
         if not entry:
             return tensors, 0  # nothing, or a master alone
         step = number(entry.get("step"))  # the class's own, which may be no count: then 1
@@ -116,7 +116,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         return PackedState(self._runner, self._holder, self._weights, self.rule, self._lock, self)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if shards.is_sharded(parameter):
+        if shards.is_dtensor(parameter):
             combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
         check_parameter(parameter, name, None)
 
@@ -136,7 +136,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         try:
             super().add_param_group(param_group)
         except BaseException:
-            self._runner.forget(len(self.param_groups))
+            self._runner.forget_group(len(self.param_groups))
             raise
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
@@ -168,7 +168,7 @@ class WrappedOptimizer(OffloadedOptimizer):
 
     def _report_step(self) -> None:
         for at, group in enumerate(self.param_groups):
-            group.update(self._runner.changes(at, self.rule.values(group)))
+            group.update(self._runner.group_changes_after(at, self.rule.values(group)))
         super()._report_step()
 
     def __getattr__(self, name: str) -> Any:
@@ -193,7 +193,7 @@ class WrappedOptimizer(OffloadedOptimizer):
             self._weights.note_written(bounds)
             self._state.note_change()
             for at, group in enumerate(self.param_groups):
-                group.update(runner.changes(at, groups[at], name))
+                group.update(runner.group_changes_after(at, groups[at], name))
 
 
 def wrap(

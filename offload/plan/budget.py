@@ -16,7 +16,7 @@ from offload.errors import ConfigError, InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
-from offload.protocols import ACTIVATIONS, SECTOR_BYTES, Owner, ScratchKind, TileId
+from offload.protocols import ACTIVATIONS, SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
@@ -52,7 +52,7 @@ MOST_PIECE_BUFFER_BYTES = 16 << 20
 PIECE_ALIGNMENT = 256
 """Of pieces beside each other in host memory, in bytes: segments' own alignment with the widest dtype."""
 
-BROUGHT_AHEAD = 16
+FETCHED_AHEAD = 16
 """For how many coming visits on the CPU gradients are fetched from a GPU in advance. State is copied from the GPU by
 the same copy engine, and over a slow link a subgroup's state takes as long as several visits."""
 
@@ -242,7 +242,7 @@ class Budgets:
         nodes = self.nodes and (self.nodes[0]._replace(nbytes=self.nodes[0].nbytes + nbytes), *self.nodes[1:])
         return replace(self, host_bytes=self.host_bytes + nbytes, nodes=nodes)
 
-    def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
+    def path_shares(self, rates: Rates | None = None) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold; the sum is 1.
 
         A step reads all tiles of a path and writes as many bytes, at the same time. A path with part p of B bytes and
@@ -314,7 +314,7 @@ class Plan:
         nbytes = self.budgets.gradient_bytes + gradient_item_bytes * sum(of_gpu)
         return replace(plan, budgets=replace(plan.budgets, gradient_bytes=nbytes))
 
-    def taken_by_updates_in_backward(self, gradient_item_bytes: int) -> tuple[int, int]:
+    def extra_bytes_for_updates_in_backward(self, gradient_item_bytes: int) -> tuple[int, int]:
         """Return the further bytes of host memory, and of paths, that `with_updates_in_backward` takes."""
         plan = self.with_updates_in_backward(gradient_item_bytes)
         return plan.host_bytes - self.host_bytes, plan.speculative_storage_bytes
@@ -455,7 +455,7 @@ class Plan:
         return totals
 
     @property
-    def bound_bytes(self) -> dict[int, int]:
+    def bytes_by_node(self) -> dict[int, int]:
         """Bytes of host memory that are bound to each memory node: homes there, on the fastest also buffers."""
         buffers = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
         return {n: nbytes + buffers * (n == self.buffer_node) for n, nbytes in self.node_bytes.items()}
@@ -503,15 +503,15 @@ class Plan:
             "activations": ScratchBuffers(count, count - moving, self.staying_activations, moving, is_promised=False),
         }
 
-    def scratch_tiles(self, owner: Owner) -> tuple[tuple[TileId, int, int], ...]:
+    def scratch_tiles(self, owner: ScratchOwner) -> tuple[tuple[TileId, int, int], ...]:
         """Return the tiles of an owner's scratch, each with its offset in the owner's buffer and its size."""
         if owner.kind == "gradients":
             return self.gradient_tiles[owner.number]
         return ((TileId(0, ACTIVATIONS, owner.number % (1 << 31)), 0, self.budgets.activation_tile_bytes),)
 
-    def gradients_of(self, subgroup: int) -> Owner | None:
+    def gradients_of(self, subgroup: int) -> ScratchOwner | None:
         """Return the owner of a subgroup's gradients in scratch; None if they do not pass through buffers."""
-        return Owner("gradients", subgroup) if self.gradient_buffers else None
+        return ScratchOwner("gradients", subgroup) if self.gradient_buffers else None
 
     @property
     def activation_buffers(self) -> int:
@@ -533,7 +533,7 @@ class Plan:
         """Most bytes that activations may take on the paths, with headers: the room that others leave."""
         return max(0, self._spare_bytes - self.checkpoint_bytes) if self.activation_buffers else 0
 
-    def counting_buffers(self, bounces: int = 0) -> Plan:
+    def with_buffer_bytes(self, bounces: int = 0) -> Plan:
         """Return a plan whose budgets count the memory of gradient buffers, if there are any.
 
         Args:
@@ -545,7 +545,7 @@ class Plan:
         return replace(self, budgets=replace(self.budgets, gradient_bytes=nbytes))
 
     @cached_property
-    def left_gradient_bytes(self) -> int:
+    def path_gradient_bytes(self) -> int:
         """Bytes of gradients that backward writes to the paths and the step reads."""
         return sum(nbytes for tiles in self.gradient_tiles[self.staying_gradients :] for _, _, nbytes in tiles)
 
@@ -630,13 +630,13 @@ class Plan:
         if self.uses_gpu:
             rates.gpu.check_used(planned=False)
 
-    def shares(self, rates: Rates) -> tuple[float, ...]:
+    def path_shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
 
         If shares follow rates, each is large enough that a step moves `MEASURABLE_BYTES` on its path (at most half of
         an even share): a path that was slow for a while is then seen to have recovered.
         """
-        shares = self.budgets.shares(rates)
+        shares = self.budgets.path_shares(rates)
         moved = self.home_bytes[Home.STREAMED] - self.staging_bytes
         if not self.budgets.follow_rates or moved <= 0:
             return shares
@@ -725,7 +725,7 @@ class Plan:
             )
         gradients = format_bytes(self.budgets.gradient_bytes)
         if self.gradient_buffers:
-            size, left = format_bytes(self.gradient_buffer_bytes), format_bytes(self.left_gradient_bytes)
+            size, left = format_bytes(self.gradient_buffer_bytes), format_bytes(self.path_gradient_bytes)
             buffers = f"{format_count(self.gradient_buffers, 'buffer')} of {size}"
             lines.append(
                 f"               {gradients:>10}  gradients, {buffers}; {left} leave for the paths in backward"
@@ -767,11 +767,11 @@ class Plan:
             )
             if self.staging_slots >= self.homes.count(Home.STREAMED):
                 lines.append(f"{'':27}all of it fits the staging slots: steps read and write nothing")
-            for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
+            for path, share in zip(self.budgets.paths, self.budgets.path_shares(), strict=True):
                 part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
                 lines.append(f"               {part:>10}  on {path.name}")
         if self.gradient_buffers:
-            left, room = (format_bytes(n) for n in (self.left_gradient_bytes, self.gradient_storage_bytes))
+            left, room = (format_bytes(n) for n in (self.path_gradient_bytes, self.gradient_storage_bytes))
             lines.append(
                 f"               {left:>10}  gradients, written in backward, read in the step; room for {room}"
             )

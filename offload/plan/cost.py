@@ -52,7 +52,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SubgroupSum:
     """Subgroups with one kind of home and one placement: how many, and the bytes of their state."""
 
     count: int = 0
@@ -77,27 +77,27 @@ class Mix:
         nodes: Parts of what `host` has, likewise, by the memory node of their homes; empty where that is of one kind.
     """
 
-    streamed: tuple[Part, Part]
-    host: tuple[Part, Part]
-    gpu: Part
+    streamed: tuple[SubgroupSum, SubgroupSum]
+    host: tuple[SubgroupSum, SubgroupSum]
+    gpu: SubgroupSum
     pushed_bytes: float
-    brought_bytes: float
+    fetched_gradient_bytes: float
     slots: int
     gpu_slots: int
     left_bytes: float
     tiles: float
     segments: float
-    nodes: Mapping[int, tuple[Part, Part]] = field(default_factory=dict)
+    nodes: Mapping[int, tuple[SubgroupSum, SubgroupSum]] = field(default_factory=dict)
 
 
 def mix_of(plan: Plan) -> Mix:
     """Return what `estimate` needs to know of a plan."""
     subgroups = plan.layout.subgroups
 
-    def part(home: Home | int, placement: Placement, homes: Sequence[Home | int | None] = plan.homes) -> Part:
+    def part(home: Home | int, placement: Placement, homes: Sequence[Home | int | None] = plan.homes) -> SubgroupSum:
         kinds = zip(homes, plan.placements, subgroups, strict=True)
         sizes = [s.state_bytes for where, device, s in kinds if where == home and device == placement]
-        return Part(len(sizes), sum(sizes))
+        return SubgroupSum(len(sizes), sum(sizes))
 
     (_, gpu), host, streamed = ((part(home, Placement.CPU), part(home, Placement.GPU)) for home in Home)
     on_cpu = [number for number in range(len(subgroups)) if not plan.updates_on_gpu(number)]
@@ -106,7 +106,7 @@ def mix_of(plan: Plan) -> Mix:
     mean_tiles = tiles / max(plan.homes.count(Home.STREAMED), 1)
     segments = sum(len(s.segments) for s in subgroups) / max(len(subgroups), 1)
     slots = plan.staging_slots, plan.gpu_slots
-    left_bytes = plan.left_gradient_bytes
+    left_bytes = plan.path_gradient_bytes
     nodes = {n: (part(n, Placement.CPU, plan.nodes), part(n, Placement.GPU, plan.nodes)) for n in plan.node_bytes}
     return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, left_bytes, mean_tiles, segments, nodes)
 
@@ -114,13 +114,13 @@ def mix_of(plan: Plan) -> Mix:
 def in_step(mix: Mix, rates: Rates) -> Rates:
     """Return rates by which the link to the GPU works in a step: each direction beside the other, or alone."""
     copied = mix.streamed[1].nbytes + mix.host[1].nbytes
-    gpu = rates.gpu.copying(copied + mix.pushed_bytes, copied + mix.brought_bytes)
+    gpu = rates.gpu.copying(copied + mix.pushed_bytes, copied + mix.fetched_gradient_bytes)
     return rates if gpu is rates.gpu else replace(rates, gpu=gpu)
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
     """Return the cost of a steady-state step of a plan, by `estimate_mix`."""
-    return estimate_mix(mix_of(plan), plan.shares(rates), rates)
+    return estimate_mix(mix_of(plan), plan.path_shares(rates), rates)
 
 
 def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
@@ -154,7 +154,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     }
     traffic = {lane: (lanes[lane][0] * cost, lanes[lane][1]) for lane, cost in costs.items()}
     # While the CPU still works, the last copies out are not behind the step.
-    copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.brought_bytes
+    copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.fetched_gradient_bytes
     traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
     beside = _beside(traffic)
     step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
@@ -193,7 +193,7 @@ def _on_fastest(mix: Mix, rates: Rates) -> Mix:
     slowness, host = rates.slowness(mix.nodes), list(mix.host)
     for node, parts in mix.nodes.items():
         for n, (part, times) in enumerate(zip(parts, slowness.get(node, (1.0, 1.0)), strict=True)):
-            host[n] = Part(host[n].count, host[n].nbytes + part.nbytes * (times - 1))
+            host[n] = SubgroupSum(host[n].count, host[n].nbytes + part.nbytes * (times - 1))
     return replace(mix, host=(host[0], host[1])) if mix.nodes else mix
 
 
@@ -225,7 +225,7 @@ def _engine_s(mix: Mix, rates: Rates) -> float:
     on_cpu, copied = (mix.streamed[n].count + mix.host[n].count for n in (0, 1))
     moved, _ = _moved(mix)
     operations = on_cpu * (3 if mix.pushed_bytes else 1) + 3 * copied + mix.gpu.count + 2 * moved * mix.tiles
-    passing = (mix.pushed_bytes > 0) + (mix.brought_bytes > 0)
+    passing = (mix.pushed_bytes > 0) + (mix.fetched_gradient_bytes > 0)
     calls = CALLS * (3 * copied + mix.gpu.count) + passing * on_cpu * (PASSING_CALLS + mix.segments)
     return operations * rates.operation_s + calls * rates.gpu.call_s
 
@@ -244,7 +244,7 @@ def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple
     lanes = {"cpu": (float(on_cpu), on_cpu / rates.cpu_bytes_per_s)}
     # The last ones are copied out behind the step.
     count = mix.streamed[1].count + mix.host[1].count
-    outward = copied * max(0, count - mix.gpu_slots) / max(count, 1) + mix.brought_bytes
+    outward = copied * max(0, count - mix.gpu_slots) / max(count, 1) + mix.fetched_gradient_bytes
     on_gpu = {"gpu": copied + mix.gpu.nbytes, "h2d": copied + mix.pushed_bytes, "d2h": outward}
     lanes |= {lane: (on_gpu[lane], on_gpu[lane] / rate) for lane, (rate, _) in rates.gpu.lanes.items()}
     moved, mean_bytes = _moved(mix)
@@ -254,7 +254,7 @@ def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple
         left_s = left_bytes / path.read.alone
         lanes[f"read:{number}"] = nbytes + left_bytes, latency_s + nbytes / path.read.alone + left_s
         lanes[f"write:{number}"] = nbytes, latency_s + nbytes / path.write.alone
-        if path.is_shared:
+        if path.is_half_duplex:
             both_s = latency_s + nbytes / path.each_way_bytes_per_s + left_s
             lanes[f"path:{number}"] = 2 * nbytes + left_bytes, both_s
     return lanes
@@ -272,7 +272,7 @@ def _step_s(
     in_s, up_s, out_s = 1 / gpu.h2d_bytes_per_s, 1 / gpu.update_bytes_per_s, 1 / gpu.d2h_bytes_per_s
     on_cpu = mix.streamed[0].count + mix.host[0].count
     push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
-    bring_s = mix.brought_bytes / on_cpu * out_s if on_cpu else 0.0
+    bring_s = mix.fetched_gradient_bytes / on_cpu * out_s if on_cpu else 0.0
     gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s, bring_s, rates.reaction_s)
     moved, mean_bytes = _moved(mix)
     pipeline_s = last_s = 0.0

@@ -27,7 +27,7 @@ from offload.plan.budget import (
     count_staging_slots,
     make_plan,
 )
-from offload.plan.cost import Mix, Part, estimate_mix, mix_of
+from offload.plan.cost import Mix, SubgroupSum, estimate_mix, mix_of
 from offload.plan.rates import Rates
 
 STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
@@ -81,14 +81,14 @@ def choose_plan(
         raise ConfigError("rates.paths", len(rates.paths), f"give one entry for each of {len(budgets.paths)} paths")
     if budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0):
         rates.gpu.check_used(planned=True)
-    budgets = in_order(budgets, rates)
-    deal = budgets.nodes if kept is not None else _choose_deal(layout, budgets, rates, placement)
+    budgets = fastest_nodes_first(budgets, rates)
+    deal = budgets.nodes if kept is not None else _choose_node_bytes(layout, budgets, rates, placement)
     try:
-        return _plan_with_deal(layout, budgets, rates, placement, kept, deal)
+        return _plan_with_node_bytes(layout, budgets, rates, placement, kept, deal)
     except InfeasiblePlanError:
         if deal is budgets.nodes:
             raise
-        return _plan_with_deal(
+        return _plan_with_node_bytes(
             layout, budgets, rates, placement, kept, budgets.nodes
         )  # more is streamed by this deal than fits the paths
 
@@ -104,7 +104,7 @@ def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, pl
     return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
 
 
-def in_order(budgets: Budgets, rates: Rates) -> Budgets:
+def fastest_nodes_first(budgets: Budgets, rates: Rates) -> Budgets:
     """Return budgets with memory nodes sorted by their rates, the fastest first.
 
     Raises:
@@ -115,7 +115,9 @@ def in_order(budgets: Budgets, rates: Rates) -> Budgets:
     return replace(budgets, nodes=nodes) if nodes else budgets
 
 
-def _choose_deal(layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Sequence[NodeBudget]:
+def _choose_node_bytes(
+    layout: Layout, budgets: Budgets, rates: Rates, placement: str | float
+) -> Sequence[NodeBudget]:
     """Return how many bytes to use of each memory node: all, unless less of one makes the predicted step shorter.
 
     A step may be shorter if some state is streamed, or updated on the GPU, rather than updated in slow memory. The
@@ -125,13 +127,13 @@ def _choose_deal(layout: Layout, budgets: Budgets, rates: Rates, placement: str 
     if len(nodes) < 2 or not (budgets.paths or budgets.gpu_staging_bytes) or placement not in ("auto", "cpu", 0):
         return nodes  # without paths and GPU staging, all state has to be at home there
     filled = make_plan(layout, budgets)
-    base, shares, largest = mix_of(filled), filled.shares(rates), max(layout.max_subgroup_bytes, 1)
+    base, shares, largest = mix_of(filled), filled.path_shares(rates), max(layout.max_subgroup_bytes, 1)
     count, nbytes = base.host[0].count + base.streamed[0].count, base.host[0].nbytes + base.streamed[0].nbytes
     gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest) if placement == "auto" else 0
     tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
 
-    def part(few: int) -> tuple[Part, Part]:  # updated on the CPU, and on the GPU
-        return Part(few, nbytes * few / max(count, 1)), Part()
+    def part(few: int) -> tuple[SubgroupSum, SubgroupSum]:  # updated on the CPU, and on the GPU
+        return SubgroupSum(few, nbytes * few / max(count, 1)), SubgroupSum()
 
     @functools.cache
     def cost_s(counts: tuple[int, ...]) -> float:
@@ -153,7 +155,7 @@ def _choose_deal(layout: Layout, budgets: Budgets, rates: Rates, placement: str 
     return [node._replace(nbytes=few * largest) for node, few in zip(nodes, best, strict=True)]
 
 
-def _plan_with_deal(
+def _plan_with_node_bytes(
     layout: Layout,
     budgets: Budgets,
     rates: Rates,
@@ -171,10 +173,10 @@ def _plan_with_deal(
     elif placement != "cpu":
         placements = _placements_named(plan, placement)
         mix = mix_of(make(placements=placements, gpu_slots=budgets.most_gpu_slots))
-    gpu_slots = _fewest_gpu_slots(mix, plan.shares(rates), rates)
+    gpu_slots = _fewest_gpu_slots(mix, plan.path_shares(rates), rates)
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
-        slots = _fewest_staging_slots(mix, plan.shares(rates), rates, slots)
+        slots = _fewest_staging_slots(mix, plan.path_shares(rates), rates, slots)
         if placement == "auto" and placements != plan.placements and slots != plan.staging_slots:
             # With more slots, updates of more subgroups may be faster on the GPU, copies included.
             placements, _ = _cheapest_placements(plan, replace(on_cpu, slots=slots), rates)
@@ -263,7 +265,7 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     slots = min(plan.budgets.most_gpu_slots, plan.budgets.gpu_staging_bytes // largest) if largest else 0
     if not slots:
         return plan.placements, mix
-    shares = plan.shares(rates)
+    shares = plan.path_shares(rates)
     base = replace(mix, gpu_slots=slots)
     sizes_of_kind = [[sizes[n] if n in members else 0 for n in range(count)] for members in map(frozenset, kinds)]
 
@@ -303,7 +305,7 @@ def _moved_to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
         streamed=_split(base.streamed[0], *streamed),
         nodes=nodes,
         pushed_bytes=base.pushed_bytes * left,
-        brought_bytes=base.brought_bytes * left,
+        brought_bytes=base.fetched_gradient_bytes * left,
     )
 
 
@@ -314,9 +316,9 @@ def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
     return _moved_to_gpu(base, [(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)])
 
 
-def _split(part: Part, count: int, nbytes: float) -> tuple[Part, Part]:
+def _split(part: SubgroupSum, count: int, nbytes: float) -> tuple[SubgroupSum, SubgroupSum]:
     """Return a part less so much of it, for the CPU, and that, for the GPU."""
-    return Part(part.count - count, part.nbytes - nbytes), Part(count, nbytes)
+    return SubgroupSum(part.count - count, part.nbytes - nbytes), SubgroupSum(count, nbytes)
 
 
 def _coarse_counts(most: Sequence[int], shares: int) -> Iterator[tuple[int, ...]]:

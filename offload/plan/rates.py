@@ -63,7 +63,7 @@ class Direction(NamedTuple):
         return self.alone > self.beside
 
     @property
-    def keeps(self) -> float:
+    def rate_share_beside(self) -> float:
         """The part of the rate `alone` that remains while the other direction is in use."""
         return self.beside / self.alone
 
@@ -106,7 +106,7 @@ class PathRates:
         return Direction(self.write_bytes_per_s, max(self.write_bytes_per_s, self.write_alone_bytes_per_s))
 
     @property
-    def is_shared(self) -> bool:
+    def is_half_duplex(self) -> bool:
         """Whether a direction is slower beside the other."""
         return self.read.is_hindered or self.write.is_hindered
 
@@ -122,7 +122,7 @@ class PathRates:
             return last.beside
         return 1 / (1 / first.beside + (1 - last.beside / first.beside) / last.alone)
 
-    def part(self, share: float) -> PathRates:
+    def scaled(self, share: float) -> PathRates:
         """Return the rates of a user who gets this share of the path's bandwidth."""
         return dataclasses.replace(
             self,
@@ -342,7 +342,7 @@ class Rates:
 
         Memory traffic of a rank's link, both directions together, is limited to the rank's part of memory bandwidth.
         """
-        paths = tuple(path.part(1 / ranks) for path in self.paths)
+        paths = tuple(path.scaled(1 / ranks) for path in self.paths)
         gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
         h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
         if gpu.memory_cost:

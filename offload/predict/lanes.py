@@ -24,10 +24,10 @@ from offload.schedule.operations import (
     Commit,
     CopyTile,
     Event,
-    GiveBack,
+    FreeHome,
     Operation,
     ReadTile,
-    Run,
+    RunVisit,
     SaveTile,
     Sync,
     Transfer,
@@ -120,11 +120,11 @@ class VirtualLanes:
                 return self._reads[record.location.path], record.location.nbytes
             case WriteTile(record=record):
                 return self._writes[record.location.path], record.location.nbytes
-            case Run(visit=visit):
+            case RunVisit(visit=visit):
                 return self._named["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
             case Transfer(nbytes=nbytes):
                 return self._named[operation.lane], nbytes
-            case AwaitPush() | GiveBack():
+            case AwaitPush() | FreeHome():
                 return self._pushes, 0
             case CopyTile(record=record):
                 return self._reads[record.location.path], record.location.nbytes
@@ -153,9 +153,9 @@ def label(operation: Operation | int | None) -> str:
         return ""
     if isinstance(operation, int):
         return f"gradients of subgroup {operation}"
-    if isinstance(operation, Run):
+    if isinstance(operation, RunVisit):
         return f"subgroup {operation.visit.subgroup}"
-    if isinstance(operation, Transfer | AwaitPush | GiveBack):
+    if isinstance(operation, Transfer | AwaitPush | FreeHome):
         is_state = not isinstance(operation, AwaitPush) and getattr(operation, "what", "state") == "state"
         return f"subgroup {operation.subgroup}" if is_state else f"weights of subgroup {operation.subgroup}"
     if isinstance(operation, Sync):

@@ -12,11 +12,11 @@ from offload.plan.cost import in_step, mix_of
 from offload.plan.planner import visit_order
 from offload.plan.rates import Rates
 from offload.predict.timing import TimingExecutor
-from offload.protocols import Owner
+from offload.protocols import ScratchOwner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, Ready, Sweep, Want
+from offload.schedule.operations import BeginSweep, ReleaseBuffer, RequestBuffer, Sweep
 from offload.schedule.runs import update_visits
 from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_bytes, format_seconds
@@ -184,7 +184,7 @@ def predict(
     """
     if steps < 1:
         raise ConfigError("steps", steps, "simulate at least 1")
-    shares = plan.shares(rates)
+    shares = plan.path_shares(rates)
     index = TileIndex(
         [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, shares, strict=True)],
         plan.slot_counts,
@@ -200,15 +200,15 @@ def predict(
     for number in range(1, steps + 1):
         executor.record_timeline, backward_began_s = False, executor.now_s
         for owner in filter(None, map(plan.gradients_of, reversed(everything))):
-            machine.handle(Want(owner, fills=True))
+            machine.handle(RequestBuffer(owner, fills=True))
             pump(machine, executor, partial(_may_fill, owner))
-            machine.handle(Ready(owner, fills=True))
+            machine.handle(ReleaseBuffer(owner, fills=True))
         gradients_s = executor.now_s - backward_began_s
         executor.record_timeline = timeline and number == steps
         began_s = max(executor.now_s, executor.end_device())
         busy_before, bytes_before = executor.busy_s, executor.lane_bytes
         visits = update_visits(plan, visit_order(everything, machine.slots))
-        executor.inject(Begin(Sweep(number, number, visits)), began_s)
+        executor.inject(BeginSweep(Sweep(number, number, visits)), began_s)
         pump(machine, executor, has_finished)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
         machine.take_finished_sweep()
@@ -225,5 +225,5 @@ def predict(
     return Prediction(step_s, busy_s, lane_bytes, bound_by, gradients_s, intervals)
 
 
-def _may_fill(owner: Owner, machine: Machine) -> bool:
+def _may_fill(owner: ScratchOwner, machine: Machine) -> bool:
     return machine.scratch[owner.kind].may_fill(owner.number)

@@ -7,7 +7,7 @@ what the other lanes leave of it at each moment (`Rates.cpu_speed`).
 
 The GPU is driven as the live engine drives it: a copy to it or an update there counts as done once it is enqueued,
 and the operations that depend on it wait on the GPU (`Streams`). Gradients that are on the GPU when the step begins
-(`Plan.fetches_gradients`) are fetched `BROUGHT_AHEAD` visits in advance, on a stream beside that of state; an update
+(`Plan.fetches_gradients`) are fetched `FETCHED_AHEAD` visits in advance, on a stream beside that of state; an update
 on the CPU waits for its own.
 
 Non-goals: a host so much slower than its lanes that they wait for it in turn.
@@ -21,13 +21,23 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from offload.errors import InternalError, known
-from offload.plan.budget import BROUGHT_AHEAD, Plan
+from offload.plan.budget import FETCHED_AHEAD, Plan
 from offload.plan.cost import CALLS, PASSING_CALLS, slower
 from offload.plan.rates import Rates
 from offload.predict.lanes import Lane, VirtualLanes
 from offload.predict.shared import Flow, SharedPath
 from offload.predict.streams import PIECE_GAP_S, Order, Streams, Work
-from offload.schedule.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
+from offload.schedule.operations import (
+    AwaitPush,
+    BeginSweep,
+    Done,
+    Event,
+    Operation,
+    ReadTile,
+    RunVisit,
+    Sweep,
+    Transfer,
+)
 from offload.schedule.timeline import ENGINE
 
 
@@ -53,7 +63,7 @@ class TimingExecutor(VirtualLanes):
         # Paths whose transfers share the bandwidth: how long one takes is known only when it has ended.
         self._shared: list[SharedPath[Operation]] = []
         for number, path in enumerate(rates.paths):
-            if path.is_shared or round(path.at_once) > 1:
+            if path.is_half_duplex or round(path.at_once) > 1:
                 self._shared.append(SharedPath(path))
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         self._slower = slower(plan, rates)
@@ -64,11 +74,11 @@ class TimingExecutor(VirtualLanes):
         # How long an update takes depends on other lanes' memory traffic: then updates wait here, not in the heap.
         demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
         demand += sum(
-            path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_shared
+            path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_half_duplex
         )
         # So they do if they may have to wait for gradients.
         self._queues_updates = rates.cpu_speed(demand) < 1 or plan.fetches_gradients
-        self._updates: deque[tuple[Run, float]] = deque()  # and when each may begin
+        self._updates: deque[tuple[RunVisit, float]] = deque()  # and when each may begin
         self._update_left_s = 0.0  # of the first one, at the CPU's own speed
         self._update_from_s = 0.0  # when the first one may begin
         self._demand = 0.0  # memory traffic of the other lanes, bytes a second,
@@ -102,10 +112,12 @@ class TimingExecutor(VirtualLanes):
                 ready_s = self._engine_work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_fetch:
                 ready_s = self._fetch_with_state(operation.tile.subgroup, ready_s)
-            if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
+            if isinstance(operation, Transfer | AwaitPush) or (
+                isinstance(operation, RunVisit) and operation.visit.gpu
+            ):
                 self._enqueue(operation, nbytes, ready_s)
                 continue
-            if lane is self._cpu and isinstance(operation, Run):
+            if lane is self._cpu and isinstance(operation, RunVisit):
                 number = operation.visit.subgroup
                 if self._to_fetch or self._ahead:
                     ready_s = self._fetch_for_visit(number, ready_s)
@@ -119,19 +131,19 @@ class TimingExecutor(VirtualLanes):
                 continue
             self._push(self._give(lane, operation, nbytes, ready_s), operation)
 
-    def _enqueue(self, operation: Transfer | AwaitPush | Run, nbytes: int, ready_s: float) -> None:
+    def _enqueue(self, operation: Transfer | AwaitPush | RunVisit, nbytes: int, ready_s: float) -> None:
         """Put work on a stream of the GPU; report it when it ends, or now if the host need not wait for its end."""
         if isinstance(operation, AwaitPush):
-            self._report(self._weights_sent.pop(operation.through), ready_s, operation)
-        elif isinstance(operation, Run):
-            slot = operation.through
+            self._report(self._weights_sent.pop(operation.transfer_slot), ready_s, operation)
+        elif isinstance(operation, RunVisit):
+            slot = operation.transfer_slot
             state = self._last_in_slot.pop(slot, None) if slot is not None else None
             work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
             if slot is not None:
                 self._last_in_slot[slot] = work
             self._push(ready_s, operation)
         elif operation.what == "state":
-            slot = operation.through
+            slot = operation.transfer_slot
             work = self._copy(
                 operation.lane, operation.lane, operation, nbytes, ready_s, self._last_in_slot.pop(slot, None)
             )
@@ -141,7 +153,7 @@ class TimingExecutor(VirtualLanes):
             else:
                 self._report(work, ready_s, operation)
         elif operation.lane == "h2d":
-            self._weights_sent[operation.through] = self._copy("h2d", "h2d", operation, nbytes, ready_s)
+            self._weights_sent[operation.transfer_slot] = self._copy("h2d", "h2d", operation, nbytes, ready_s)
             self._push(ready_s, operation)
         else:
             self._report(self._copy(self.gradient_stream, "d2h", operation, nbytes, ready_s), ready_s, operation)
@@ -202,7 +214,7 @@ class TimingExecutor(VirtualLanes):
 
     def _times(self, lane: Lane, what: Operation | int) -> float:
         """Return the factor by which work on state takes longer than on the fastest memory node."""
-        if isinstance(what, Run):
+        if isinstance(what, RunVisit):
             return self._slower.get((lane.name, what.visit.subgroup), 1.0)
         if isinstance(what, Transfer) and what.what == "state":
             return self._slower.get((lane.name, what.subgroup), 1.0)
@@ -247,7 +259,11 @@ class TimingExecutor(VirtualLanes):
         """Return the number of calls of the GPU's runtime for an operation."""
         if isinstance(operation, Transfer) and operation.what == "weights":
             return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
-        return CALLS if isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu) else 0
+        return (
+            CALLS
+            if isinstance(operation, Transfer) or (isinstance(operation, RunVisit) and operation.visit.gpu)
+            else 0
+        )
 
     def _begin(self, sweep: Sweep) -> None:
         """Begin a step: let the engine work for it, and fetch the first visits' gradients if the GPU has them."""
@@ -275,8 +291,8 @@ class TimingExecutor(VirtualLanes):
         return ready_s
 
     def _fetch_ahead(self, ready_s: float) -> float:
-        """Fetch gradients until those of `BROUGHT_AHEAD` coming visits have been asked for."""
-        while self._to_fetch and len(self._ahead) < BROUGHT_AHEAD:
+        """Fetch gradients until those of `FETCHED_AHEAD` coming visits have been asked for."""
+        while self._to_fetch and len(self._ahead) < FETCHED_AHEAD:
             subgroup = next(iter(self._to_fetch))
             ready_s = self._fetch_gradients(subgroup, ready_s)
             self._ahead.add(subgroup)
@@ -374,7 +390,7 @@ class TimingExecutor(VirtualLanes):
             if isinstance(what, Operation):
                 events.append(Done(what.op))
             else:
-                if isinstance(what, Begin):
+                if isinstance(what, BeginSweep):
                     self._begin(what.sweep)
                 events.append(what)
         return events
@@ -384,4 +400,4 @@ def _is_enqueued(what: Operation | Event) -> bool:
     """Return whether an operation counts as done once it is enqueued on the GPU."""
     if isinstance(what, Transfer):
         return what.lane == "h2d"
-    return isinstance(what, Run) and what.visit.gpu
+    return isinstance(what, RunVisit) and what.visit.gpu

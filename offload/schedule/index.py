@@ -63,7 +63,7 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TileRecord:
     """A tile's newest version on storage: its slot, the step that wrote it, and the checksum of its payload."""
 
     location: Location
@@ -117,15 +117,15 @@ class TileIndex:
         self._unmade = Counter(slot_counts)  # slots that may still be made, by payload bytes
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._is_reshared = False  # whether paths may get more slots than planned
-        self._unmade_to_lend: Counter[int] = Counter()  # those of `_unmade` that are reserved to be lent
+        self._unmade_loans: Counter[int] = Counter()  # those of `_unmade` that are reserved to be lent
         self._lent: set[Location] = set()  # claimed slots that are lent
-        self._records: dict[TileId, Record] = {}
+        self._records: dict[TileId, TileRecord] = {}
         self._claimed: set[Location] = set()
         self._held: dict[Location, int] = {}  # how many checkpoints hold each
         self._checkpoint_bytes = checkpoint_bytes
         self._held_bytes = 0
 
-    def get(self, tile: TileId) -> Record | None:
+    def get(self, tile: TileId) -> TileRecord | None:
         """Return where the newest version of `tile` lies, or None if it was never written."""
         return self._records.get(tile)
 
@@ -178,26 +178,26 @@ class TileIndex:
                 self._unmade[nbytes] -= 1
         if lent:
             self._lent.add(location)
-            self._unmade_to_lend[nbytes] -= 1
+            self._unmade_loans[nbytes] -= 1
         store.live_bytes += slot_bytes
         self._claimed.add(location)
         return location
 
-    def lend(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+    def claim_loan(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
         """Claim a slot to be lent; None also while slots that plan and checkpoints need are missing."""
-        return self.claim(nbytes, avoid, lent=True) if self.is_whole else None
+        return self.claim(nbytes, avoid, lent=True) if self.has_needed_slots else None
 
     def _unmade_to_keep(self, nbytes: int) -> int:
         """Return how many slots of a size plan and checkpoints need beside those made; < 0 if there are more."""
-        return self._unmade.get(nbytes, 0) - self._unmade_to_lend[nbytes]
+        return self._unmade.get(nbytes, 0) - self._unmade_loans[nbytes]
 
     @property
-    def is_whole(self) -> bool:
+    def has_needed_slots(self) -> bool:
         """Whether all slots that plan and checkpoints need are made and have room, so that others may be lent."""
         have_room = all(store.needed_end <= store.allocated_end for store in self._stores if store.usable)
         return have_room and all(self._unmade_to_keep(nbytes) <= 0 for nbytes in self._unmade)
 
-    def cut(self) -> None:
+    def make_slots(self) -> None:
         """Make all slots that plan and checkpoints need, on each path in proportion to its share; see `allocated`."""
         for nbytes in sorted(self._unmade, reverse=True):
             slot_bytes, missing = nbytes + SECTOR_BYTES, self._unmade_to_keep(nbytes)
@@ -219,7 +219,7 @@ class TileIndex:
                 # Slots that have been in use are claimed first: their room is there.
                 store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
 
-    def allocated(self, ends: Sequence[int]) -> None:
+    def note_allocated(self, ends: Sequence[int]) -> None:
         """Note that the room of the bytes before `ends[path]` is there."""
         for store, nbytes in zip(self._stores, ends, strict=True):
             store.allocated_end = max(store.allocated_end, nbytes)
@@ -237,48 +237,48 @@ class TileIndex:
         for store in self._stores:
             store.is_full = False
 
-    def commit(self, tile: TileId, record: Record) -> None:
+    def commit(self, tile: TileId, record: TileRecord) -> None:
         """Make a claimed slot the newest version of `tile`; the slot of the version before becomes free."""
         if record.location not in self._claimed:  # not by `invariant`: its message would be made for every tile
             raise InternalError(f"{tile} was written to a slot nobody claimed (this is a bug in offload)")
         before = self._records.get(tile)
         if before is not None:
-            self.keep(record.location)
+            self.loan_to_plan(record.location)
         self._unclaim(record.location)
         self._records[tile] = record
         if before is not None:
             self._release(before.location)
 
-    def keep(self, location: Location) -> None:
+    def loan_to_plan(self, location: Location) -> None:
         """Turn a lent slot into one of the plan's, which gets one fewer of those still to be made."""
         if location in self._lent:
             self._lent.remove(location)
-            self._unmade_to_lend[location.nbytes] += 1
+            self._unmade_loans[location.nbytes] += 1
 
     def _unclaim(self, location: Location) -> None:
         self._claimed.remove(location)
         self._lent.discard(location)
 
-    def written(self, location: Location) -> None:
+    def note_written(self, location: Location) -> None:
         """Note that a slot has been written, so that its room is there."""
         if not self._is_foreign(location):
             store = self._stores[location.path]
             store.allocated_end = max(store.allocated_end, location.offset + location.nbytes + SECTOR_BYTES)
 
-    def forget(self, tile: TileId) -> None:
+    def free_and_unreserve(self, tile: TileId) -> None:
         """Free the slot of a tile, which is in memory again, and give back the room that was reserved for it."""
         record = self._records.pop(tile)
         self._release(record.location)
         self._change_unmade({record.location.nbytes: 1}, -1)
 
-    def drop(self, tile: TileId) -> None:
+    def free_discarded(self, tile: TileId) -> None:
         """Free the slot of a tile that was discarded; its room stays planned."""
         self._release(self._records.pop(tile).location)
 
     def abandon(self, location: Location) -> None:
         """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")
-        self.keep(location)
+        self.loan_to_plan(location)
         self._unclaim(location)
         self._release(location)
 
@@ -310,7 +310,7 @@ class TileIndex:
         promised_bytes = self._promised_bytes() if spare else 0
         return max(0, promised_bytes - self._spare_bytes(unmade, for_any_size=spare))
 
-    def give_back(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
+    def unreserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
         """Give back reserved room that was not used."""
         self._change_unmade(slot_counts, -1, lent=lent)
 
@@ -318,7 +318,7 @@ class TileIndex:
         """Add these counts, or subtract them, to the number of slots that may still be made."""
         for nbytes, count in slot_counts.items():
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
-            self._unmade_to_lend[nbytes] += sign * count * lent
+            self._unmade_loans[nbytes] += sign * count * lent
 
     def hold(self, location: Location) -> bool:
         """Hold a live, held or (once written) claimed slot for a checkpoint; return whether it was not held yet."""
@@ -330,7 +330,7 @@ class TileIndex:
         self._held_bytes += (location.nbytes + SECTOR_BYTES) * is_first
         return is_first
 
-    def let_go(self, tile: TileId, location: Location) -> None:
+    def unhold(self, tile: TileId, location: Location) -> None:
         """End one `hold`; a slot that is neither held nor live any more becomes free."""
         invariant(location in self._held, "a slot that is not held is let go")
         self._held[location] -= 1
@@ -345,7 +345,7 @@ class TileIndex:
 
     # Going on from a checkpoint where it lies
 
-    def take_over(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
+    def replace_store(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
         """Replace a store of which no slot is in use by one that an earlier session has written.
 
         Args:
@@ -372,7 +372,7 @@ class TileIndex:
             self._held_bytes += location.nbytes + SECTOR_BYTES
             self._unmade.setdefault(location.nbytes, 0)
 
-    def fits(self) -> bool:
+    def has_planned_room(self) -> bool:
         """Return whether all planned and reserved slots have room."""
         return self._spare_bytes(self._unmade) >= 0
 
@@ -384,7 +384,7 @@ class TileIndex:
         """Return whether no slot of a store is in use."""
         return not (self._stores[path].live_bytes or any(location.path == path for location in self._held))
 
-    def adopt(self, tile: TileId, record: Record) -> None:
+    def make_newest(self, tile: TileId, record: TileRecord) -> None:
         """Make a slot that is held, or one of a foreign store, the newest version of `tile`."""
         location, before = record.location, self._records.get(tile)
         if not self._is_foreign(location):
@@ -402,19 +402,19 @@ class TileIndex:
         record = self._records.get(tile)
         return record is not None and self._is_foreign(record.location)
 
-    def is_there(self, location: Location) -> bool:
+    def has_room_on_disk(self, location: Location) -> bool:
         """Return whether the room of a slot is known to be there, so that even a full path can take its bytes."""
         return location.offset + location.nbytes + SECTOR_BYTES <= self._stores[location.path].allocated_end
 
-    def refuse(self, location: Location, *, is_full: bool) -> None:
+    def abandon_unwritable(self, location: Location, *, is_full: bool) -> None:
         """Give up a claimed slot that cannot be written; one of a full path is used again once there is room."""
         store, nbytes = self._stores[location.path], location.nbytes
-        if is_full and self.is_there(location):
+        if is_full and self.has_room_on_disk(location):
             self.abandon(location)
             return
         if is_full:
             store.absent.setdefault(nbytes, []).append(location.offset)
-        self.keep(location)
+        self.loan_to_plan(location)
         self._unclaim(location)
         store.live_bytes -= nbytes + SECTOR_BYTES
         store.lost_bytes += nbytes + SECTOR_BYTES
@@ -459,7 +459,7 @@ class TileIndex:
         for store, share in zip(self._stores, shares, strict=True):
             store.share = share
 
-    def allow(self, slot_counts: Mapping[int, int]) -> None:
+    def plan_more_slots(self, slot_counts: Mapping[int, int]) -> None:
         """Raise the number of planned slots to that of a larger plan."""
         for nbytes, count in slot_counts.items():
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + count - self._planned.get(nbytes, 0)

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 
 from offload.errors import OffloadError
 from offload.plan.budget import Plan
-from offload.protocols import Owner, TileId
-from offload.schedule.index import Record
+from offload.protocols import ScratchOwner, TileId
+from offload.schedule.index import TileRecord
 
 # Sweeps -----------------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ class Visit:
     weight_bytes: int = 0
     fetches: bool = False
     speculative: bool = False
-    reads: Owner | None = None
+    reads: ScratchOwner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
     An *open* sweep belongs to a step whose rows (scalars, norm) are not known yet. It makes speculative versions,
-    beside the live ones, of subgroups that are `Admit`ted one by one. `Seal` confirms some and revokes the others.
+    beside the live ones, of subgroups that are `Admit`ted one by one. `SealStep` confirms some and revokes the others.
 
     Attributes:
         number: Identifies the sweep; grows by one.
@@ -74,8 +74,8 @@ class ReadTile:
     tile: TileId
     slot: int | None
     buffer_offset: int
-    record: Record
-    owner: Owner | None = None
+    record: TileRecord
+    owner: ScratchOwner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ class WriteTile:
     tile: TileId
     slot: int | None
     buffer_offset: int
-    record: Record
-    owner: Owner | None = None
+    record: TileRecord
+    owner: ScratchOwner | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunVisit:
     """Let the visitor work on a subgroup's state.
 
     Attributes:
@@ -112,7 +112,7 @@ class Run:
     visit: Visit
     slot: int | None
     fresh: bool
-    through: int | None = None
+    transfer_slot: int | None = None
     gradient_buffer: int | None = None
 
 
@@ -137,7 +137,7 @@ class Transfer:
     subgroup: int
     what: Literal["state", "weights"]
     way: Literal["fetch", "flush"]
-    through: int
+    transfer_slot: int
     nbytes: int
     slot: int | None = None
 
@@ -153,12 +153,12 @@ class AwaitPush:
 
     op: int
     subgroup: int
-    through: int
+    transfer_slot: int
     lane: ClassVar[str] = "h2d"
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
+class FreeHome:
     """Give the memory of a subgroup's home back to the system: its state is on storage."""
 
     op: int
@@ -198,7 +198,7 @@ class SaveTile:
 
     op: int
     tile: TileId
-    record: Record
+    record: TileRecord
     source_offset: int
     buffer: int | None
     gathers: bool = False
@@ -210,7 +210,7 @@ class CopyTile:
 
     op: int
     tile: TileId
-    record: Record
+    record: TileRecord
     buffer: int
 
 
@@ -228,7 +228,7 @@ class Commit:
 
     op: int
     number: int
-    records: Mapping[TileId, Record]
+    records: Mapping[TileId, TileRecord]
 
 
 SaveOperation = SaveTile | CopyTile | Sync | Commit
@@ -243,14 +243,14 @@ def tile_label(operation: ReadTile | WriteTile | SaveTile | CopyTile) -> str:
     return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
 
 
-Operation = ReadTile | WriteTile | Run | Transfer | AwaitPush | GiveBack | SaveOperation
+Operation = ReadTile | WriteTile | RunVisit | Transfer | AwaitPush | FreeHome | SaveOperation
 
 
 # Events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginSweep:
     """Event: start a sweep, while none is under way."""
 
     sweep: Sweep
@@ -264,12 +264,12 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class PauseOpenSweep:
     """Event: start no further visit of the open sweep, which is about to be sealed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class SealStep:
     """Event: seal the open sweep, of which no visit runs.
 
     Attributes:
@@ -282,22 +282,22 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """Event: a caller wants an owner's scratch buffer until `Ready`, to fill it or to read it.
+class RequestBuffer:
+    """Event: a caller wants an owner's scratch buffer until `ReleaseBuffer`, to fill it or to read it.
 
     Only the caller touches a buffer that it fills. Gradients, which visits read, are filled between sweeps. The
     machine itself asks for what visits read.
     """
 
-    owner: Owner
+    owner: ScratchOwner
     fills: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """Event: the caller of `Want` has filled or read the buffer, or gives that up."""
+class ReleaseBuffer:
+    """Event: the caller of `RequestBuffer` has filled or read the buffer, or gives that up."""
 
-    owner: Owner
+    owner: ScratchOwner
     fills: bool
 
 
@@ -305,7 +305,7 @@ class Ready:
 class Discard:
     """Event: an owner's scratch is not needed any more. What a visit has read, the machine discards itself."""
 
-    owner: Owner
+    owner: ScratchOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +316,14 @@ class BeginSave:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class AbortSave:
     """Event: give up the save under way."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Evict:
     """Event: move the state of subgroups from their homes in memory to storage; between sweeps and saves.
 
     Staging slots that hold changes are flushed, and all are empty in the end. A visit has the state read to its home
@@ -339,15 +339,15 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
-    """Event: end a `Leave` early, since the state is needed: only flushes that have begun go on."""
+class StopEviction:
+    """Event: end a `Evict` early, since the state is needed: only flushes that have begun go on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class OutcomeTold:
     """Event: the caller of a sweep, a save or a leave has been told that it is finished."""
 
-    finished: Sweep | Save | Leave
+    finished: Sweep | Save | Evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class MakeSlots:
     """Event: make all slots that plan and checkpoints need, so that their room can be allocated."""
 
 
@@ -373,7 +373,7 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class LimitGpuSlots:
     """Event: from now on only the first `count` of the plan's staging slots on the GPU may be used.
 
     No visit runs there; copies out of the other slots go on.
@@ -400,12 +400,12 @@ class TakeOver:
     """
 
     stores: Mapping[int, int]
-    held_records: Mapping[int, Mapping[TileId, Record]]
-    records: Mapping[TileId, Record]
+    held_records: Mapping[int, Mapping[TileId, TileRecord]]
+    records: Mapping[TileId, TileRecord]
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseSave:
     """Event: free the slots of a finished save that nothing else names."""
 
     number: int
@@ -416,7 +416,7 @@ class Done:
     """Event: an operation has ended well; `record` is what it has written, None for the operation's own record."""
 
     op: int
-    record: Record | None = None
+    record: TileRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,25 +435,25 @@ class Stop:
 
 
 Event = (
-    Begin
+    BeginSweep
     | Admit
-    | Hold
-    | Seal
-    | Want
-    | Ready
+    | PauseOpenSweep
+    | SealStep
+    | RequestBuffer
+    | ReleaseBuffer
     | Discard
     | BeginSave
-    | GiveUp
-    | Leave
-    | Stay
-    | Taken
+    | AbortSave
+    | Evict
+    | StopEviction
+    | OutcomeTold
     | Extend
-    | Cut
+    | MakeSlots
     | Allocated
-    | Lend
+    | LimitGpuSlots
     | Reshare
     | TakeOver
-    | Release
+    | ReleaseSave
     | Done
     | Failed
     | Stop

@@ -17,7 +17,7 @@ is free when the push has ended, perhaps during the next sweep. A visit::
 "Copied" is also a visit of fresh state, which needs a slot only. A copy out may be that of the subgroup's last visit.
 A waiting visit may also go on when it is admitted, a save has written its state, or its gradients are in a buffer.
 
-Invariants, verified by `Runs.check`:
+Invariants, verified by `RunQueues.check`:
   * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
   * a weight slot belongs to at most one visit;
   * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup.
@@ -35,7 +35,7 @@ from offload.errors import invariant, known
 from offload.plan.budget import Plan
 from offload.protocols import ScratchKind
 from offload.schedule.issued import Issued
-from offload.schedule.operations import AwaitPush, Operation, Run, Sweep, Transfer, Visit
+from offload.schedule.operations import AwaitPush, Operation, RunVisit, Sweep, Transfer, Visit
 from offload.schedule.scratch import Scratch
 from offload.schedule.staging import Phase, Slots, Staging
 
@@ -68,7 +68,7 @@ def update_visits(
 
 
 @dataclass(slots=True)
-class Waiting:
+class VisitQueue:
     """Subgroups that wait for a resource.
 
     First those whose visit is under way and holds another one already; then streamed ones, which hold staging memory;
@@ -100,7 +100,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Runner:
+class DeviceQueues:
     """The CPU or the GPU, and visits that wait for it: their state is whole in host memory, or at home on the device.
 
     Attributes:
@@ -111,141 +111,141 @@ class Runner:
     """
 
     slots: Slots = field(default_factory=Slots)
-    copies: Waiting = field(default_factory=Waiting)
-    ready: Waiting = field(default_factory=Waiting)
+    copies: VisitQueue = field(default_factory=VisitQueue)
+    ready: VisitQueue = field(default_factory=VisitQueue)
     runs: int = 0
 
 
-class Runs:
+class RunQueues:
     """The visits of the sweep under way whose state is whole in memory and that have not ended."""
 
     def __init__(self, plan: Plan, staging: Staging, issued: Issued, scratch: Mapping[ScratchKind, Scratch]) -> None:
         self._staging = staging
         self._issued = issued
         self._scratch = scratch
-        self._runners = Runner(), Runner()  # the CPU and the GPU, as `Visit.gpu` says
-        self.adopt(plan)
+        self._device_queues = DeviceQueues(), DeviceQueues()  # the CPU and the GPU, as `Visit.gpu` says
+        self.use_plan(plan)
 
     @property
     def count(self) -> int:
         """Number of visits that run."""
-        return sum(runner.runs for runner in self._runners)
+        return sum(runner.runs for runner in self._device_queues)
 
-    def adopt(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while no visit is under way."""
         self._plan = plan
-        for runner, count in zip(self._runners, (plan.weight_slots, plan.gpu_slots), strict=True):
+        for runner, count in zip(self._device_queues, (plan.weight_slots, plan.gpu_slots), strict=True):
             runner.slots.owners, runner.slots.limit = [None] * count, None
 
-    def lend(self, count: int) -> None:
+    def limit_gpu_slots(self, count: int) -> None:
         """Set how many of the plan's staging slots on the GPU later visits may use."""
-        slots = self._runners[True].slots
+        slots = self._device_queues[True].slots
         invariant(0 <= count <= len(slots.owners), "more staging slots on the GPU than are planned")
         slots.limit = count
 
     def clear(self) -> None:
         """Empty all queues: the sweep has ended."""
-        for runner in self._runners:
+        for runner in self._device_queues:
             runner.copies.clear()
             runner.ready.clear()
 
-    def device_of(self, visit: Visit) -> Runner:
+    def device_of(self, visit: Visit) -> DeviceQueues:
         """Return the device on which a visit runs."""
-        return self._runners[visit.gpu]
+        return self._device_queues[visit.gpu]
 
-    def queue_of(self, visit: Visit) -> Waiting:
+    def queue_of(self, visit: Visit) -> VisitQueue:
         """Return the queue that a visit joins when its state is whole."""
-        runner = self._runners[visit.gpu]
+        runner = self._device_queues[visit.gpu]
         needs_copy = visit.fetches or (visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup))
         return runner.copies if needs_copy else runner.ready
 
-    def let_on(self, number: int) -> None:
+    def enqueue_when_readable(self, number: int) -> None:
         """Queue a subgroup's visit, whose state is whole, for a copy or a device; not before it has its scratch."""
         subgroup = self._staging.subgroups[number]
         visit = subgroup.visit
-        if visit is None or not self.has_what_it_reads(visit):
+        if visit is None or not self.has_its_scratch(visit):
             return
         if number in self._staging.priorities and not self._staging.may_begin(number):
             return
         queue = self.queue_of(visit)
         (queue.resident if self._plan.is_resident(number) else queue.streamed).append(number)
 
-    def has_what_it_reads(self, visit: Visit) -> bool:
+    def has_its_scratch(self, visit: Visit) -> bool:
         """Return whether the scratch that a visit reads is in its buffer."""
-        return visit.reads is None or self._scratch[visit.reads.kind].is_there(visit.reads.number)
+        return visit.reads is None or self._scratch[visit.reads.kind].is_in_buffer(visit.reads.number)
 
-    def fetched(self, operation: Transfer) -> None:
+    def enqueue_fetched(self, operation: Transfer) -> None:
         """Queue a visit to run: its state has been copied to the GPU, or its weights from there."""
-        self._runners[operation.what == "state"].ready.under_way.append(operation.subgroup)
+        self._device_queues[operation.what == "state"].ready.under_way.append(operation.subgroup)
 
     def start(self, sweep: Sweep) -> None:
         """Start the runs that the devices have room for."""
         most = MAX_RUNS_IN_FLIGHT if self._plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
-        for runner in self._runners:
+        for runner in self._device_queues:
             while runner.runs < most and runner.ready:
                 number = runner.ready.first()
                 subgroup = self._staging.subgroups[number]
-                through, visit = subgroup.passing or (None, subgroup.visit)
+                transfer_slot, visit = subgroup.begun_visit or (None, subgroup.visit)
                 visit = known(visit, "a visit that is not there is to run")
-                if subgroup.passing is None:
-                    if visit.weight_bytes and (through := runner.slots.assign(number)) is None:
+                if subgroup.begun_visit is None:
+                    if visit.weight_bytes and (transfer_slot := runner.slots.assign(number)) is None:
                         break
-                    self._staging.to(number, Phase.BUSY)
-                subgroup.passing = subgroup.visit = None
+                    self._staging.set_phase(number, Phase.BUSY)
+                subgroup.begun_visit = subgroup.visit = None
                 runner.ready.pop()
                 runner.runs += 1
                 op, fresh = self._issued.new_op(), subgroup.version is None
                 buffer = (
                     None if visit.reads is None else self._scratch[visit.reads.kind].buffer_of(visit.reads.number)
                 )
-                self._issued.issue(Run(op, sweep.number, visit, subgroup.slot, fresh, through, buffer))
+                self._issued.issue(RunVisit(op, sweep.number, visit, subgroup.slot, fresh, transfer_slot, buffer))
 
     def start_transfers(self) -> None:
         """Give slots to the visits that need a copy to one, and start the copies."""
-        for runner in reversed(self._runners):
-            while runner.copies and (through := runner.slots.assign(runner.copies.first())) is not None:
+        for runner in reversed(self._device_queues):
+            while runner.copies and (transfer_slot := runner.slots.assign(runner.copies.first())) is not None:
                 number = runner.copies.pop()
                 subgroup = self._staging.subgroups[number]
                 visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
-                subgroup.passing = through, visit
-                self._staging.to(number, Phase.BUSY)
+                subgroup.begun_visit = transfer_slot, visit
+                self._staging.set_phase(number, Phase.BUSY)
                 if visit.gpu and (subgroup.version is None or visit.overwrites):
                     runner.ready.under_way.append(number)
                 else:
-                    self.transfer(visit, "fetch", through)
+                    self.issue_transfer(visit, "fetch", transfer_slot)
 
-    def transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
+    def issue_transfer(self, visit: Visit, way: Literal["fetch", "flush"], transfer_slot: int) -> None:
         """Start a copy between host memory and the GPU: a visit's state if it runs on the GPU, else its weights."""
         op, number = self._issued.new_op(), visit.subgroup
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
             slot = self._staging.subgroups[number].slot
-            self._issued.issue(Transfer(op, number, "state", way, through, nbytes, slot))
+            self._issued.issue(Transfer(op, number, "state", way, transfer_slot, nbytes, slot))
         else:
-            self._issued.issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
+            self._issued.issue(Transfer(op, number, "weights", way, transfer_slot, visit.weight_bytes))
 
     def await_push(self, operation: Transfer) -> None:
         """Wait for the end of a push of weights, which is queued on its lane, in order to free the weight slot."""
-        self._issued.issue(AwaitPush(self._issued.new_op(), operation.subgroup, operation.through))
+        self._issued.issue(AwaitPush(self._issued.new_op(), operation.subgroup, operation.transfer_slot))
 
-    def free(self, slot: int, *, gpu: bool) -> None:
+    def free_slot(self, slot: int, *, gpu: bool) -> None:
         """Free a slot on the GPU, or of weights, from which no copy reads any more."""
-        self._runners[gpu].slots.free(slot)
+        self._device_queues[gpu].slots.free(slot)
 
     def check(self, in_flight: Iterable[Operation]) -> None:
         """Verify the module's invariants, for `Machine.check`."""
         subgroups = self._staging.subgroups
         for number, subgroup in enumerate(subgroups):
-            if subgroup.passing is not None:
-                through, visit = subgroup.passing
-                owners = self._runners[visit.gpu].slots.owners
-                is_right = subgroup.phase is Phase.BUSY and owners[through] == number
-                invariant(is_right, f"slot {through} is not that of the visit of {number}")
-        staged = [owner for owner in self._runners[True].slots.owners if owner is not None]
+            if subgroup.begun_visit is not None:
+                transfer_slot, visit = subgroup.begun_visit
+                owners = self._device_queues[visit.gpu].slots.owners
+                is_right = subgroup.phase is Phase.BUSY and owners[transfer_slot] == number
+                invariant(is_right, f"slot {transfer_slot} is not that of the visit of {number}")
+        staged = [owner for owner in self._device_queues[True].slots.owners if owner is not None]
         invariant(len(set(staged)) == len(staged), "a subgroup has two GPU slots")
         are_busy = all(subgroups[owner].phase is Phase.BUSY for owner in staged)
         invariant(are_busy, "the owner of a GPU slot is not busy")
-        runs = [operation for operation in in_flight if isinstance(operation, Run)]
-        for runner in self._runners:
+        runs = [operation for operation in in_flight if isinstance(operation, RunVisit)]
+        for runner in self._device_queues:
             count = sum(self.device_of(run.visit) is runner for run in runs)
             invariant(count == runner.runs, f"{runner.runs} runs are counted, {count} are in flight")

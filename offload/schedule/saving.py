@@ -24,10 +24,10 @@ from offload.errors import CheckpointError, TierError, TierFullError, invariant,
 from offload.layout import Subgroup
 from offload.plan.budget import CHECKPOINT_BUFFERS, Home, Plan
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.index import Location, TileIndex, TileRecord
 from offload.schedule.issued import Issued
 from offload.schedule.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
-from offload.schedule.runs import Runs
+from offload.schedule.runs import RunQueues
 
 SAVE_DEPTH = CHECKPOINT_BUFFERS
 """Most operations of a save in flight at once; also the number of copy buffers."""
@@ -53,7 +53,7 @@ class _Item:
     step: int
     is_buffered: bool = False
     is_home: bool = False
-    source: Record | None = None
+    source: TileRecord | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class RunningSave:
     """
 
     request: Save
-    records: dict[TileId, Record] = field(default_factory=dict)
+    records: dict[TileId, TileRecord] = field(default_factory=dict)
     reserve: Counter[int] = field(default_factory=Counter)
     weights: deque[_Item] = field(default_factory=deque)
     todo: dict[int, deque[_Item]] = field(default_factory=dict)
@@ -100,11 +100,11 @@ class RunningSave:
 class Saver:
     """The save under way, and what finished ones hold."""
 
-    def __init__(self, index: TileIndex, issued: Issued, runs: Runs) -> None:
+    def __init__(self, index: TileIndex, issued: Issued, runs: RunQueues) -> None:
         self.under_way: RunningSave | None = None
         self.finished_save: tuple[Save, Exception | None] | None = None
         """The last save that finished, and its error (None if it succeeded); None once it is `Taken`."""
-        self.held_records: dict[int, Mapping[TileId, Record]] = {}
+        self.held_records: dict[int, Mapping[TileId, TileRecord]] = {}
         """What each finished save holds, by its number."""
         self._index = index
         self._issued = issued
@@ -120,11 +120,11 @@ class Saver:
             item and item.is_buffered and not item.is_home for item in save.flying.values()
         )
 
-    def blocks(self, subgroup: int) -> bool:
+    def must_wait(self, subgroup: int) -> bool:
         """Return whether a visit of resident state has to wait until the save has written it."""
         return self.under_way is not None and subgroup in self.under_way.unwritten
 
-    def hurry(self, subgroup: int) -> None:
+    def write_first(self, subgroup: int) -> None:
         """Write a subgroup before others: a visit waits for it."""
         if self.under_way is not None:
             self.under_way.urgent.append(subgroup)
@@ -161,7 +161,7 @@ class Saver:
         invariant(self.under_way is None, "a save begins while another is under way")
         save = RunningSave(request)
         counts: Counter[int] = Counter()
-        whole: list[tuple[TileId, Record]] = []
+        whole: list[tuple[TileId, TileRecord]] = []
 
         def to_write(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
             """Return the tiles that have to be written: those in whose version no checkpoint holds them."""
@@ -177,8 +177,8 @@ class Saver:
 
         for subgroup in () if request.empty else plan.layout.subgroups:
             number = subgroup.index
-            is_away = self._index.get(subgroup.tiles[0][0]) is not None  # a `Leave` has moved it to storage
-            if plan.is_resident(number) and not is_away:
+            is_evicted = self._index.get(subgroup.tiles[0][0]) is not None  # a `Leave` has moved it to storage
+            if plan.is_resident(number) and not is_evicted:
                 buffered = plan.homes[number] is not Home.HOST
                 items = to_write(subgroup.tiles, versions[number], buffered, home=True)
                 if items:
@@ -198,10 +198,10 @@ class Saver:
             return False
         self.under_way = save
         for tile, record in whole:
-            self._keep(save, tile, record)
+            self._hold_tile(save, tile, record)
         return True
 
-    def _keep(self, save: RunningSave, tile: TileId, record: Record) -> None:
+    def _hold_tile(self, save: RunningSave, tile: TileId, record: TileRecord) -> None:
         """Hold a tile that is whole on storage; with a sink, only until it has been copied there."""
         if self._index.hold(record.location):
             save.reserve[record.location.nbytes] -= 1
@@ -210,24 +210,24 @@ class Saver:
         else:
             save.records[tile] = record
 
-    def _held_record(self, tile: TileId, step: int) -> Record | None:
+    def _held_record(self, tile: TileId, step: int) -> TileRecord | None:
         """Return the record with which a checkpoint holds this version of a tile; None if no checkpoint does."""
         records_of_tile = (records.get(tile) for records in reversed(self.held_records.values()))
         return next((record for record in records_of_tile if record is not None and record.step == step), None)
 
-    def held_version(self, subgroup: Subgroup, step: int | None) -> Mapping[TileId, Record]:
+    def held_version(self, subgroup: Subgroup, step: int | None) -> Mapping[TileId, TileRecord]:
         """Return the records with which checkpoints hold a version of a subgroup's state; {} unless all tiles are."""
         records = {tile: self._held_record(tile, step) for tile, _, _ in subgroup.tiles} if step is not None else {}
         held = {tile: record for tile, record in records.items() if record is not None}
         return held if len(held) == len(records) else {}
 
-    def flushed(self, records: Iterable[tuple[TileId, Record]], subgroup: int) -> None:
+    def flushed(self, records: Iterable[tuple[TileId, TileRecord]], subgroup: int) -> None:
         """Keep the tiles of a subgroup that has been flushed, if the save waits for them."""
         save = self.under_way
         if save is not None and subgroup in save.flushing:
             del save.flushing[subgroup]
             for tile, record in records:
-                self._keep(save, tile, record)
+                self._hold_tile(save, tile, record)
 
     def advance(self) -> None:
         """Issue all operations that are possible now: tiles, then syncs, then the commit. End a save given up."""
@@ -236,7 +236,9 @@ class Saver:
             return
         for item in self._next_items(save):
             if item.source is not None:
-                self._fly(save, CopyTile(self._issued.new_op(), item.tile, item.source, save.buffers.pop()), item)
+                self._issue_item(
+                    save, CopyTile(self._issued.new_op(), item.tile, item.source, save.buffers.pop()), item
+                )
             else:
                 self._write(save, item, save.buffers.pop() if item.is_buffered else None)
         if save.error is not None:
@@ -248,9 +250,9 @@ class Saver:
         if not save.synced:
             save.synced = True
             for path in sorted({record.location.path for record in save.records.values()}):
-                self._fly(save, Sync(self._issued.new_op(), path))
+                self._issue_item(save, Sync(self._issued.new_op(), path))
         if not save.flying:
-            self._fly(save, Commit(self._issued.new_op(), save.request.number, save.records))
+            self._issue_item(save, Commit(self._issued.new_op(), save.request.number, save.records))
 
     def _next_items(self, save: RunningSave) -> Iterator[_Item]:
         """Yield the tiles to write or copy now: fp32 weights, then state (urgent first), then copies for a sink."""
@@ -278,8 +280,8 @@ class Saver:
             detail = f"no path has room left for {item.tile}"
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
-        record = Record(location, item.step)
-        self._fly(
+        record = TileRecord(location, item.step)
+        self._issue_item(
             save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.is_buffered), item
         )
 
@@ -291,11 +293,11 @@ class Saver:
         save.sink_end += nbytes + SECTOR_BYTES
         return location
 
-    def _fly(self, save: RunningSave, operation: SaveOperation, item: _Item | None = None) -> None:
+    def _issue_item(self, save: RunningSave, operation: SaveOperation, item: _Item | None = None) -> None:
         save.flying[operation.op] = item
         self._issued.issue(operation)
 
-    def landed(self, operation: SaveOperation, written: Record | None, error: Exception | None) -> None:
+    def operation_ended(self, operation: SaveOperation, written: TileRecord | None, error: Exception | None) -> None:
         """Account for an operation of the save that has ended; `error` is None if it ended well."""
         save = self.under_way
         if save is None:  # the machine has broken since
@@ -304,7 +306,7 @@ class Saver:
         if isinstance(operation, CopyTile) and item is not None:
             if error is None and save.error is None:
                 self._write(save, _Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
-                self._index.let_go(operation.tile, operation.record.location)
+                self._index.unhold(operation.tile, operation.record.location)
             else:
                 save.copies.append(item)  # its slot is still held; `_end` lets it go
         elif isinstance(operation, SaveTile) and item is not None:
@@ -318,17 +320,17 @@ class Saver:
             self.abort(error)
 
     def _saved(
-        self, save: RunningSave, done: SaveTile, item: _Item, written: Record | None, error: Exception | None
+        self, save: RunningSave, done: SaveTile, item: _Item, written: TileRecord | None, error: Exception | None
     ) -> bool:
         """Account for a write that has ended; return whether it failed and was issued again."""
         location, has_no_sink = done.record.location, save.request.sink is None
         if error is not None and has_no_sink:
-            self._index.refuse(location, is_full=isinstance(error, TierFullError))
+            self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
         if error is not None and self.retry(done, error) is not None:
             new_location = self._claim(save, location.nbytes)
             if new_location is not None:
-                record = Record(new_location, done.record.step)
-                self._fly(save, replace(done, op=self._issued.new_op(), record=record), item)
+                record = TileRecord(new_location, done.record.step)
+                self._issue_item(save, replace(done, op=self._issued.new_op(), record=record), item)
                 return True
         if done.buffer is not None:
             save.buffers.append(done.buffer)
@@ -345,7 +347,7 @@ class Saver:
         save.unwritten[subgroup] -= count
         if not save.unwritten[subgroup]:
             del save.unwritten[subgroup]
-            self._runs.let_on(subgroup)
+            self._runs.enqueue_when_readable(subgroup)
 
     # Ends -------------------------------------------------------------------------------------------------------
 
@@ -360,7 +362,7 @@ class Saver:
         for unsaved in (save.todo, save.weights, save.flushing):
             unsaved.clear()
 
-    def break_off(self, error: Exception) -> None:
+    def end_broken(self, error: Exception) -> None:
         """End the save at once: the machine has broken."""
         if self.under_way is not None:
             self._end(self.under_way, error)
@@ -371,18 +373,18 @@ class Saver:
         if error is not None:
             if save.request.sink is None:
                 for tile, record in save.records.items():
-                    self._index.let_go(tile, record.location)
+                    self._index.unhold(tile, record.location)
             for item in save.copies:
                 if item.source is not None:
-                    self._index.let_go(item.tile, item.source.location)
-        self._index.give_back(+save.reserve)
+                    self._index.unhold(item.tile, item.source.location)
+        self._index.unreserve(+save.reserve)
         for subgroup in save.unwritten:
-            self._runs.let_on(subgroup)
+            self._runs.enqueue_when_readable(subgroup)
 
     def release(self, number: int) -> None:
         """Let go of the slots of a finished save."""
         for tile, record in self.held_records.pop(number).items():
-            self._index.let_go(tile, record.location)
+            self._index.unhold(tile, record.location)
 
 
 def no_room(slot_counts: Mapping[int, int]) -> CheckpointError:

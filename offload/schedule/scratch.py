@@ -52,14 +52,14 @@ from dataclasses import dataclass, field
 
 from offload.errors import TierFullError, invariant, known
 from offload.plan.budget import Plan
-from offload.protocols import Owner, ScratchKind, TileId
-from offload.schedule.index import Location, Record, TileIndex
+from offload.protocols import ScratchKind, ScratchOwner, TileId
+from offload.schedule.index import Location, TileIndex, TileRecord
 from offload.schedule.issued import Issued
 from offload.schedule.operations import Operation, ReadTile, WriteTile
 
 
 @dataclass(slots=True)
-class Held:
+class ScratchEntry:
     """Where an owner's data is, and who wants it.
 
     The module has a table of its states.
@@ -86,24 +86,24 @@ class Held:
     readers: int = 0
     unread: int = 0
     unwritten: int = 0
-    written: list[tuple[TileId, Record]] = field(default_factory=list)
+    written: list[tuple[TileId, TileRecord]] = field(default_factory=list)
     is_discarded: bool = False
     error: Exception | None = None
 
     @property
-    def is_still(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether it has a buffer, with no transfer to or from that under way."""
         return self.buffer is not None and not (self.unread or self.unwritten)
 
     @property
-    def is_there(self) -> bool:
+    def is_in_buffer(self) -> bool:
         """Whether it is whole in its buffer."""
         return self.buffer is not None and not self.unread
 
     @property
-    def is_clean(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether another owner may take its buffer: the data is on the paths, and nobody fills or reads it."""
-        return self.is_still and not (self.is_newest or self.readers or self.is_filling)
+        return self.is_idle and not (self.is_newest or self.readers or self.is_filling)
 
 
 class Scratch:
@@ -119,9 +119,9 @@ class Scratch:
         self._kind = kind
         self._index = index
         self._issued = issued
-        self.homeless: TileId | None = None
+        self.unplaced_tile: TileId | None = None
         self._owners: list[int | None] = []  # by buffer
-        self._held: dict[int, Held] = {}  # by owner
+        self._entries: dict[int, ScratchEntry] = {}  # by owner
         self._filling: dict[int, None] = {}  # owners that callers fill, or wait to
         self._to_write: deque[int] = (
             deque()
@@ -139,9 +139,9 @@ class Scratch:
         self.is_full = False
         self.moved: Counter[type] = Counter()
         self._moving: Counter[type] = Counter()  # tiles that are being read, and written
-        self.adopt(plan)
+        self.use_plan(plan)
 
-    def adopt(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while no transfer is under way."""
         self._plan, self._buffers, self._is_due = plan, plan.scratch[self._kind], True
         added = self._buffers.count - len(self._owners)
@@ -158,21 +158,21 @@ class Scratch:
     @property
     def owners(self) -> Collection[int]:
         """Owners whose data has not been discarded, or is being read or written."""
-        return self._held.keys()
+        return self._entries.keys()
 
     @property
     def is_in_use(self) -> bool:
         """Whether any data has not been discarded."""
-        return any(held.is_filling or not held.is_discarded for held in self._held.values())
+        return any(entry.is_filling or not entry.is_discarded for entry in self._entries.values())
 
     def may_fill(self, owner: int) -> bool:
         """Return whether a caller that wants to fill an owner's buffer may write to it now."""
-        held = self._held.get(owner)
-        return held is not None and held.is_filling and held.is_newest and held.is_still
+        entry = self._entries.get(owner)
+        return entry is not None and entry.is_filling and entry.is_newest and entry.is_idle
 
-    def finds_none(self, owner: int) -> bool:
+    def gets_no_buffer(self, owner: int) -> bool:
         """Return whether an owner will get no buffer to be filled before others are discarded."""
-        has_buffer = owner in self._held and self._held[owner].buffer is not None
+        has_buffer = owner in self._entries and self._entries[owner].buffer is not None
         return self.is_full and not (self._moving[WriteTile] or has_buffer or self._has_room())
 
     def is_filling(self, owner: int) -> bool:
@@ -181,23 +181,23 @@ class Scratch:
 
     def is_wanted(self, owner: int) -> bool:
         """Return whether a reader waits for an owner's data, or reads it."""
-        return owner in self._held and self._held[owner].readers > 0
+        return owner in self._entries and self._entries[owner].readers > 0
 
-    def is_there(self, owner: int) -> bool:
+    def is_in_buffer(self, owner: int) -> bool:
         """Return whether an owner's data is whole in its buffer."""
-        return owner in self._held and self._held[owner].is_there
+        return owner in self._entries and self._entries[owner].is_in_buffer
 
     def error_of(self, owner: int) -> Exception | None:
         """Return why an owner's data could not be read; None if it could."""
-        return self._held[owner].error if owner in self._held else None
+        return self._entries[owner].error if owner in self._entries else None
 
     def buffer_of(self, owner: int) -> int:
         """Return the buffer of an owner's data."""
-        return known(self._held[owner].buffer, "data without a buffer")
+        return known(self._entries[owner].buffer, "data without a buffer")
 
     # What callers say
 
-    def want(self, owner: int, *, fills: bool, hurries: bool = True) -> None:
+    def request(self, owner: int, *, fills: bool, hurries: bool = True) -> None:
         """Ask for an owner's buffer, to be kept until `ready`; `may_fill` and `is_there` say when it can be used.
 
         Args:
@@ -209,56 +209,56 @@ class Scratch:
         self._is_due = True
         if fills:
             self._begin_round_if_none(owner)
-            held = self._held.setdefault(owner, Held())
-            invariant(not held.readers, f"{self._kind} of {owner} are filled while they are read")
+            entry = self._entries.setdefault(owner, ScratchEntry())
+            invariant(not entry.readers, f"{self._kind} of {owner} are filled while they are read")
             self._fills += 1
-            held.order, held.is_filling = self._fills, True
+            entry.order, entry.is_filling = self._fills, True
             self._filling[owner] = None
             self._do_not_write(owner)
             self._round_length, self._ahead = max(self._round_length, owner - self._first_owner + 1), None
             return
-        invariant(owner in self._held, f"{self._kind} of {owner} are read, and nowhere")
-        held = self._held[owner]
-        held.readers, held.error, self._ahead = held.readers + 1, None, owner - 1
-        if held.buffer is None and owner not in self._to_read_first and owner not in self._to_read:
-            invariant(held.is_stored, f"{self._kind} of {owner} are read, and nowhere")
+        invariant(owner in self._entries, f"{self._kind} of {owner} are read, and nowhere")
+        entry = self._entries[owner]
+        entry.readers, entry.error, self._ahead = entry.readers + 1, None, owner - 1
+        if entry.buffer is None and owner not in self._to_read_first and owner not in self._to_read:
+            invariant(entry.is_stored, f"{self._kind} of {owner} are read, and nowhere")
             (self._to_read_first if hurries else self._to_read).append(owner)
 
-    def ready(self, owner: int, *, fills: bool) -> None:
+    def release(self, owner: int, *, fills: bool) -> None:
         """End a `want`: the caller has filled or read the owner's buffer, or gives that up."""
-        held = self._held.get(owner)
-        if held is None or not (held.is_filling if fills else held.readers):
+        entry = self._entries.get(owner)
+        if entry is None or not (entry.is_filling if fills else entry.readers):
             return
         self._is_due = True
         if fills:
-            held.is_filling = False
+            entry.is_filling = False
             del self._filling[owner]
-            if held.is_newest and held.is_still:
+            if entry.is_newest and entry.is_idle:
                 self._to_write.append(owner)
-            if held.buffer is None and not held.is_stored:  # it never had a buffer
-                del self._held[owner]
+            if entry.buffer is None and not entry.is_stored:  # it never had a buffer
+                del self._entries[owner]
             return
-        held.readers -= 1
+        entry.readers -= 1
         for queue in (self._to_read_first, self._to_read):
-            if not held.readers and owner in queue:
+            if not entry.readers and owner in queue:
                 queue.remove(owner)
 
     def discard(self, owner: int) -> None:
         """Discard an owner's data and free its slots and buffer, at once or when its transfers have ended."""
-        held = self._held.get(owner)
-        if held is None:
+        entry = self._entries.get(owner)
+        if entry is None:
             return
-        self._is_due, held.readers, held.error = True, 0, None
+        self._is_due, entry.readers, entry.error = True, 0, None
         self._do_not_write(owner)
-        if held.is_filling:
-            held.is_filling = False
+        if entry.is_filling:
+            entry.is_filling = False
             del self._filling[owner]
-        if not held.unread:  # while tiles are read, their slots must not be written
-            self._forget(owner, held)
-        if held.buffer is None or held.is_still:
-            self._remove(owner, held)
+        if not entry.unread:  # while tiles are read, their slots must not be written
+            self._free_path_slots(owner, entry)
+        if entry.buffer is None or entry.is_idle:
+            self._remove(owner, entry)
         else:
-            held.is_discarded = True
+            entry.is_discarded = True
 
     def _begin_round_if_none(self, owner: int) -> None:
         """Begin a round with the first owner to be filled since all was discarded."""
@@ -275,79 +275,79 @@ class Scratch:
 
     # Reports
 
-    def landed(self, operation: ReadTile | WriteTile, written: Record | None) -> bool:
+    def transfer_ended(self, operation: ReadTile | WriteTile, written: TileRecord | None) -> bool:
         """Account for a tile that was read or written; return whether its owner has now been read to its buffer."""
-        owner, held = self._end_transfer(operation)
+        owner, entry = self._end_transfer(operation)
         self.moved[type(operation)] += 1
         if isinstance(operation, ReadTile):
-            held.unread -= 1
+            entry.unread -= 1
         else:
-            held.unwritten -= 1
-            held.written.append((operation.tile, written or operation.record))
-        if held.is_discarded:
-            self._remove_when_still(owner, held)
+            entry.unwritten -= 1
+            entry.written.append((operation.tile, written or operation.record))
+        if entry.is_discarded:
+            self._remove_when_still(owner, entry)
             return False
-        if not held.is_still:
+        if not entry.is_idle:
             return False
-        records, held.written = held.written, []
+        records, entry.written = entry.written, []
         if records:
-            held.is_newest, held.is_stored = False, True
+            entry.is_newest, entry.is_stored = False, True
         for tile, record in records:
             self._index.commit(tile, record)
         return isinstance(operation, ReadTile)
 
     def write_again(self, write: WriteTile) -> bool:
         """Write a tile whose write failed to another slot, unless it was discarded; return False without room."""
-        owner, held = self._end_transfer(write)
-        if not held.is_discarded:
-            return self._write(owner, held, write.tile, write.buffer_offset, write.record.location.nbytes)
-        held.unwritten -= 1
-        self._remove_when_still(owner, held)
+        owner, entry = self._end_transfer(write)
+        if not entry.is_discarded:
+            return self._write(owner, entry, write.tile, write.buffer_offset, write.record.location.nbytes)
+        entry.unwritten -= 1
+        self._remove_when_still(owner, entry)
         return True
 
     def failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
         """Handle a failed transfer of a kind without promised room: a tile is written to another path, or stays."""
         if isinstance(operation, WriteTile):
             location = operation.record.location
-            self._index.refuse(location, is_full=isinstance(error, TierFullError))
-            self._index.give_back({location.nbytes: 1}, lent=True)
+            self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
+            self._index.unreserve({location.nbytes: 1}, lent=True)
             self._avoided.add(location.path)
             if not self.write_again(operation):
                 self._keep_in_buffer(known(operation.owner, "a tile of nobody").number)
             return
-        owner, held = self._end_transfer(operation)
-        held.unread = 0
-        if held.is_discarded:
-            self._remove_when_still(owner, held)
+        owner, entry = self._end_transfer(operation)
+        entry.unread = 0
+        if entry.is_discarded:
+            self._remove_when_still(owner, entry)
         else:
-            self._free(held)
-            held.error = error
+            self._free(entry)
+            entry.error = error
 
-    def _end_transfer(self, operation: ReadTile | WriteTile) -> tuple[int, Held]:
+    def _end_transfer(self, operation: ReadTile | WriteTile) -> tuple[int, ScratchEntry]:
         """Count off a transfer that ended; return its owner."""
         self._moving[type(operation)] -= 1
         self._is_due = True
         owner = known(self._owners[known(operation.slot, "a tile without a buffer")], "a buffer of nobody")
-        return owner, self._held[owner]
+        return owner, self._entries[owner]
 
-    def _remove_when_still(self, owner: int, held: Held) -> None:
+    def _remove_when_still(self, owner: int, entry: ScratchEntry) -> None:
         """Remove discarded data once no transfer of it is under way."""
-        if held.is_still:
-            for _, record in held.written:
+        if entry.is_idle:
+            for _, record in entry.written:
                 self._index.abandon(record.location)
                 if not self.is_promised:
-                    self._index.give_back({record.location.nbytes: 1}, lent=True)
-            self._forget(owner, held)
-            self._remove(owner, held)
+                    self._index.unreserve({record.location.nbytes: 1}, lent=True)
+            self._free_path_slots(owner, entry)
+            self._remove(owner, entry)
 
-    def _remove(self, owner: int, held: Held) -> None:
+    def _remove(self, owner: int, entry: ScratchEntry) -> None:
         """Remove data and free its buffer; if a caller fills the owner anew, it starts with nothing."""
-        if held.buffer is not None:
-            self._free(held)
-        if held.is_filling:
-            self._held[owner] = Held(held.order, is_filling=True)
+        if entry.buffer is not None:
+            self._free(entry)
+        if entry.is_filling:
+            self._entries[owner] = ScratchEntry(entry.order, is_filling=True)
         else:
-            del self._held[owner]
+            del self._entries[owner]
 
     # Decisions
 
@@ -357,27 +357,31 @@ class Scratch:
             return
         self._is_due = False
         for owner in self._filling:
-            if self._held[owner].buffer is None and self._has_room() and (buffer := self._find_buffer()) is not None:
+            if (
+                self._entries[owner].buffer is None
+                and self._has_room()
+                and (buffer := self._find_buffer()) is not None
+            ):
                 self._give_buffer(owner, buffer)
         for queue in (self._to_read_first, self._to_read):
             while queue and (buffer := self._find_buffer()) is not None:
                 self._give_buffer(queue.popleft(), buffer)
         for owner in self._filling:
-            self._make_newest(owner, self._held[owner])
+            self._make_newest(owner, self._entries[owner])
         self._make_room()
         self._read_ahead()
 
-    def _in_buffers(self) -> list[Held]:
-        return [self._held[owner] for owner in self._owners if owner is not None]
+    def _in_buffers(self) -> list[ScratchEntry]:
+        return [self._entries[owner] for owner in self._owners if owner is not None]
 
     def _has_room(self) -> bool:
         """Return whether one more buffer may hold data that lies nowhere else."""
-        return sum(held.is_newest or held.is_filling for held in self._in_buffers()) < self._buffers.alone
+        return sum(entry.is_newest or entry.is_filling for entry in self._in_buffers()) < self._buffers.alone
 
     def _least_useful(self) -> int | None:
         """Return the owner that was filled first among those whose buffer another may take; None if there is none."""
-        clean = [n for n in self._owners if n is not None and self._held[n].is_clean]
-        return min(clean, key=lambda owner: self._held[owner].order, default=None)
+        clean = [n for n in self._owners if n is not None and self._entries[n].is_reusable]
+        return min(clean, key=lambda owner: self._entries[owner].order, default=None)
 
     def _find_buffer(self) -> int | None:
         """Return a free buffer, freed from a clean owner if none is; None if there is no such owner."""
@@ -385,31 +389,31 @@ class Scratch:
             owner = self._least_useful()
             if owner is None:
                 return None
-            self._free(self._held[owner])
+            self._free(self._entries[owner])
         return self._owners.index(None)
 
-    def _free(self, held: Held) -> None:
-        self._owners[known(held.buffer, "a buffer that nobody has")] = None
-        held.buffer, held.is_newest = None, False
+    def _free(self, entry: ScratchEntry) -> None:
+        self._owners[known(entry.buffer, "a buffer that nobody has")] = None
+        entry.buffer, entry.is_newest = None, False
 
     def _give_buffer(self, owner: int, buffer: int) -> None:
         """Give a free buffer to an owner, and read its data into it if there is any on the paths."""
-        held = self._held[owner]
-        self._owners[buffer], held.buffer = owner, buffer
-        if not held.is_stored:
+        entry = self._entries[owner]
+        self._owners[buffer], entry.buffer = owner, buffer
+        if not entry.is_stored:
             return
         tiles = self._tiles(owner)
-        held.unread = len(tiles)
-        self._moving[ReadTile] += held.unread
+        entry.unread = len(tiles)
+        self._moving[ReadTile] += entry.unread
         for tile, offset, _ in tiles:
             record = known(self._index.get(tile), f"{tile} is on no path")
             self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
 
-    def _make_newest(self, owner: int, held: Held) -> None:
+    def _make_newest(self, owner: int, entry: ScratchEntry) -> None:
         """Let a buffer be filled once it has no transfer; its copy on the paths would be old, so that is freed."""
-        if held.is_still and not held.is_newest:
-            held.is_newest = True
-            self._forget(owner, held)
+        if entry.is_idle and not entry.is_newest:
+            entry.is_newest = True
+            self._free_path_slots(owner, entry)
 
     def _make_room(self) -> None:
         """Write owners, first filled first: those that will not fit in buffers, then until the others fit."""
@@ -423,27 +427,27 @@ class Scratch:
             owner = queue.popleft()
             tile = self._write_owner(owner)
             if tile is not None and self.is_promised:
-                self.homeless = tile
+                self.unplaced_tile = tile
                 return
             if tile is not None:
                 self._keep_in_buffer(owner)
 
     def _write_owner(self, owner: int) -> TileId | None:
         """Write an owner's buffer to the paths; return the first tile for which there is no room, else None."""
-        held, tiles = self._held[owner], self._tiles(owner)
-        held.unwritten = len(tiles)
+        entry, tiles = self._entries[owner], self._tiles(owner)
+        entry.unwritten = len(tiles)
         for tile, offset, nbytes in tiles:
-            if not self._write(owner, held, tile, offset, nbytes):
+            if not self._write(owner, entry, tile, offset, nbytes):
                 return tile
         return None
 
-    def _write(self, owner: int, held: Held, tile: TileId, offset: int, nbytes: int) -> bool:
+    def _write(self, owner: int, entry: ScratchEntry, tile: TileId, offset: int, nbytes: int) -> bool:
         location = self._claim(nbytes)
         if location is None:
             return False
         self._writes += 1
         self._moving[WriteTile] += 1
-        buffer, record = known(held.buffer, "data without a buffer"), Record(location, self._writes)
+        buffer, record = known(entry.buffer, "data without a buffer"), TileRecord(location, self._writes)
         self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
         return True
 
@@ -453,38 +457,38 @@ class Scratch:
             return self._index.claim(nbytes)
         if not self._index.reserve({nbytes: 1}, lent=True):
             return None
-        location = self._index.lend(nbytes, self._avoided)
+        location = self._index.claim_loan(nbytes, self._avoided)
         if location is None:
-            self._index.give_back({nbytes: 1}, lent=True)
+            self._index.unreserve({nbytes: 1}, lent=True)
         return location
 
     def _keep_in_buffer(self, owner: int) -> None:
         """Leave an owner in its buffer, as no path takes its tile, and write no other in this round."""
-        self._held[owner].unwritten = 0
+        self._entries[owner].unwritten = 0
         self._to_write.appendleft(owner)
         self.is_full = True
 
-    def _forget(self, owner: int, held: Held) -> None:
+    def _free_path_slots(self, owner: int, entry: ScratchEntry) -> None:
         """Free the slots of an owner's data on the paths, if there is any."""
-        if held.is_stored:
-            held.is_stored = False
+        if entry.is_stored:
+            entry.is_stored = False
             for tile, _, _ in self._tiles(owner):
-                self._index.drop(tile) if self.is_promised else self._index.forget(tile)
+                self._index.free_discarded(tile) if self.is_promised else self._index.free_and_unreserve(tile)
 
     def _read_ahead(self) -> None:
         """Read the next owners that backward needs into buffers that are free, or hold owners that it needs later."""
         most = self._buffers.moving
         while self._ahead is not None and self._ahead >= self._first_owner and self._moving[ReadTile] < most:
-            owner, held = self._ahead, self._held.get(self._ahead)
-            if held is not None and held.is_stored and held.buffer is None:
+            owner, entry = self._ahead, self._entries.get(self._ahead)
+            if entry is not None and entry.is_stored and entry.buffer is None:
                 evicted = self._least_useful() if None not in self._owners else owner
                 if evicted is None or evicted > owner:
                     return
                 self._give_buffer(owner, known(self._find_buffer(), "a buffer that is free"))
             self._ahead -= 1
 
-    def _owner(self, number: int) -> Owner:
-        return Owner(self._kind, number)
+    def _owner(self, number: int) -> ScratchOwner:
+        return ScratchOwner(self._kind, number)
 
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
         """Return an owner's tiles, each with its offset in the buffer and its size."""
@@ -493,20 +497,20 @@ class Scratch:
     def check(self, in_flight: Collection[Operation]) -> None:
         """Verify the module's invariants, for `Machine.check`."""
         kind, owners = self._kind, [owner for owner in self._owners if owner is not None]
-        with_buffers = [owner for owner, held in self._held.items() if held.buffer is not None]
+        with_buffers = [owner for owner, entry in self._entries.items() if entry.buffer is not None]
         invariant(sorted(owners) == sorted(with_buffers), f"a buffer of {kind} has an owner that left it")
-        for owner, held in self._held.items():
-            if held.buffer is not None:
-                invariant(self._owners[held.buffer] == owner, f"the {kind} buffer {held.buffer} is not {owner}'s")
-            invariant(not (held.is_newest and held.is_stored), f"old {kind} of {owner} are kept on the paths")
-            invariant(not held.unread or held.is_stored, f"{kind} of {owner} come from nowhere")
-            is_somewhere = held.is_newest or held.is_stored or held.is_filling or held.is_discarded
+        for owner, entry in self._entries.items():
+            if entry.buffer is not None:
+                invariant(self._owners[entry.buffer] == owner, f"the {kind} buffer {entry.buffer} is not {owner}'s")
+            invariant(not (entry.is_newest and entry.is_stored), f"old {kind} of {owner} are kept on the paths")
+            invariant(not entry.unread or entry.is_stored, f"{kind} of {owner} come from nowhere")
+            is_somewhere = entry.is_newest or entry.is_stored or entry.is_filling or entry.is_discarded
             invariant(is_somewhere, f"{kind} of {owner} are nowhere")
             is_queued = owner in (*self._to_read_first, *self._to_read)
-            is_coming = held.buffer is not None or is_queued or held.error is not None
-            invariant(is_coming or not held.readers, f"somebody waits for {kind} of {owner}, which do not come")
-        newest = sum(held.is_newest for held in self._held.values())
+            is_coming = entry.buffer is not None or is_queued or entry.error is not None
+            invariant(is_coming or not entry.readers, f"somebody waits for {kind} of {owner}, which do not come")
+        newest = sum(entry.is_newest for entry in self._entries.values())
         invariant(newest <= self._buffers.alone, f"no buffers are left for {kind} to be read into")
         moved = [o for o in in_flight if isinstance(o, ReadTile | WriteTile) and o.owner and o.owner.kind == kind]
-        count = sum(held.unread + held.unwritten for held in self._held.values())
+        count = sum(entry.unread + entry.unwritten for entry in self._entries.values())
         invariant(len(moved) == count, f"tiles of {kind} are lost on their way")

@@ -97,7 +97,7 @@ class Slots:
 
 
 @dataclass(slots=True)
-class Subgroup:
+class SubgroupState:
     """What is known of one subgroup.
 
     Attributes:
@@ -114,7 +114,7 @@ class Subgroup:
     slot: int | None = None
     unread: int = 0
     visit: Visit | None = None
-    passing: tuple[int, Visit] | None = None
+    begun_visit: tuple[int, Visit] | None = None
 
 
 class Staging:
@@ -129,34 +129,34 @@ class Staging:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.subgroups: list[Subgroup] = []
+        self.subgroups: list[SubgroupState] = []
         self.slots = Slots()
         self.dirty: dict[int, None] = {}
         self.line: deque[int] = deque()
         self.priorities: dict[int, tuple[bool, int]] = {}
-        self.adopt(plan)
+        self.use_plan(plan)
 
-    def adopt(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, which keeps all homes and slots."""
         invariant(plan.staging_slots >= len(self.slots.owners), "a plan takes staging slots away")
         for home in plan.homes[len(self.subgroups) :]:
-            self.subgroups.append(Subgroup(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT))
+            self.subgroups.append(SubgroupState(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT))
         self.slots.owners.extend([None] * (plan.staging_slots - len(self.slots.owners)))
 
-    def to(self, number: int, phase: Phase) -> None:
+    def set_phase(self, number: int, phase: Phase) -> None:
         """Change a subgroup's phase, along one of `ARROWS`; nothing else changes a phase."""
         subgroup = self.subgroups[number]
         if phase not in ARROWS[subgroup.phase]:  # not by `invariant`: a step does this for every subgroup
             raise InternalError(f"subgroup {number} goes from {subgroup.phase} to {phase} (this is a bug in offload)")
         subgroup.phase = phase
 
-    def changed(self, number: int) -> None:
+    def mark_dirty(self, number: int) -> None:
         """Mark a subgroup dirty, as the one that was changed last."""
         self.dirty.pop(number, None)
         self.dirty[number] = None
-        self.to(number, Phase.DIRTY)
+        self.set_phase(number, Phase.DIRTY)
 
-    def give(self, number: int, slot: int) -> None:
+    def assign_slot(self, number: int, slot: int) -> None:
         """Give a free slot to a subgroup."""
         self.slots.owners[slot] = number
         self.subgroups[number].slot = slot
@@ -166,7 +166,7 @@ class Staging:
         subgroup = self.subgroups[number]
         slot, subgroup.slot = subgroup.slot, None
         if slot is not None:
-            self.to(number, Phase.ABSENT)
+            self.set_phase(number, Phase.ABSENT)
             self.slots.free(slot)
         return slot
 
@@ -198,9 +198,9 @@ class Staging:
         self.priorities[number] = False, self.priorities[number][1]
         if number in self.line:
             self.line.remove(number)
-            self.enqueue(number)
+            self.enqueue_for_slot(number)
 
-    def enqueue(self, number: int) -> None:
+    def enqueue_for_slot(self, number: int) -> None:
         """Put a streamed visit into the line for slots: at its end, or in an open sweep by its priority."""
         index = len(self.line)
         if number in self.priorities:
@@ -208,7 +208,7 @@ class Staging:
                 index -= 1
         self.line.insert(index, number)
 
-    def evict(self, subgroup: int) -> int | None:
+    def preempt_slot(self, subgroup: int) -> int | None:
         """Take a slot from the last visit that is not admitted, if it comes after this subgroup's; else return None.
 
         The visit that loses its slot waits in the line again.
@@ -221,10 +221,10 @@ class Staging:
                 lowest, evicted = self.priorities[number], number
         if evicted is None:
             return None
-        self.enqueue(evicted)
+        self.enqueue_for_slot(evicted)
         return self.vacate(evicted)
 
-    def forget_waiting(self) -> None:
+    def clear_line(self) -> None:
         """Empty the line for slots: the sweep has ended."""
         self.line.clear()
         self.priorities.clear()

@@ -26,10 +26,10 @@ from offload.plan.budget import (
     LEAST_ACTIVATION_TILE_BYTES,
     MOST_ACTIVATION_TILE_BYTES,
 )
-from offload.protocols import Mark, Owner
+from offload.protocols import Mark, ScratchOwner
 from offload.schedule.operations import Discard, Extend, ReadTile, WriteTile
 from offload.session.parts import SessionParts
-from offload.session.scratch import Wanted, Wants
+from offload.session.scratch import BufferRequest, BufferRequests
 from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
@@ -54,12 +54,12 @@ class Written:
         pieces: Where it lies, in order; no two in one tile.
     """
 
-    def __init__(self, wants: Wants, uses: Uses) -> None:
+    def __init__(self, wants: BufferRequests, uses: Uses) -> None:
         self.pieces: list[Piece] = []
-        self._wants, self._uses = wants, uses
+        self._buffer_requests, self._uses = wants, uses
 
     def __del__(self) -> None:  # by the garbage collector, on any thread and at any line
-        self._wants.post(self._uses.forget, self.pieces)
+        self._buffer_requests.post(self._uses.remove_pieces, self.pieces)
 
 
 class Uses:
@@ -77,35 +77,35 @@ class Uses:
         self._pieces: set[Piece] = set()
         self.figures: Counter[str] = Counter()
 
-    def note(self, piece: Piece) -> None:
+    def add_piece(self, piece: Piece) -> None:
         """Count a piece that is being written."""
         self._pieces.add(piece)
         self._counts[piece.tile] += 1
         self.figures[metrics.PACKED_BYTES] += piece.nbytes
 
-    def forget(self, pieces: Iterable[Piece]) -> None:
+    def remove_pieces(self, pieces: Iterable[Piece]) -> None:
         """Stop counting pieces, which nobody will read any more."""
         for piece in pieces:
             if piece in self._pieces:  # else an interrupt came before `note` was posted
                 self._pieces.remove(piece)
-                self.release(piece.tile)
+                self.remove_use(piece.tile)
 
-    def take(self, tile: int, *, fills: bool) -> None:
+    def add_use(self, tile: int, *, fills: bool) -> None:
         """Count a caller that fills or reads a tile; figures begin anew if no tile had a use."""
         if fills and not self._counts:
             self.figures.clear()
         self._counts[tile] += 1
 
-    def release(self, tile: int) -> None:
+    def remove_use(self, tile: int) -> None:
         """Take a use off a tile's count; discard the tile if it was the last."""
         self._counts[tile] -= 1
         if not self._counts[tile]:
             del self._counts[tile]
             if self._parts.machine.broken is None:
-                self._parts.machine.handle(Discard(Owner("activations", tile)))
+                self._parts.machine.handle(Discard(ScratchOwner("activations", tile)))
 
 
-class _Asked(Wanted):
+class _TileUse(BufferRequest):
     """A tile that a caller has asked for, to fill or to read it.
 
     Attributes:
@@ -113,17 +113,17 @@ class _Asked(Wanted):
     """
 
     def __init__(self, uses: Uses, tile: int, *, fills: bool) -> None:
-        super().__init__(Owner("activations", tile), fills=fills)
+        super().__init__(ScratchOwner("activations", tile), fills=fills)
         self.tile, self._uses = tile, uses
         self.filled = 0
 
     def begin(self) -> None:
         """Count the caller as a use of the tile."""
-        self._uses.take(self.tile, fills=self.fills)
+        self._uses.add_use(self.tile, fills=self.fills)
 
     def end(self) -> None:
         """Take the caller off the tile's uses."""
-        self._uses.release(self.tile)
+        self._uses.remove_use(self.tile)
 
 
 class Activations:
@@ -132,12 +132,14 @@ class Activations:
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
-        self._wants, self._uses = thread.wants, Uses(parts)
+        self._buffer_requests, self._uses = thread.wants, Uses(parts)
         # On callers' threads
         self._writing, self._reading = threading.RLock(), threading.RLock()
         self._is_writing = False
-        self._open: _Asked | None = None  # the tile that is being filled
-        self._last_read: _Asked | None = None  # a tile that is held, as the next tensor to be read may lie there, too
+        self._open: _TileUse | None = None  # the tile that is being filled
+        self._last_read: _TileUse | None = (
+            None  # a tile that is held, as the next tensor to be read may lie there, too
+        )
         self._next_tile = 0
         self._in_transit: deque[tuple[Mark, Any]] = deque()  # tensors that a device still copies from, with marks
         # On the engine thread
@@ -145,7 +147,7 @@ class Activations:
 
     # Memory
 
-    def take(self, nbytes: int) -> None:
+    def allocate_buffers(self, nbytes: int) -> None:
         """Allocate buffers of `nbytes` in all, in place of those of another size.
 
         Raises:
@@ -161,11 +163,11 @@ class Activations:
             tile_bytes //= 2
         nbytes = nbytes // tile_bytes * tile_bytes
         if nbytes != self._parts.plan.budgets.activation_bytes:
-            self.rest()
+            self.release_tiles()
             with self._writing, self._thread.turn():  # nobody writes tiles of another size meanwhile
-                self._thread.request(partial(self._adopt, nbytes, tile_bytes))
+                self._thread.request(partial(self._replace_buffers, nbytes, tile_bytes))
 
-    def _adopt(self, nbytes: int, tile_bytes: int) -> None:
+    def _replace_buffers(self, nbytes: int, tile_bytes: int) -> None:
         """Replace the buffers, while nothing lies in them; on the engine thread."""
         parts, before = self._parts, self._arena
         if self.are_alive() or self._is_writing:
@@ -177,8 +179,8 @@ class Activations:
             offers = {"what is free": available}
             raise InfeasiblePlanError("host memory for activations", nbytes, offers, "lower host_memory")
         self._use(None, 0)
-        parts.memory.give_back(before)
-        self._use(parts.memory.arena(nbytes), tile_bytes)
+        parts.memory.free_arena(before)
+        self._use(parts.memory.allocate_arena(nbytes), tile_bytes)
         parts.allocate()
 
     def _use(self, arena: Any, tile_bytes: int) -> None:
@@ -189,8 +191,8 @@ class Activations:
         plan = dataclasses.replace(parts.plan, budgets=budgets)
         if arena is not None:
             parts.memory.place_buffers("activations", arena.address, tile_bytes)
-        parts.lanes.bind(plan)
-        parts.executor.bind(plan)
+        parts.lanes.use_plan(plan)
+        parts.executor.use_plan(plan)
         parts.machine.handle(Extend(plan))
         parts.plan = parts.views.plan = plan
 
@@ -227,16 +229,16 @@ class Activations:
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
         """Copy piece by piece, each to what is left of the open tile or to a new one; see `write`."""
-        written, lanes = Written(self._wants, self._uses), self._parts.lanes
+        written, lanes = Written(self._buffer_requests, self._uses), self._parts.lanes
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
-        self._leave_read()
+        self._release_read_tile()
         while nbytes:
             asked = self._open
             if asked is None or asked.filled >= tile_bytes:
                 self._close_tile()
                 tile, self._next_tile = self._next_tile, self._next_tile + 1
-                asked = self._open = _Asked(self._uses, tile, fills=True)
-                self._wants.ask(asked)
+                asked = self._open = _TileUse(self._uses, tile, fills=True)
+                self._buffer_requests.ask(asked)
             self._await(asked)
             if asked.buffer is None:
                 self._close_tile()
@@ -244,17 +246,17 @@ class Activations:
             piece = Piece(asked.tile, asked.filled, min(nbytes, tile_bytes - asked.filled))
             asked.filled += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
             written.pieces.append(piece)
-            self._wants.post(self._uses.note, piece)
+            self._buffer_requests.post(self._uses.add_piece, piece)
             asked.mark = lanes.save(
                 self._parts.memory.buffer_address("activations", asked.buffer) + piece.offset, source, piece.nbytes
             )
             source, nbytes = source + piece.nbytes, nbytes - piece.nbytes
         if asked is not None and asked.mark is not None:
             self._in_transit.append((asked.mark, tensor))
-            self._let_go(self._parts.limits.in_transit_bytes)
+            self._drop_copied(self._parts.limits.in_transit_bytes)
         return written
 
-    def _let_go(self, most_bytes: float = math.inf) -> None:
+    def _drop_copied(self, most_bytes: float = math.inf) -> None:
         """Drop tensors that a device has copied; wait for copies while they hold more than `most_bytes`."""
         in_transit, held_bytes = self._in_transit, sum(tensor.nbytes for _, tensor in self._in_transit)
         while in_transit and (held_bytes > most_bytes or in_transit[0][0].reached()):
@@ -266,27 +268,27 @@ class Activations:
         with self._writing:
             if not self._is_writing:  # else this is a signal handler that has interrupted `write`
                 self._close_tile()
-                self._let_go()
+                self._drop_copied()
 
     def _close_tile(self) -> None:
         """Release the open tile: it is full, or is not filled further."""
         asked, self._open = self._open, None
         if asked is not None:
-            self._wants.release(asked)
+            self._buffer_requests.release(asked)
 
-    def rest(self) -> None:
+    def release_tiles(self) -> None:
         """Release all tiles that are held for the next write or read, as none comes for now."""
         if os.getpid() != self._thread.pid:  # in a forked copy, locks that other threads held are never released
             return
         self._stop_writing()
-        self._leave_read()
-        self._wants.wake()
+        self._release_read_tile()
+        self._buffer_requests.wake()
 
-    def _leave_read(self) -> None:
+    def _release_read_tile(self) -> None:
         """Release the tile that is held as the next tensor to be read may lie there, too."""
         asked, self._last_read = self._last_read, None
         if asked is not None:
-            self._wants.release(asked)
+            self._buffer_requests.release(asked)
 
     def read(self, written: Written, target: int) -> None:
         """Copy what was written to `target`, an address in host or device memory; wait until it is in buffers.
@@ -305,13 +307,13 @@ class Activations:
             held = {} if asked is None else {asked.tile: asked}
             try:
                 self._read(written.pieces[::-1], target + sum(piece.nbytes for piece in written.pieces), held)
-                self._leave_read()  # one that a signal handler has read
+                self._release_read_tile()  # one that a signal handler has read
                 self._last_read = held.pop(written.pieces[0].tile)
             finally:
                 for asked in held.values():
-                    self._wants.release(asked)
+                    self._buffer_requests.release(asked)
 
-    def _read(self, pieces: list[Piece], end: int, held: dict[int, _Asked]) -> None:
+    def _read(self, pieces: list[Piece], end: int, held: dict[int, _TileUse]) -> None:
         """Copy pieces, given last first, to memory that ends at address `end`; ask for the next tile meanwhile.
 
         The last tensor written is the first that backward reads, so the first tile is read last, and is held for the
@@ -320,8 +322,8 @@ class Activations:
         for number, piece in enumerate(pieces):
             for wanted in pieces[number : number + 2]:  # this one, and the next
                 if wanted.tile not in held:
-                    held[wanted.tile] = _Asked(self._uses, wanted.tile, fills=False)
-                    self._wants.ask(held[wanted.tile])
+                    held[wanted.tile] = _TileUse(self._uses, wanted.tile, fills=False)
+                    self._buffer_requests.ask(held[wanted.tile])
             asked = held[piece.tile]
             self._await(asked)
             if asked.error is not None:
@@ -332,9 +334,9 @@ class Activations:
             end -= piece.nbytes
             asked.mark = self._parts.lanes.restore(end, address + piece.offset, piece.nbytes)
             for tile in [tile for tile in held if tile not in (p.tile for p in pieces[number:])]:
-                self._wants.release(held.pop(tile))
+                self._buffer_requests.release(held.pop(tile))
 
-    def _await(self, asked: _Asked) -> None:
+    def _await(self, asked: _TileUse) -> None:
         """Wait until a tile has a buffer or an error, or the session cannot be used; account for the time."""
         if not asked.answered.is_set():
             started_s = time.monotonic()
@@ -342,7 +344,7 @@ class Activations:
             self._add(metrics.ACTIVATIONS_WAITED_S, time.monotonic() - started_s)
 
     def _add(self, figure: str, count: float) -> None:
-        self._wants.post(self._uses.figures.update, {figure: count})
+        self._buffer_requests.post(self._uses.figures.update, {figure: count})
 
     def are_in_use(self) -> bool:
         """Return whether anybody may still read a tensor that was written; in the caller's turn."""
@@ -355,7 +357,7 @@ class Activations:
 
     def are_alive(self) -> bool:
         """Return whether anybody may still read a tensor that was written."""
-        return self._wants.are_in_use("activations")
+        return self._buffer_requests.are_in_use("activations")
 
     def metrics(self) -> dict[str, float]:
         """Return bytes and seconds since no tile had a use, by the names of metrics; none before `take`."""

@@ -24,22 +24,22 @@ from offload.errors import CheckpointError, ConfigError, InternalError, OffloadE
 from offload.layout import Layout
 from offload.plan.budget import CHECKPOINT_BUFFERS
 from offload.schedule.loop import pump
-from offload.schedule.operations import BeginSave, GiveUp, Release, Sweep, TakeOver
+from offload.schedule.operations import AbortSave, BeginSave, ReleaseSave, Sweep, TakeOver
 from offload.schedule.saving import no_room
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
-from offload.session.visits import Visits, nothing
+from offload.session.visits import SweepRequests, nothing
 from offload.tiers.place import Folder
 
 
 class Checkpoints:
     """The checkpoints of one session."""
 
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: SweepRequests) -> None:
         self._parts = parts
         self._thread = thread
-        self._visits = visits
+        self._sweep_requests = visits
 
     # Writing and keeping them
 
@@ -102,8 +102,8 @@ class Checkpoints:
         # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
-        if unmade := sorted({*foreign, *self._unmade(request.replica)}):
-            visitor = self._visits.visitor(nothing, True, range(len(layout.parameters)), follow=False)
+        if unmade := sorted({*foreign, *self._uncreated(request.replica)}):
+            visitor = self._sweep_requests.make_visitor(nothing, True, range(len(layout.parameters)), follow=False)
             self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
         if request.rank == 0:
             commit_to_replace(folder)  # raises if the folder was not written by this library
@@ -114,7 +114,7 @@ class Checkpoints:
             """Reserve and hand over the state, unless another request has come in between (`overtaken`)."""
             nonlocal overtaken
             machine = parts.machine
-            overtaken = parts.saves.pending is not None or bool(self._unmade(request.replica))
+            overtaken = parts.saves.pending is not None or bool(self._uncreated(request.replica))
             if overtaken:
                 return
             pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
@@ -139,7 +139,7 @@ class Checkpoints:
             # Steps write to other slots than those that the checkpoint keeps, so there must be room for both.
             if save is not None and save.request.sink is None and not parts.allocate():
                 parts.executor.submit(machine.take_operations())
-                machine.handle(GiveUp(no_room(save.reserve)))
+                machine.handle(AbortSave(no_room(save.reserve)))
             pump(
                 machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None
             )
@@ -151,7 +151,7 @@ class Checkpoints:
         if overtaken:  # by a request of a signal handler
             self._save(folder, request)
 
-    def _unmade(self, is_replica: bool) -> list[int]:
+    def _uncreated(self, is_replica: bool) -> list[int]:
         """Return subgroups whose state does not exist yet, as it is still to be made from weights.
 
         Args:
@@ -253,7 +253,7 @@ class Checkpoints:
             Exception: What `take` raised.
         """
         with self.open(path, buffers=CHECKPOINT_BUFFERS) as checkpoint:
-            checkpoint.visit(self._parts.plan.layout.parameters, take, names)
+            checkpoint.read_pieces(self._parts.plan.layout.parameters, take, names)
 
     def open(self, path: str | os.PathLike[str], *, buffers: int = BUFFERS) -> Checkpoint:
         """Open a checkpoint of any session; its stores are looked for on this session's paths, too.
@@ -317,7 +317,7 @@ class Checkpoints:
 
         def begin() -> None:
             for number in release():
-                self._parts.machine.handle(Release(number))
+                self._parts.machine.handle(ReleaseSave(number))
 
         self._thread.request(begin, needs_memory=False)
 
@@ -373,7 +373,7 @@ class Checkpoints:
             def applied() -> None:
                 restorer.restore_step_counts()
                 sweeps.step_number = checkpoint.step
-                checkpoint.lend(0, 0)
+                checkpoint.use_read_buffer(0, 0)
                 self._thread.drop_checkpoint_buffers()
 
             def begin() -> Sweep:
@@ -386,13 +386,15 @@ class Checkpoints:
                     if not parts.machine.is_fresh(subgroup.index)  # a fresh one has no state that has to be replaced
                     or any(segment.parameter not in restorer.anew for segment in subgroup.segments)
                 ]
-                buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
+                buffers = parts.memory.ensure_checkpoint_buffers(
+                    parts.plan
+                )  # which may fail: nothing has changed yet
                 # Versions go on from the checkpoint's: no two versions of a tile have the same number.
                 sweeps.version = max(sweeps.version, checkpoint.last_version)
                 if in_place is not None:
                     copied = [number for number in copied if parts.plan.is_resident(number)]
                     in_place()
-                checkpoint.lend(*buffers)
+                checkpoint.use_read_buffer(*buffers)
                 return sweeps.begin(copied, restorer.restore, changes=True, overwrites=True)
 
             try:
@@ -425,7 +427,7 @@ class Checkpoints:
         records = {tile: takeover.records[tile] for tile in tiles}
         machine.handle(TakeOver(takeover.limit_bytes, takeover.pinned_records, records))
         # No slot is in use, and nothing is started that reads into one before this request has ended.
-        checkpoint.lend(*parts.memory.staging)
+        checkpoint.use_read_buffer(*parts.memory.staging)
         try:
             for subgroup in streamed:
                 restorer.derive_weights(subgroup)

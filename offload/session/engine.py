@@ -30,7 +30,7 @@ from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure import lane_totals
-from offload.memory.touching import bound, cores_of_rank
+from offload.memory.touching import cores_of_rank, cpu_affinity
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, UpdateRule
@@ -45,7 +45,7 @@ from offload.session.shutdown import Shutdown
 from offload.session.state import State
 from offload.session.step import PendingStep, StepAccount
 from offload.session.thread import EngineThread, nothing
-from offload.session.visits import Visits
+from offload.session.visits import SweepRequests
 
 
 class Engine:
@@ -95,7 +95,7 @@ class Engine:
         self.config = config or OffloadConfig()
         if self.config.shard:
             combinations.ENGINE_SHARDS.refuse("shard", True)
-        with bound(cores_of_rank(*among) if among is not None else frozenset()):
+        with cpu_affinity(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
                 from offload.device.accelerator import AcceleratorDevice
 
@@ -106,7 +106,7 @@ class Engine:
                     self.config, gradient_slots, device, rule, among and among[1], limits, passing_bytes
                 )
                 self._thread = thread = EngineThread(parts)
-                self._visits = visits = Visits(parts, thread)
+                self._sweep_requests = visits = SweepRequests(parts, thread)
                 self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
@@ -242,7 +242,7 @@ class Engine:
             OffloadError: Paths have failed; state that they did not take is still in memory, and training goes on.
         """
         parts, thread = self._parts, self._thread
-        self.activations.rest()
+        self.activations.release_tiles()
         with thread.turn():
             if wait:
                 parts.saves.wait_for_pending()
@@ -285,14 +285,14 @@ class Engine:
             def extend() -> None:
                 thread.settle()
                 # A signal handler may have added other parameters since the plan was made.
-                parts.adopt(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
+                parts.use_plan(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
 
             parts.saves.wait_for_pending()
             thread.request(extend)
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
         """Say where a parameter's weight lies: contiguous, in the parameter's dtype."""
-        self._visits.wait_for([parameter])
+        self._sweep_requests.wait_for([parameter])
         self._parts.tables.weights[self._parts.position(parameter)] = address
 
     def reload_master(self, parameter: int | str, *, whole: bool = True) -> None:
@@ -304,9 +304,9 @@ class Engine:
             parameter: Which one.
             whole: Set all elements; else only those whose 16-bit weight is not what the master rounds to.
         """
-        self._visits.wait_for([parameter])
+        self._sweep_requests.wait_for([parameter])
         how = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
-        self._parts.tables.take_master(self._parts.position(parameter), how)
+        self._parts.tables.mark_master_due(self._parts.position(parameter), how)
 
     def speculate(self, on: bool) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
@@ -360,7 +360,7 @@ class Engine:
             StepAbortedError: If this step, or a pending one before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
-        parts, thread, visits, tables = self._parts, self._thread, self._visits, self._parts.tables
+        parts, thread, visits, tables = self._parts, self._thread, self._sweep_requests, self._parts.tables
         with thread.turn():
             parameters = parts.plan.layout.parameters
             chosen = list(range(len(parameters)) if active is None else map(self._parts.position, active))
@@ -410,7 +410,7 @@ class Engine:
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        self._visits.wait_for(parameters, on_any_stream=on_any_stream)
+        self._sweep_requests.wait_for(parameters, on_any_stream=on_any_stream)
 
     def finish(self, *, on_gpu: bool = False) -> None:
         """Wait until the pending step is over, if there is one.

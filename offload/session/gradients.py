@@ -13,16 +13,16 @@ from offload.errors import SessionBrokenError
 from offload.protocols import Mark
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread, nothing
-from offload.session.visits import Visits
+from offload.session.visits import SweepRequests
 
 
 class Gradients:
     """Where gradients lie, when they have arrived, and their norms."""
 
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: SweepRequests) -> None:
         self._parts = parts
         self._thread = thread
-        self._visits = visits
+        self._sweep_requests = visits
 
     def begins_pass(self, parameter: int | str, is_last: bool | Callable[[], bool] | None = None) -> bool:
         """Say of which pass a gradient is about to arrive; return whether to call `foresee` before it does.
@@ -83,7 +83,7 @@ class Gradients:
             to, until the step has returned.
         """
         if self._thread.pending is not None:
-            self._visits.wait_for([parameter])
+            self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         self.take_memory()
         position = self._parts.position(parameter)
@@ -105,7 +105,7 @@ class Gradients:
             gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before. On an
                 accelerator it is complete once the caller's stream has done its present work.
         """
-        self._visits.wait_for([parameter])
+        self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         position = self._parts.position(parameter)
         final = self._parts.gradients.final(position, gradient)
@@ -115,7 +115,7 @@ class Gradients:
     def end_backward(self) -> None:
         """Say that a backward pass has ended: small gradients that wait on a GPU to be copied together are copied."""
         self._thread.check_usable()
-        self._parts.gradients.leave()
+        self._parts.gradients.send_bucket()
         self._parts.gradients.return_borrowed()  # a forward pass may follow, which needs the memory
 
     def drop(self) -> None:
@@ -132,12 +132,12 @@ class Gradients:
         """
         if self._thread.is_usable:
             for gradient in dropped:  # before `forget`, after which an interrupt may let the caller drop them
-                self._parts.lanes.device.give_up(gradient)
+                self._parts.lanes.device.record_use(gradient)
             self._parts.gradients.forget()  # orders the caller's stream after work that reads them
             # No gradient is here, so placements can be reviewed, at the price of a wait for the pending step.
-            if self._thread.speculation.drop_arrivals() or self._visits.placement_review.due:
+            if self._thread.speculation.drop_arrivals() or self._sweep_requests.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
-                    self._thread.request(self._visits.placement_review.review)
+                    self._thread.request(self._sweep_requests.placement_review.review)
 
     def stays(self, parameter: int | str) -> bool:
         """Return whether the GPU updates some of a parameter, so that its gradient is read where it lies."""
@@ -163,7 +163,7 @@ class Gradients:
             elsewhere: Whether its memory is used again on other streams than the caller's: then the caller waits,
                 instead of its stream.
         """
-        self._parts.gradients.hold(gradient, mark, elsewhere=elsewhere)
+        self._parts.gradients.keep_until_read(gradient, mark, elsewhere=elsewhere)
 
     def bind(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies, for the next norm and step to read.
@@ -175,7 +175,7 @@ class Gradients:
             gathered: Whether `arrived` took its norm. On the CPU the norm is taken anew if any bit of the gradient
                 has changed since; False saves the comparison.
         """
-        self._visits.wait_for([parameter])
+        self._sweep_requests.wait_for([parameter])
         self._parts.gradients.bind(self._parts.position(parameter), address, dtype, gathered)
 
     def norm_sq(self, parameters: Iterable[int | str]) -> float:

@@ -20,17 +20,17 @@ from itertools import accumulate
 
 from offload import metrics, waits
 from offload.device.pieces import as_pieces
-from offload.engine.executor import visit_nothing
+from offload.engine.executor import no_visit
 from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
 from offload.memory.arenas import Arena, available_bytes
 from offload.memory.nodes import check_free
 from offload.plan import Home
 from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
-from offload.schedule.operations import Leave, Run, Stay
+from offload.schedule.operations import Evict, RunVisit, StopEviction
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
-from offload.session.scratch import Wants
+from offload.session.scratch import BufferRequests
 from offload.session.sweeps import Sweeps
 from offload.units import format_bytes, format_seconds
 
@@ -69,7 +69,7 @@ class PendingPark:
     moves_bytes: int
     started_s: float
     kept: Sequence[tuple[int, int]] = ()
-    leave: Leave | None = None
+    leave: Evict | None = None
     done: waits.Latch = field(default_factory=waits.Latch)
     error: OffloadError | None = None
 
@@ -90,12 +90,12 @@ class Parking:
         figures: Of the last park that gave memory back, by the names of metrics.
     """
 
-    def __init__(self, parts: SessionParts, sweeps: Sweeps, wants: Wants) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps, wants: BufferRequests) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
         self._parts = parts
         self._sweeps = sweeps
-        self._wants = wants
+        self._buffer_requests = wants
         self._pending: PendingPark | None = None
         self._numbers = 0  # of parks and batches so far: each has its own
         self._kept_ranges: Sequence[tuple[int, int]] = ()  # host memory that stays: (address, bytes)
@@ -105,19 +105,19 @@ class Parking:
         """Host memory for state at home on the GPU while the session is parked, and its address by subgroup."""
 
     @property
-    def is_held(self) -> bool:
+    def is_parked_or_parking(self) -> bool:
         """Whether only requests may use memory: the session is parked, or is about to be."""
         return self.is_parked or self._pending is not None
 
     @property
-    def away_bytes(self) -> int:
+    def evicted_bytes(self) -> int:
         """State at home in memory that lies on the paths now."""
         subgroups = self._parts.plan.layout.subgroups
-        return sum(s.state_bytes for s in subgroups if self._parts.machine.is_away(s.index))
+        return sum(s.state_bytes for s in subgroups if self._parts.machine.is_evicted(s.index))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of parking; none before the first park. Any thread."""
-        return {**self.figures, metrics.AWAY_BYTES: self.away_bytes} if self._numbers else {}
+        return {**self.figures, metrics.AWAY_BYTES: self.evicted_bytes} if self._numbers else {}
 
     # Memory is given back
 
@@ -133,12 +133,12 @@ class Parking:
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
 
-        if self._wants.are_in_use("activations"):
+        if self._buffer_requests.are_in_use("activations"):
             raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
 
         def at(home: Home) -> list[int]:
             numbers = (number for number, place in enumerate(plan.homes) if place is home)
-            return [number for number in numbers if not machine.is_fresh(number) and not machine.is_away(number)]
+            return [number for number in numbers if not machine.is_fresh(number) and not machine.is_evicted(number)]
 
         on_gpu, host_bytes = at(Home.GPU), plan.budgets.host_bytes if keep_host else 0
         leaving, staying = self._split(at(Home.HOST), host_bytes)
@@ -150,7 +150,7 @@ class Parking:
             if to_host == on_host:
                 leaving_gpu = to_host = ()  # the last park has put them where they may stay
             else:
-                self._take_memory()
+                self._reallocate_memory()
         moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
         self._staged_before = tuple(machine.slots) or self._staged_before
         self._numbers += 1
@@ -210,18 +210,18 @@ class Parking:
     def is_due(self) -> bool:
         """Return whether `advance` has something to do."""
         pending, machine = self._pending, self._parts.machine
-        if pending is None or not machine.idle:
+        if pending is None or not machine.has_no_sweep:
             return False
         if machine.broken is not None or self._finished is not None:
             return True
-        may_begin = machine.saver.under_way is None and not machine.is_leaving and Phase.BUSY not in machine.phases
+        may_begin = machine.saver.under_way is None and not machine.is_evicting and Phase.BUSY not in machine.phases
         may_begin = may_begin and not machine.scratch["activations"].owners
         return pending.leave is None and may_begin
 
     @property
-    def _finished(self) -> tuple[Leave, Exception | None] | None:
+    def _finished(self) -> tuple[Evict, Exception | None] | None:
         """The present batch and its error or None, once it has ended; batches that were given up end for nobody."""
-        finished = self._parts.machine.finished_leave
+        finished = self._parts.machine.finished_eviction
         return finished if finished is not None and self._pending and finished[0] is self._pending.leave else None
 
     def advance(self) -> None:
@@ -230,30 +230,30 @@ class Parking:
         if pending is None:
             return
         finished = self._finished
-        machine.take_finished_leave()
+        machine.take_finished_eviction()
         error: BaseException | None = machine.broken
         if error is None and finished is not None:
             error = finished[1]
         if error is None:
             try:
                 if pending.batches:
-                    self._begin_leave(pending)
+                    self._begin_eviction(pending)
                     return
-                self._give_back(pending)
+                self._free_memory(pending)
             except InternalError:
                 raise
             except OffloadError as failed:
                 error = failed
         self.end(error)
 
-    def _begin_leave(self, pending: PendingPark) -> None:
+    def _begin_eviction(self, pending: PendingPark) -> None:
         """Begin to write the next batch to the paths."""
         parts, batch = self._parts, pending.batches.popleft()
         self._check_room(batch)  # again: a path may have failed since `begin`
         if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
-            parts.lanes.fetch(as_pieces(self._copies(self._place_on_host(batch))))
+            parts.lanes.copy_to_host(as_pieces(self._copies(self._place_on_host(batch))))
         self._numbers += 1
-        pending.leave = Leave(self._numbers, batch)
+        pending.leave = Evict(self._numbers, batch)
         parts.allocate()
         parts.machine.handle(pending.leave)
         parts.executor.submit(parts.machine.take_operations())
@@ -267,7 +267,7 @@ class Parking:
         sizes = [subgroups[number].state_bytes for number in batch]
         address = address or self._scratch(sum(sizes))[0]
         places = dict(zip(batch, (address + end for end in accumulate(sizes, initial=0)), strict=False))
-        self._parts.memory.lend(places)
+        self._parts.memory.set_temporary_homes(places)
         return places
 
     def _copies(self, places: Mapping[int, int]) -> list[tuple[int, int, int]]:
@@ -275,28 +275,28 @@ class Parking:
         homes, subgroups = self._parts.lanes.homes, self._parts.plan.layout.subgroups
         return [(homes[number].address, address, subgroups[number].state_bytes) for number, address in places.items()]
 
-    def _give_back(self, pending: PendingPark) -> None:
+    def _free_memory(self, pending: PendingPark) -> None:
         """Give all memory back that holds no state, and log what was given back and how long taking it will take."""
         parts, machine, memory = self._parts, self._parts.machine, self._parts.memory
         homes = [s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST]
-        kept = [s for s in homes if not machine.is_away(s.index) and not machine.is_fresh(s.index)]
-        ranges = [*pending.kept, *((memory.home(s.index), s.state_bytes) for s in kept)]
+        kept = [s for s in homes if not machine.is_evicted(s.index) and not machine.is_fresh(s.index)]
+        ranges = [*pending.kept, *((memory.state_address(s.index), s.state_bytes) for s in kept)]
         if pending.to_host:
             nbytes = sum(parts.plan.layout.subgroups[number].state_bytes for number in pending.to_host)
-            arena = memory.arena(nbytes)
+            arena = memory.allocate_arena(nbytes)
             places = self._place_on_host(pending.to_host, arena.address)
             try:
-                parts.lanes.fetch(as_pieces(self._copies(places)))
+                parts.lanes.copy_to_host(as_pieces(self._copies(places)))
             except OffloadError:
-                memory.give_back(arena)
+                memory.free_arena(arena)
                 raise
             self._on_host = arena, places
         if self._on_host is not None:
             ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
-        self._leave_device()
+        self._free_device_memory()
         self._kept_ranges = ranges
         try:
-            given_bytes = memory.give_pages_back(ranges)
+            given_bytes = memory.discard_pages(ranges)
         finally:  # `arrived` on other threads reads it, to take memory again before writing to slots
             self.is_parked = True
         seconds = time.monotonic() - pending.started_s
@@ -312,20 +312,20 @@ class Parking:
             format_bytes(given_bytes),
             format_bytes(pending.moves_bytes),
             format_seconds(seconds),
-            format_bytes(self.away_bytes),
+            format_bytes(self.evicted_bytes),
             format_seconds(self.figures[metrics.PREDICTED_BACK_S]),
         )
 
-    def _leave_device(self) -> None:
+    def _free_device_memory(self) -> None:
         """Give all memory on the device back that the session has for good."""
         self._parts.lanes.wait()
-        self._parts.lanes.memory.give_back()
+        self._parts.lanes.memory.free_all()
 
     def _predicted_back_s(self, given_bytes: int) -> float:
         """Return the seconds predicted for taking memory again and reading back state that has left it."""
         parts, machine = self._parts, self._parts.machine
         plan, reads = parts.plan, Counter[int]()
-        away = [number for number in range(len(plan.homes)) if machine.is_away(number)]
+        away = [number for number in range(len(plan.homes)) if machine.is_evicted(number)]
         for number in (*away, *self._staged_before):
             for tile, _, nbytes in plan.layout.subgroups[number].tiles:
                 record = machine.index.get(tile)
@@ -345,10 +345,10 @@ class Parking:
         if pending is None:
             return
         machine = self._parts.machine
-        if not machine.is_leaving:
-            self._parts.memory.lend(self._on_host[1] if self._on_host is not None else {})
+        if not machine.is_evicting:
+            self._parts.memory.set_temporary_homes(self._on_host[1] if self._on_host is not None else {})
         elif machine.broken is None:
-            machine.handle(Stay())
+            machine.handle(StopEviction())
         if error is not None:
             kept = f"state stays in memory, which is not given back: {error}"
             log.warning("%s", kept)
@@ -357,7 +357,7 @@ class Parking:
 
     # Memory is taken again
 
-    def make_way(self, *, needs_memory: bool) -> None:
+    def end_for_request(self, *, needs_memory: bool) -> None:
         """Before a request begins: end the park under way, or finish it, and take memory again if `needs_memory`.
 
         Raises:
@@ -366,7 +366,7 @@ class Parking:
         if self._pending is not None:
             self._finish_or_end(ends=needs_memory)
         if needs_memory and self.is_parked:
-            self._take_memory()
+            self._reallocate_memory()
         if needs_memory and self._numbers and self._parts.machine.broken is None:
             self._fetch_to_gpu()
 
@@ -376,15 +376,15 @@ class Parking:
         if ends and pending is not None:
             log.info("a park ends early, as the session is used")
             pending.batches.clear()
-            if machine.is_leaving:
-                machine.handle(Stay())
-            pump(machine, self._parts.executor, lambda m: not m.is_leaving)
+            if machine.is_evicting:
+                machine.handle(StopEviction())
+            pump(machine, self._parts.executor, lambda m: not m.is_evicting)
             self.end(None)
         while self._pending is not None:
             pump(machine, self._parts.executor, lambda m: self.is_due())
             self.advance()
 
-    def _take_memory(self) -> None:
+    def _reallocate_memory(self) -> None:
         """Take memory again that was given back, all or none of it, and copy state back to the GPU.
 
         Raises:
@@ -399,35 +399,35 @@ class Parking:
         missing = {node: meant - here for node, (meant, here, _) in parts.memory.on_nodes().items()}
         check_free(missing, "free memory there: the session stays parked, and nothing is lost")
         with contextlib.ExitStack() as undo:
-            parts.lanes.memory.take_again()
-            undo.callback(self._leave_device)
-            undo.callback(parts.memory.give_pages_back, self._kept_ranges)
-            parts.memory.take_pages()
+            parts.lanes.memory.reallocate_all()
+            undo.callback(self._free_device_memory)
+            undo.callback(parts.memory.discard_pages, self._kept_ranges)
+            parts.memory.restore_pages()
             if self._on_host is not None:
-                parts.lanes.store(self._copies(self._on_host[1]))
+                parts.lanes.copy_to_device(self._copies(self._on_host[1]))
             undo.pop_all()
         self.is_parked = False
         if self._on_host is not None:
             arena, self._on_host = self._on_host[0], None
-            parts.memory.lend({})
-            parts.memory.give_back(arena)
+            parts.memory.set_temporary_homes({})
+            parts.memory.free_arena(arena)
 
     def _fetch_to_gpu(self) -> None:
         """Read state at home on the GPU back from the paths, batch by batch through host memory."""
         parts, machine = self._parts, self._parts.machine
         homes = enumerate(parts.plan.homes)
-        away = [number for number, home in homes if home is Home.GPU and machine.is_away(number)]
+        away = [number for number, home in homes if home is Home.GPU and machine.is_evicted(number)]
         for batch in self._batches(away):
             places = self._place_on_host(batch)
 
-            def visit(run: Run, places: Mapping[int, int] = places) -> None:
+            def visit(run: RunVisit, places: Mapping[int, int] = places) -> None:
                 number = run.visit.subgroup
-                parts.lanes.store(self._copies({number: places[number]}))
+                parts.lanes.copy_to_device(self._copies({number: places[number]}))
 
             self._sweeps.begin(batch, visit, changes=False)
             pump(machine, parts.executor, lambda m: m.finished_sweep is not None)
             machine.take_finished_sweep()
-            parts.executor.visit_with(visit_nothing)
+            parts.executor.set_visitor(no_visit)
             if machine.broken is not None:
                 raise machine.broken
-        parts.memory.lend({})
+        parts.memory.set_temporary_homes({})

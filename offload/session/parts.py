@@ -36,15 +36,15 @@ from offload.measure import probe_nodes, quick_probe, session_rates, tune_depth
 from offload.measure.probe import with_whole_parameters
 from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
-from offload.memory.touching import bound
+from offload.memory.touching import cpu_affinity
 from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
 from offload.plan.budget import LEAST_BUFFERS
-from offload.plan.planner import extend_plan, in_order
+from offload.plan.planner import extend_plan, fastest_nodes_first
 from offload.protocols import Device, Mark, Tier
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
-from offload.schedule.machine import Listener, Machine
-from offload.schedule.operations import Allocated, Cut, Extend
+from offload.schedule.machine import Machine, MachineListener
+from offload.schedule.operations import Allocated, Extend, MakeSlots
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
@@ -144,7 +144,9 @@ class SessionParts:
 
     # Putting them together
 
-    def open(self, parameters: tuple[Parameter, ...], listener: Listener, filler: Filler, caller: Mark) -> None:
+    def open(
+        self, parameters: tuple[Parameter, ...], listener: MachineListener, filler: Filler, caller: Mark
+    ) -> None:
         """Make the session's plan, memory, lanes and machine; after an error the caller closes `ends`.
 
         Args:
@@ -162,16 +164,16 @@ class SessionParts:
         self._nodes = nodes = self._node_rates(known_rates)
         if known_rates is not None:
             known_rates = dataclasses.replace(known_rates, nodes=nodes)
-        budgets = self._first_plan(parameters, known_rates)
+        budgets = self._lay_out_and_plan(parameters, known_rates)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # ended after lanes: saves lock what these use
         self._open_lanes(filler)
         self._measure(known_rates, budgets, caller)
-        self.plan = self._adopt_device(self.plan, self._empty)
-        self.lanes.bind(self.plan)
-        self.gradients.adopt(self.plan, self._empty)
+        self.plan = self._allocate_on_device(self.plan, self._empty)
+        self.lanes.use_plan(self.plan)
+        self.gradients.use_plan(self.plan, self._empty)
         memory = self.memory
         self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.lanes)
-        shares = self.plan.shares(self.rates)
+        shares = self.plan.path_shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
         self.machine = Machine(self.plan, index, listener)
@@ -190,8 +192,8 @@ class SessionParts:
             others=self.others,
         )
         self.ends.callback(self.executor.close)
-        self.executor.bind(self.plan)
-        self.ends.callback(self._keep_slots)
+        self.executor.use_plan(self.plan)
+        self.ends.callback(self._tell_tiers_kept_slots)
         self.is_whole = True
 
     def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
@@ -219,12 +221,12 @@ class SessionParts:
         known = known_rates.nodes if known_rates is not None else ()
         if len(wanted) < 2 or {rates.node for rates in known} >= set(wanted):
             return known
-        with bound(self._near), contextlib.closing(CpuUpdateKernel(self.queue, self._threads)) as kernel:
+        with cpu_affinity(self._near), contextlib.closing(CpuUpdateKernel(self.queue, self._threads)) as kernel:
             measured = probe_nodes(kernel, self.queue, sorted(wanted), max(wanted.values()), self.lanes)
         log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, measured)))
         return measured
 
-    def _first_plan(self, parameters: tuple[Parameter, ...], known_rates: Rates | None) -> Budgets:
+    def _lay_out_and_plan(self, parameters: tuple[Parameter, ...], known_rates: Rates | None) -> Budgets:
         """Cut the state into subgroups and tiles and plan where they live; return the budgets of the plan."""
         config = self.config
         paths = [path.path for path in config.path_configs]
@@ -243,10 +245,10 @@ class SessionParts:
 
         def planned(budgets: Budgets) -> Plan:
             if known_rates is None:
-                plan = make_plan(layout, in_order(budgets, Rates(1.0, nodes=self._nodes)))
+                plan = make_plan(layout, fastest_nodes_first(budgets, Rates(1.0, nodes=self._nodes)))
             else:
                 plan = choose_plan(layout, budgets, known_rates, config.placement)
-            return plan.counting_buffers(self.lanes.bounces)
+            return plan.with_buffer_bytes(self.lanes.bounces)
 
         available = available_bytes()
         self.plan = fitted(config, budgets, planned, available)
@@ -263,7 +265,7 @@ class SessionParts:
             raise InfeasiblePlanError(
                 "the plan's host memory", self.plan.host_bytes, {"host memory": available}, advice
             )
-        check_free(self.plan.bound_bytes, "lower host_memory there, or free some")
+        check_free(self.plan.bytes_by_node, "lower host_memory there, or free some")
         self.memory.buffer_node = self.plan.buffer_node
         return budgets
 
@@ -274,14 +276,14 @@ class SessionParts:
         self.ends.callback(self._close_tiers)
         for number, path in enumerate(config.path_configs):
             self.tiers.append(self.open_tier(number, self._store, path.depth))
-        with bound(self._near):  # threads that the kernel starts stay on these CPUs
+        with cpu_affinity(self._near):  # threads that the kernel starts stay on these CPUs
             self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
         self.gradients = self._make_gradients(filler)
         self.ends.callback(self.gradients.close)
         self.ends.callback(self.lanes.close)
-        self.memory.adopt_homes(self.plan, self._empty)
-        self.memory.adopt_staging(self.plan, {})
+        self.memory.allocate_homes(self.plan, self._empty)
+        self.memory.allocate_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
     def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
@@ -303,9 +305,9 @@ class SessionParts:
         if plan != self.plan:
             self.plan = plan
             if deals:
-                memory.deal_again(plan)
+                memory.reallocate_homes(plan)
             log.info("%s", self.plan)
-            memory.adopt_staging(self.plan, {})
+            memory.allocate_staging(self.plan, {})
 
     def open_tier(self, number: int, store: uuid.UUID, depth: int | None, used_bytes: int | None = None) -> Tier:
         """Open a store on the path of a number; see `setup.open_path`."""
@@ -327,7 +329,7 @@ class SessionParts:
             return True
         if self._is_allocating:  # a path has hung in an earlier call; its next transfer raises that
             return False
-        self.machine.handle(Cut())
+        self.machine.handle(MakeSlots())
         ends = tuple(map(index.end_bytes, range(len(self.tiers))))
 
         def allocate() -> None:
@@ -357,16 +359,16 @@ class SessionParts:
         self.tiers[number].close()
         self.tiers[number] = tier
 
-    def _adopt_device(self, plan: Plan, before: Layout) -> Plan:
+    def _allocate_on_device(self, plan: Plan, before: Layout) -> Plan:
         """Allocate what `plan` adds on the device and in host memory for it; return the plan with gradient bytes."""
         slots = self._gradient_slots
         layout = plan.layout
         kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
         self.lanes.device.prepare(layout.device_state.rule.name, kinds)
-        self.memory.adopt_device(plan, before)
-        return self.counting_gradients(plan)
+        self.memory.allocate_device(plan, before)
+        return self.with_gradient_bytes(plan)
 
-    def counting_gradients(self, plan: Plan) -> Plan:
+    def with_gradient_bytes(self, plan: Plan) -> Plan:
         """Return a plan with the bytes that its gradients take."""
         budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
         return dataclasses.replace(plan, budgets=budgets)
@@ -421,7 +423,7 @@ class SessionParts:
             raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
         return parameter
 
-    def adopt(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan) -> None:
         """Replace the plan by one that keeps all homes; on the engine thread, with nothing in flight.
 
         Raises:
@@ -434,18 +436,18 @@ class SessionParts:
             offers = {path.name: path.available_bytes for path in plan.budgets.paths}
             raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
         # Each of these may find no memory; what was allocated before it is not used then.
-        plan = self._adopt_device(plan, before.layout)
-        self.memory.adopt_homes(plan, before.layout)
-        self.gradients.adopt(plan, before.layout)
-        plan = self.counting_gradients(plan)  # which may be less now
-        self.lanes.bind(plan)
-        self.memory.adopt_staging(plan, self.machine.slots)
-        self.executor.bind(plan)
+        plan = self._allocate_on_device(plan, before.layout)
+        self.memory.allocate_homes(plan, before.layout)
+        self.gradients.use_plan(plan, before.layout)
+        plan = self.with_gradient_bytes(plan)  # which may be less now
+        self.lanes.use_plan(plan)
+        self.memory.allocate_staging(plan, self.machine.slots)
+        self.executor.use_plan(plan)
         self.tables.extend(plan.layout)
         self.machine.handle(Extend(plan))
         self.plan = self.views.plan = plan
 
-    def replace_plan(self, plan: Plan) -> None:
+    def use_replanned(self, plan: Plan) -> None:
         """Replace the plan by one that updates other subgroups on the GPU, if memory suffices; else as `adopt`.
 
         Raises:
@@ -458,17 +460,17 @@ class SessionParts:
         ):
             if needed > free:
                 raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")
-        self.adopt(plan)
+        self.use_plan(plan)
 
     # The end
 
     def on_device(self, work: Callable[[], None]) -> None:
         """Do a thread's `work` with the session's device as that thread's current one."""
         with contextlib.suppress(OffloadError):  # a device that has failed has to be closed, too
-            self.lanes.device.adopt_thread()
+            self.lanes.device.prepare_thread()
         work()
 
-    def _keep_slots(self) -> None:
+    def _tell_tiers_kept_slots(self) -> None:
         """Tell the tiers which store slots kept checkpoints refer to, so that closing does not delete these."""
         kept_offsets: dict[int, set[int]] = {}
         for records in [*self.machine.saver.held_records.values(), self.saves.named_records]:

@@ -71,7 +71,7 @@ class PlacementReview:
         before = parts.plan
         try:
             self._thread.settle()
-            parts.replace_plan(plan)
+            parts.use_replanned(plan)
         except OffloadError as error:
             if machine.broken is None:  # else the next request raises that
                 self._changes = MOST_CHANGES

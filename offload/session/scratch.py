@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from offload import waits
-from offload.protocols import WAKE, Mark, Owner, ScratchKind
-from offload.schedule.operations import Ready, Want
+from offload.protocols import WAKE, Mark, ScratchKind, ScratchOwner
+from offload.schedule.operations import ReleaseBuffer, RequestBuffer
 from offload.session.parts import SessionParts
 
 
-class Wanted:
+class BufferRequest:
     """A buffer that a caller wants, to fill it (`fills`) or to read it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Wanted:
         is_known: Whether the engine thread has taken the post that asks for it; an interrupt may prevent that.
     """
 
-    def __init__(self, owner: Owner, *, fills: bool) -> None:
+    def __init__(self, owner: ScratchOwner, *, fills: bool) -> None:
         self.owner, self.fills = owner, fills
         self.is_known = False
         self.buffer: int | None = None
@@ -44,15 +44,15 @@ class Wanted:
         """Called on the engine thread when caller and device are done with the buffer, after the machine is told."""
 
 
-class Wants:
+class BufferRequests:
     """The scratch buffers that callers want from a session."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self._posts: deque[tuple[Callable[[Any], None], Any]] = deque()
         # On the engine thread
-        self._awaited: list[Wanted] = []
-        self._after_copies: list[Wanted] = []  # released by their callers, but a device still copies
+        self._awaited: list[BufferRequest] = []
+        self._after_copies: list[BufferRequest] = []  # released by their callers, but a device still copies
 
     # On callers' threads
 
@@ -60,12 +60,12 @@ class Wants:
         """Post a call, `take_in(what)`, to the engine thread, which makes calls in order; safe in a `__del__`."""
         self._posts.append((take_in, what))
 
-    def ask(self, wanted: Wanted) -> None:
+    def ask(self, wanted: BufferRequest) -> None:
         """Ask for a buffer."""
         self.post(self._begin, wanted)
         self.wake()
 
-    def release(self, wanted: Wanted) -> None:
+    def release(self, wanted: BufferRequest) -> None:
         """Say that the caller is done with a buffer: filled or read once its mark is reached, or no longer wanted."""
         self.post(self._end, wanted)
 
@@ -89,7 +89,7 @@ class Wants:
             self._awaited.remove(wanted)
             scratch, owner = machine.scratch[wanted.owner.kind], wanted.owner.number
             wanted.error = machine.broken if machine.broken is not None else scratch.error_of(owner)
-            has_it = scratch.may_fill(owner) if wanted.fills else scratch.is_there(owner)
+            has_it = scratch.may_fill(owner) if wanted.fills else scratch.is_in_buffer(owner)
             if wanted.error is None and has_it:
                 wanted.buffer = scratch.buffer_of(owner)
             wanted.answered.set()
@@ -108,24 +108,24 @@ class Wants:
         self.take_posts()
         return self._parts.machine.scratch[kind].is_in_use
 
-    def _is_answerable(self, wanted: Wanted) -> bool:
+    def _is_answerable(self, wanted: BufferRequest) -> bool:
         """Return whether it is decided that a caller gets its buffer, or why it gets none."""
         machine, owner = self._parts.machine, wanted.owner.number
         if machine.broken is not None:
             return True
         scratch = machine.scratch[wanted.owner.kind]
         if wanted.fills:
-            return scratch.may_fill(owner) or scratch.finds_none(owner)
-        return scratch.is_there(owner) or scratch.error_of(owner) is not None
+            return scratch.may_fill(owner) or scratch.gets_no_buffer(owner)
+        return scratch.is_in_buffer(owner) or scratch.error_of(owner) is not None
 
-    def _begin(self, wanted: Wanted) -> None:
+    def _begin(self, wanted: BufferRequest) -> None:
         wanted.begin()
         wanted.is_known = True
         if self._parts.machine.broken is None:
-            self._parts.machine.handle(Want(wanted.owner, wanted.fills))
+            self._parts.machine.handle(RequestBuffer(wanted.owner, wanted.fills))
         self._awaited.append(wanted)
 
-    def _end(self, wanted: Wanted) -> None:
+    def _end(self, wanted: BufferRequest) -> None:
         """Take a release; where a device still copies, its mark wakes this thread to do the rest."""
         if not wanted.is_known:
             return
@@ -135,11 +135,11 @@ class Wants:
         if wanted in self._after_copies and wanted.mark is not None:
             self._parts.lanes.device.report(wanted.mark, self._parts.queue, WAKE)
 
-    def _release_when_copied(self, wanted: Wanted) -> None:
+    def _release_when_copied(self, wanted: BufferRequest) -> None:
         """Tell the machine that a caller is done with a buffer; if a device still copies, note it for later."""
         if wanted.mark is not None and not wanted.mark.reached():
             self._after_copies.append(wanted)
             return
         if self._parts.machine.broken is None:
-            self._parts.machine.handle(Ready(wanted.owner, wanted.fills))
+            self._parts.machine.handle(ReleaseBuffer(wanted.owner, wanted.fills))
         wanted.end()

@@ -34,7 +34,7 @@ from offload.kernels.table import active_rows
 from offload.layout import Subgroup
 from offload.memory.arenas import Arena, available_bytes
 from offload.protocols import WAKE
-from offload.schedule.operations import Admit, Begin, Hold, Run, Seal, Stop, Sweep, Visit
+from offload.schedule.operations import Admit, BeginSweep, PauseOpenSweep, RunVisit, SealStep, Stop, Sweep, Visit
 from offload.session.parts import SessionParts
 from offload.session.sweeps import Sweeps
 
@@ -243,7 +243,7 @@ class Speculation:
         except Exception:  # if hyperparameters are still wrong in the step, the step raises this
             return None
 
-    def is_due(self) -> bool:
+    def count_and_is_due(self) -> bool:
         """Count posted arrivals; return whether a sweep can be opened, or a visit admitted, now."""
         machine = self._parts.machine
         if self.arrivals:
@@ -251,7 +251,7 @@ class Speculation:
         if machine.broken is not None:
             return False
         if not machine.is_open:
-            return self._is_armed and machine.idle and machine.finished_sweep is None
+            return self._is_armed and machine.has_no_sweep and machine.finished_sweep is None
         with contextlib.suppress(OffloadError):
             return self._next_has_landed()
         return True  # a GPU has failed: `open_and_admit` says so
@@ -284,11 +284,11 @@ class Speculation:
                 # The plan may have changed since `_order` was chosen.
                 chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
                 visits = tuple(Visit(number, speculative=True) for number in chosen)
-                machine.handle(Begin(self._sweeps.open(visits, self._visit)))
+                machine.handle(BeginSweep(self._sweeps.make_open(visits, self._make_table)))
             admitted = []
             while self._next_has_landed():
                 subgroup = parts.plan.layout.subgroups[self._admissible[0]]
-                parts.gradients.bring_final(self._gradients_outside_slots, subgroup, self._master_copies(subgroup))
+                parts.gradients.fetch_final(self._gradients_outside_slots, subgroup, self._master_copies(subgroup))
                 admitted.append(self._admissible.popleft())
             if admitted:
                 machine.handle(Admit(tuple(admitted)))
@@ -312,7 +312,7 @@ class Speculation:
         except OffloadError as error:
             self._parts.machine.handle(Stop(error))
 
-    def _visit(self, run: Run) -> npt.NDArray[Any]:
+    def _make_table(self, run: RunVisit) -> npt.NDArray[Any]:
         """Return the kernel's table for a speculative run, which writes to an image and fingerprints inputs."""
         parts, subgroup = self._parts, run.visit.subgroup
         segments = len(parts.plan.layout.subgroups[subgroup].segments)
@@ -321,7 +321,7 @@ class Speculation:
         rows, image = known(self._rows, "no step is expected"), self._image_address(subgroup)
         address = parts.memory.slot_address(known(run.slot, "a streamed subgroup is updated in no slot"))
         read_at = image if parts.plan.weights_on_gpu else None
-        table = parts.tables.fill(run, address, rows, weights_address=read_at, apart=(image, sums))
+        table = parts.tables.make_table(run, address, rows, weights_address=read_at, apart=(image, sums))
         self._sources[subgroup] = _Source(table, sums)
         return table
 
@@ -355,13 +355,13 @@ class Speculation:
     def seal(self, confirmed: tuple[int, ...], rest: Sweep) -> None:
         """Seal the open sweep, if any: copy confirmed weights from their images, and begin the rest of the step."""
         machine = self._parts.machine
-        machine.handle(Seal(confirmed, rest) if machine.is_open else Begin(rest))
+        machine.handle(SealStep(confirmed, rest) if machine.is_open else BeginSweep(rest))
         if machine.broken is None:
             with self._failures_break_session():
                 for subgroup in confirmed:
                     self._publish(subgroup)
             self._forget_versions()
-        self._release_gradients()
+        self._forget_bound_gradients()
 
     def revoke(self) -> None:
         """Revoke the open sweep, before a request that is no step.
@@ -373,20 +373,20 @@ class Speculation:
         if machine.is_open:
             self._is_armed = self._is_armed and not self._revoked_bytes and machine.broken is None
             self._revoked_bytes += self._state_bytes(machine.speculative_versions)
-            machine.handle(Seal())
+            machine.handle(SealStep())
             if machine.broken is not None:  # an update may still run: its memory is kept
                 return
             self._forget_versions()
         if self._is_armed:
             self._prepare()
         if not self._counts:  # gradients have been dropped
-            self._release_gradients()
+            self._forget_bound_gradients()
 
     def _state_bytes(self, numbers: Collection[int]) -> int:
         subgroups = self._parts.plan.layout.subgroups
         return sum(subgroups[number].state_bytes for number in numbers)
 
-    def _release_gradients(self) -> None:
+    def _forget_bound_gradients(self) -> None:
         """Forget gradients outside slots, which no update reads any more."""
         if self._parts.machine.broken is None:  # else an update may still read some
             self._gradients_outside_slots.clear()
@@ -410,7 +410,7 @@ class Speculation:
         def is_alike(number: int) -> bool:
             # Gradients that are still being copied to the host cannot be compared.
             landed = parts.gradients.has_landed(layout.subgroups[number].segments)
-            return landed and tables.agree(number, known(self._rows, "no step is expected"), tables.begun)
+            return landed and tables.updates_alike(number, known(self._rows, "no step is expected"), tables.begun)
 
         alike = [number for number in subgroups if is_alike(number)]
         if not alike:
@@ -500,7 +500,7 @@ class Speculation:
             if end < needed:
                 text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
                 log.warning(text, len(offsets), len(candidates), end, needed)
-            self._images = self._parts.memory.arena(max(end, 1))
+            self._images = self._parts.memory.allocate_arena(max(end, 1))
         except OffloadError as error:
             self.is_on = False
             log.warning("nothing is updated during backward: %s", error)
@@ -513,11 +513,11 @@ class Speculation:
         if self._images is not None:
             self._parts.lanes.wait()  # weights may still be copied from them to the device
         old, self._images = self._images, None
-        self._parts.memory.give_back(old)
+        self._parts.memory.free_arena(old)
         self._image_offsets, self._image_candidates = {}, frozenset()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Start no further speculative update, as a request has come in."""
         machine = self._parts.machine
-        machine.handle(Hold())
+        machine.handle(PauseOpenSweep())
         self._parts.executor.submit(machine.take_operations())

@@ -15,16 +15,16 @@ from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
 from offload.session.state_copy import StateCopy, copy_run, free_bytes_beside, refuse_negative, refuse_uncopied
 from offload.session.thread import EngineThread
-from offload.session.visits import SegmentWork, Visits
+from offload.session.visits import SegmentWork, SweepRequests
 
 
 class State:
     """The tensors that the rule keeps of each parameter, wherever they live."""
 
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: SweepRequests) -> None:
         self._parts = parts
         self._thread = thread
-        self._visits = visits
+        self._sweep_requests = visits
 
     def read(self, parameters: Iterable[int | str], *, own_masters: bool = True) -> list[dict[str, torch.Tensor]]:
         """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32.
@@ -108,8 +108,8 @@ class State:
         with self._thread.turn():
             subgroups: Sequence[int] = range(len(self._parts.plan.layout.subgroups))
             if parameters is not None:
-                subgroups = self._visits.subgroups_of(map(self._parts.position, parameters))
-            self._visits.visit(subgroups, visit, changes=False)
+                subgroups = self._sweep_requests.subgroups_of(map(self._parts.position, parameters))
+            self._sweep_requests.sweep_segments(subgroups, visit, changes=False)
         if failed:
             raise failed[0]
 
@@ -160,7 +160,7 @@ class State:
                     copy_run(tensor, segment.start, views[name])
 
             masters = {position for position, tensors in tensors_of.items() if MASTER in tensors}
-            self._change(self._visits.subgroups_of(tensors_of), write, counts, masters, follow=weights)
+            self._change(self._sweep_requests.subgroups_of(tensors_of), write, counts, masters, follow=weights)
 
     def change(self, work: Callable[[int, Mapping[str, torch.Tensor]], None], *, masters: bool) -> None:
         """Call a function that changes state where it lies in memory, run by run in the engine's order.
@@ -186,7 +186,9 @@ class State:
                         views[name].zero_()
 
             # Subgroups that were never updated have no moments yet.
-            subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
+            subgroups = [
+                number for number in self._sweep_requests.subgroups_of(chosen) if not machine.is_fresh(number)
+            ]
             self._change(subgroups, reset, dict.fromkeys(chosen, 0))
 
     def _change(
@@ -205,4 +207,6 @@ class State:
             for position, step in steps.items():
                 counts[position] = step
 
-        self._visits.visit(subgroups, change, changes=True, masters=masters, follow=follow, applied=applied)
+        self._sweep_requests.sweep_segments(
+            subgroups, change, changes=True, masters=masters, follow=follow, applied=applied
+        )

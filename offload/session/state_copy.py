@@ -184,7 +184,7 @@ def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Se
     promised = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
     most_bytes: dict[str, int] = {}
     missing: dict[int, int] = {}
-    for path, tier, share in zip(config.path_configs, tiers, plan.shares(rates), strict=True):
+    for path, tier, share in zip(config.path_configs, tiers, plan.path_shares(rates), strict=True):
         data_path = getattr(innermost(tier), "data_path", None)
         if data_path is None:  # an object store
             continue

@@ -44,7 +44,7 @@ class PendingStep:
         self.kept_tensors = kept_tensors
         self.error: BaseException | None = None
         self._latch = latch
-        self._visits: Mapping[int, waits.Latch] = MappingProxyType({})
+        self._sweep_requests: Mapping[int, waits.Latch] = MappingProxyType({})
         self._over = latch()
 
     @property
@@ -56,18 +56,18 @@ class PendingStep:
 
     def begin(self, subgroups: Iterable[int]) -> None:
         """Note the visits that are still to be made; the step's caller goes on after that."""
-        self._visits = {subgroup: self._latch() for subgroup in subgroups}
+        self._sweep_requests = {subgroup: self._latch() for subgroup in subgroups}
 
     def visited(self, subgroups: Iterable[int]) -> None:
         """Wake callers that wait for some visits, as these have ended."""
         for subgroup in subgroups:
-            self._visits[subgroup].set()
+            self._sweep_requests[subgroup].set()
 
     def end(self, error: BaseException | None) -> None:
         """Wake everybody: the step is over."""
         self.error = error
         self._over.set()
-        for latch in self._visits.values():
+        for latch in self._sweep_requests.values():
             if not latch.is_set():
                 latch.set()
 
@@ -76,7 +76,7 @@ class PendingStep:
     def wait_for(self, subgroups: Iterable[int]) -> None:
         """Wait until the visits of some subgroups have ended, or the step has failed."""
         for subgroup in subgroups:
-            latch = self._visits.get(subgroup)
+            latch = self._sweep_requests.get(subgroup)
             if latch is not None and not latch.is_set():
                 waits.wait_for(latch.wait, lambda: "")  # the executor logs what is waited for
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from offload.engine.executor import Coming, Visitor, nothing_comes
 from offload.plan import visit_order
-from offload.schedule.operations import Begin, Sweep, Visit
+from offload.schedule.operations import BeginSweep, Sweep, Visit
 from offload.session.parts import SessionParts
 from offload.session.step import StepAccount
 
@@ -35,16 +35,16 @@ class Sweeps:
         for number in visit_order(subgroups, parts.machine.slots):
             weight_bytes = parts.plan.passing_bytes(number)
             visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
-        sweep = self.make(tuple(visits), visitor, changes=changes)
-        parts.machine.handle(Begin(sweep))
+        sweep = self.number_sweep(tuple(visits), visitor, changes=changes)
+        parts.machine.handle(BeginSweep(sweep))
         return sweep
 
-    def open(self, visits: tuple[Visit, ...], visitor: Visitor) -> Sweep:
+    def make_open(self, visits: tuple[Visit, ...], visitor: Visitor) -> Sweep:
         """Return an open sweep for the next step, to which visits are admitted; `visitor` makes their tables."""
         self.open_account()
-        return self.make(visits, visitor, updates=True, is_open=True)
+        return self.number_sweep(visits, visitor, updates=True, is_open=True)
 
-    def make(
+    def number_sweep(
         self,
         visits: tuple[Visit, ...],
         visitor: Visitor,
@@ -55,7 +55,7 @@ class Sweeps:
         is_open: bool = False,
     ) -> Sweep:
         """Number the next sweep and return it; the executor calls `visitor` in it: see `LiveExecutor.visit_with`."""
-        self._parts.executor.visit_with(visitor, coming, updates=updates)
+        self._parts.executor.set_visitor(visitor, coming, updates=updates)
         self._count += 1
         self.version += changes
         return Sweep(self._count, self.version, visits, is_open)
@@ -74,7 +74,7 @@ class Sweeps:
         self.step_number += 1
         self.last = account
 
-    def take_unlearnt(self) -> StepAccount | None:
+    def take_last_account(self) -> StepAccount | None:
         """Return the account of the step before the open one, once; None if it has been returned."""
         account, self._unlearnt = self._unlearnt, None
         return account

@@ -24,16 +24,16 @@ from typing import Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
+from offload.engine.executor import INTERRUPT, REQUEST, no_visit
 from offload.errors import CheckpointError, OffloadError, SessionBrokenError, StepAbortedError, invariant, known
 from offload.layout import Parameter
-from offload.protocols import DeviceLane, Mark, Owner
+from offload.protocols import DeviceLane, Mark, ScratchOwner
 from offload.schedule.loop import pump
-from offload.schedule.machine import Listener, Machine
-from offload.schedule.operations import Discard, Release, Stop, Sweep
+from offload.schedule.machine import Machine, MachineListener
+from offload.schedule.operations import Discard, ReleaseSave, Stop, Sweep
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
-from offload.session.scratch import Wanted, Wants
+from offload.session.scratch import BufferRequest, BufferRequests
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
 from offload.session.sweeps import Sweeps
@@ -66,11 +66,11 @@ class _Request:
     error: BaseException | None = None
 
 
-class _WantedToFill(Wanted):
+class _FillRequest(BufferRequest):
     """A subgroup's gradient buffer, wanted to be filled."""
 
     def __init__(self, sweeps: Sweeps, subgroup: int) -> None:
-        super().__init__(Owner("gradients", subgroup), fills=True)
+        super().__init__(ScratchOwner("gradients", subgroup), fills=True)
         self._sweeps = sweeps
 
     def begin(self) -> None:
@@ -85,7 +85,7 @@ class Closing(Protocol):
         """Close the object."""
 
 
-class EngineThread(Listener):
+class EngineThread(MachineListener):
     """The engine thread of one session."""
 
     def __init__(self, parts: SessionParts) -> None:
@@ -103,9 +103,9 @@ class EngineThread(Listener):
         """Numbers and versions of the machine's sweeps."""
         self.speculation = Speculation(parts, self.sweeps)
         """The updates that are made before their step is sealed."""
-        self.wants = Wants(parts)
+        self.wants = BufferRequests(parts)
         """Buffers that callers want, for gradients and activations."""
-        self._wanted_to_fill: Wanted | None = None  # the gradient buffer that is being filled
+        self._wanted_to_fill: BufferRequest | None = None  # the gradient buffer that is being filled
         self.parking = Parking(parts, self.sweeps, self.wants)
         """Gives memory back between steps, and takes it again."""
         self.pending: PendingStep | None = None
@@ -165,7 +165,9 @@ class EngineThread(Listener):
         if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
             error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
         parts = self._parts
-        aborted = StepAbortedError(self.sweeps.step_number + 1, error, parts.machine.moved, parts.saves.last_folder)
+        aborted = StepAbortedError(
+            self.sweeps.step_number + 1, error, parts.machine.changed_subgroups, parts.saves.last_folder
+        )
         aborted.__cause__ = error
         return aborted
 
@@ -222,7 +224,7 @@ class EngineThread(Listener):
             if not self.closed:
                 lanes.lead_caller()
                 for tensor in pending.kept_tensors:
-                    lanes.device.give_up(tensor)
+                    lanes.device.record_use(tensor)
         self.pending = None
         if pending.error is not None:
             raise pending.error
@@ -289,7 +291,7 @@ class EngineThread(Listener):
         if request.pending is None:
             lanes.lead_caller()
 
-    def wait_for_buffer(self, wanted: Wanted) -> None:
+    def wait_for_buffer(self, wanted: BufferRequest) -> None:
         """Wait until the engine thread has answered a wish for a buffer, or the session cannot be used."""
 
         def arrived(pause_s: float) -> bool:
@@ -300,19 +302,19 @@ class EngineThread(Listener):
 
     def take_memory(self) -> None:
         """Take memory again that was given back between steps, or end a park that is about to give it back."""
-        if self.parking.is_held:
+        if self.parking.is_parked_or_parking:
             with self.turn():
                 self.request(nothing)
 
-    def fill(self, subgroup: int) -> int:
+    def borrow_buffer(self, subgroup: int) -> int:
         """Wait for a subgroup's gradient buffer, and return its number; the caller fills it until the next call.
 
         The buffer that was returned before is released: the machine may write it to the paths.
         """
         with self.turn():
             self.take_memory()
-            self._stop_filling()
-            self._wanted_to_fill = wanted = _WantedToFill(self.sweeps, subgroup)
+            self._release_filled()
+            self._wanted_to_fill = wanted = _FillRequest(self.sweeps, subgroup)
             self.wants.ask(wanted)
             self.wait_for_buffer(wanted)
             if wanted.error is not None:
@@ -320,7 +322,7 @@ class EngineThread(Listener):
             self.check_usable()
             return known(wanted.buffer, "gradients without a buffer")
 
-    def _stop_filling(self) -> None:
+    def _release_filled(self) -> None:
         """Release the buffer that was filled last, which the machine may then write to the paths."""
         if self._wanted_to_fill is not None:  # releasing it twice, after an interrupt, changes nothing
             self.wants.release(self._wanted_to_fill)
@@ -328,7 +330,7 @@ class EngineThread(Listener):
 
     def begin_step(self) -> None:
         """Release the buffer that was filled last, as all gradients are there; on the engine thread."""
-        self._stop_filling()
+        self._release_filled()
         self.wants.take_posts()
 
     def drop(self, dropped: Callable[[], None]) -> None:
@@ -338,7 +340,7 @@ class EngineThread(Listener):
             self.begin_step()
             machine = self._parts.machine
             for subgroup in [*machine.scratch["gradients"].owners]:
-                machine.handle(Discard(Owner("gradients", subgroup)))
+                machine.handle(Discard(ScratchOwner("gradients", subgroup)))
             dropped()
 
         with self.turn():
@@ -367,7 +369,7 @@ class EngineThread(Listener):
                 return
             self._serving = True
         try:
-            self._parts.lanes.device.adopt_thread()
+            self._parts.lanes.device.prepare_thread()
             self._serve_requests()
         except Exception as error:
             # Nobody waits for this thread itself: callers that wait for an answer, and later ones, get the error.
@@ -398,7 +400,7 @@ class EngineThread(Listener):
         Raises:
             InternalError: A sweep is under way and nothing is in flight that could end it: waiting would be forever.
         """
-        waits_for_nothing = not (machine.in_flight or machine.idle or machine.is_open)
+        waits_for_nothing = not (machine.in_flight or machine.has_no_sweep or machine.is_open)
         invariant(not waits_for_nothing, "a sweep is under way, and nothing that it waits for")
         return (
             machine.finished_sweep is not None
@@ -412,7 +414,7 @@ class EngineThread(Listener):
 
     def _may_begin(self, machine: Machine) -> bool:
         """Return whether a request has come in and may begin."""
-        return (machine.idle or machine.is_open) and self._parts.executor.requests > 0
+        return (machine.has_no_sweep or machine.is_open) and self._parts.executor.requests > 0
 
     def serve_due(self) -> bool:
         """Do one thing that is due, in the order of the branches; return False after the request to end."""
@@ -427,8 +429,8 @@ class EngineThread(Listener):
             self.wants.serve()
         elif self._may_begin(machine):
             if machine.is_open:
-                self.speculation.hold()
-                pump(machine, self._parts.executor, lambda m: not m.runs or m.broken is not None)
+                self.speculation.pause()
+                pump(machine, self._parts.executor, lambda m: not m.running_count or m.broken is not None)
                 self.note_save_end()
             if self._accept_request() is None:
                 return False
@@ -441,7 +443,7 @@ class EngineThread(Listener):
 
     def _may_speculate(self) -> bool:
         """Return whether an update before its step is due, and the session has its memory (is not parked)."""
-        return self.speculation.is_due() and not self.parking.is_held
+        return self.speculation.count_and_is_due() and not self.parking.is_parked_or_parking
 
     def _begin_request(self) -> None:
         """Begin the request that was taken; answer at once if it fails, has no sweep, or is a pending step."""
@@ -449,7 +451,7 @@ class EngineThread(Listener):
         if not request.seals:
             self.speculation.revoke()
         try:
-            self.parking.make_way(needs_memory=request.needs_memory)
+            self.parking.end_for_request(needs_memory=request.needs_memory)
             self._parts.lanes.is_hidden = request.pending is not None
             sweep = request.begin()
         except OffloadError as error:
@@ -490,9 +492,9 @@ class EngineThread(Listener):
             error = CheckpointError(f"the session was closed before {pending.folder.path} was committed")
             self._parts.machine.handle(Stop(error))
             self.note_save_end()
-        self._settle()
+        self._wait_for_idle_machine()
 
-    def _settle(self) -> None:
+    def _wait_for_idle_machine(self) -> None:
         """Wait until nothing is in flight, or the machine has broken."""
         pump(self._parts.machine, self._parts.executor, lambda m: m.in_flight == 0 or m.broken is not None)
 
@@ -502,7 +504,7 @@ class EngineThread(Listener):
         Raises:
             BaseException: What broke the machine.
         """
-        self._settle()
+        self._wait_for_idle_machine()
         if self._parts.machine.broken is not None:
             raise self._parts.machine.broken
 
@@ -528,7 +530,7 @@ class EngineThread(Listener):
         """Tell the saves how the pending one ended, and release checkpoints that are too many then."""
         self.drop_checkpoint_buffers()
         for number in self._parts.saves.end_pending(error, broke=self.broken is not None):
-            self._parts.machine.handle(Release(number))
+            self._parts.machine.handle(ReleaseSave(number))
 
     def drop_checkpoint_buffers(self) -> None:
         """Give back the buffers through which a checkpoint was copied.
@@ -554,7 +556,7 @@ class EngineThread(Listener):
             self._answer(error)
             return
         self._current, self._parts.lanes.is_hidden = None, False
-        self._parts.executor.visit_with(visit_nothing)
+        self._parts.executor.set_visitor(no_visit)
         if error is None:  # else lanes may still use all of them
             pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)
         pending.end(None if error is None else self.aborted(error))
@@ -563,7 +565,7 @@ class EngineThread(Listener):
         """Answer the current request's caller with an error, or None, and drop references to the caller's data."""
         request, self._current = known(self._current, "an answer to nobody"), None
         self._next = None
-        self._parts.executor.visit_with(visit_nothing)
+        self._parts.executor.set_visitor(no_visit)
         with contextlib.suppress(OffloadError):  # a device that has failed gives nothing back
             self._parts.gradients.return_borrowed()  # all work of the request is on lanes
         request.error = error

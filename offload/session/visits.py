@@ -16,7 +16,7 @@ from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, as_on_fastest, observe, typical
 from offload.plan import Rates, visit_order
-from offload.schedule.operations import Lend, Reshare, Run, Stop, Sweep
+from offload.schedule.operations import LimitGpuSlots, Reshare, RunVisit, Stop, Sweep
 from offload.schedule.runs import update_visits
 from offload.session.parts import SessionParts
 from offload.session.placement_review import PlacementReview
@@ -32,7 +32,7 @@ def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
     """Do nothing."""
 
 
-class Visits:
+class SweepRequests:
     """Requests for sweeps of one session, and the rates that it learns from steps."""
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
@@ -55,7 +55,7 @@ class Visits:
         if self._thread.wait_for(subgroups) or on_any_stream:
             self._parts.lanes.lead_caller_to(subgroups)
 
-    def visit(
+    def sweep_segments(
         self,
         subgroups: Sequence[int],
         work: SegmentWork,
@@ -75,22 +75,22 @@ class Visits:
             follow: Whether 16-bit weights are set to the rounding of these masters.
             applied: Called on the engine thread when all has been done.
         """
-        visitor = self.visitor(work, changes, masters, follow=follow)
+        visitor = self.make_visitor(work, changes, masters, follow=follow)
         self._thread.request(partial(self._thread.sweeps.begin, subgroups, visitor, changes=changes), applied)
 
-    def visitor(
+    def make_visitor(
         self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
-    ) -> Callable[[Run], None]:
+    ) -> Callable[[RunVisit], None]:
         """Return a visitor that does `work` on every segment of a subgroup, as `visit` describes."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
         taking = np.zeros(len(tables.steps), bool)
         taking[[*masters]] = True
 
-        def visit(run: Run) -> None:
+        def sweep_segments(run: RunVisit) -> None:
             with views.on_host(run) as view:
                 views.make_whole(run, view, taking)
                 if changes:
-                    tables.taken(run.visit.subgroup, None if run.fresh else taking)
+                    tables.note_masters_current(run.visit.subgroup, None if run.fresh else taking)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
                     sets = follow and bool(taking[segment.parameter])
                     with views.piece(run, view, segment, sets_master=sets) as tensors:
@@ -117,23 +117,23 @@ class Visits:
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
-            slots = parts.lanes.take_slots()
+            slots = parts.lanes.borrow_slots()
             if slots is not None:
-                machine.handle(Lend(slots))
+                machine.handle(LimitGpuSlots(slots))
             plan = parts.plan.unborrowed if slots == 0 else parts.plan
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(
                 plan, order, lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0)
             )
             if parts.gradients.begin_step(parts.plan, visits):
-                parts.plan = parts.counting_gradients(parts.plan)
+                parts.plan = parts.with_gradient_bytes(parts.plan)
         parts.executor.seals_homes = parts.saves.is_expected(sweeps.step_number + 1)
 
-        def update(run: Run) -> Any:
-            parts.gradients.bring(run.visit.subgroup)
+        def update(run: RunVisit) -> Any:
+            parts.gradients.fetch_for_visit(run.visit.subgroup)
             return parts.views.work(run, parts.tables.begun)
 
-        rest = sweeps.make(visits, update, parts.gradients.coming, updates=True)
+        rest = sweeps.number_sweep(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
 
@@ -153,7 +153,7 @@ class Visits:
         """
         parts = self._parts
         sweeps = self._thread.sweeps
-        account = sweeps.take_unlearnt()
+        account = sweeps.take_last_account()
         if account is None:
             return
         try:
@@ -165,7 +165,7 @@ class Visits:
                 self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]
                 parts.rates = typical(self._observed)
                 self.placement_review.learnt()
-            shares = parts.plan.shares(parts.rates)
+            shares = parts.plan.path_shares(parts.rates)
         except Exception as error:
             log.warning("nothing is learnt from the last step: %r", error, exc_info=error)
             return

@@ -269,7 +269,7 @@ class DirectoryFolder(Folder):
     def is_read(self, *, own: int = 0) -> bool:
         return is_being_read(self._root, own=own)
 
-    def take_lock(self) -> int | None:
+    def acquire_lock(self) -> int | None:
         try:
             return hold_lock(self._root / LOCK_NAME, existing=True)
         except OSError:
@@ -313,7 +313,7 @@ class ExistingStore(FileTier):
         Owned.__init__(self, path)
         self.depth = DEPTH
         with self.answering_for("open"), contextlib.ExitStack() as undo:
-            self._directory = _Shared(Path(os.path.abspath(path)) / f"offload-{store}")
+            self._directory = _ReadLockedStore(Path(os.path.abspath(path)) / f"offload-{store}")
             undo.callback(self._directory.close)
             self.store_path, self.data_path = self._directory.directory, self._directory.data_path
             descriptor, self.direct = _open_data(self.data_path)
@@ -330,7 +330,7 @@ class ExistingStore(FileTier):
         return 0
 
 
-class _Shared(Store):
+class _ReadLockedStore(Store):
     """The directory of another session's store, under a shared lock until `close`."""
 
     def __init__(self, directory: Path) -> None:

@@ -102,7 +102,7 @@ class Folder(Protocol):
         """Return whether a store is known to have more readers than `own` ones of this process."""
         return False
 
-    def take_lock(self) -> int | None:
+    def acquire_lock(self) -> int | None:
         """Lock a store whose session has ended; return the descriptor for `release_lock`, None if that fails."""
         return None
 

@@ -55,7 +55,7 @@ class LockByte:
         self.file, self._position = file, place
         self._taken = threading.Lock()
 
-    def take(self) -> bool:
+    def try_acquire(self) -> bool:
         """Lock the byte if it is free; return whether that succeeded."""
         if not self._taken.acquire(blocking=False):
             return False
@@ -68,7 +68,7 @@ class LockByte:
             raise
         return True
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Unlock the byte."""
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self._position)
         self._taken.release()
@@ -209,14 +209,14 @@ class TakingTurns(Owned):
                 self._inner_queue.wait()
                 continue
             try:
-                turn = self._take_turn()
+                turn = self._acquire_turn()
             except OSError as cause:
                 self._fail_all(cause.errno or errno.EIO)
                 continue
             self._use_turn()
-            turn.give()
+            turn.release()
 
-    def _take_turn(self) -> LockByte:
+    def _acquire_turn(self) -> LockByte:
         """Lock the head of the line, then wait for a turn, and lock that.
 
         Raises:
@@ -227,7 +227,7 @@ class TakingTurns(Owned):
         candidates: Sequence[LockByte] = [self._line]
         try:
             while True:
-                taken = next((candidate for candidate in candidates if candidate.take()), None)
+                taken = next((candidate for candidate in candidates if candidate.try_acquire()), None)
                 if taken is self._line:
                     candidates = self._turns
                     continue
@@ -246,7 +246,7 @@ class TakingTurns(Owned):
         finally:
             self._waiting_since_s = None
             if candidates is self._turns:
-                self._line.give()
+                self._line.release()
 
     def _use_turn(self) -> None:
         """Pass requests on, and completions back, until the turn is over."""

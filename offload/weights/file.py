@@ -26,7 +26,7 @@ from offload.errors import ConfigError
 from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.layers import check_weights, give_buffers, own_parameters, units
-from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
+from offload.weights.mapping import PAGE_BYTES, LayerReadAhead, MappedFile, joined, up
 from offload.weights.safetensors import checked, read_into
 from offload.weights.sharded import ShardsInFile
 
@@ -71,7 +71,7 @@ def weights_in_file(
         TierError: The drive fails.
     """
     _check_once(model)
-    if shards.unsharders(model):
+    if shards.fsdp_groups(model):
         if layers is not None:
             raise ConfigError("layers", "given", "leave it out: a sharded model has what fully_shard was called with")
         return ShardsInFile(model, path, safetensors)
@@ -121,7 +121,7 @@ class WeightsInFile:
         names = {module: name for name, module in model.named_modules()}
         moved: dict[torch.Tensor, nn.Parameter] = {}
         self._units = [self._move_unit(modules, names, offsets, moved) for modules in parts]
-        self._layers = Layers(self.file, [unit.ranges for unit in self._units])
+        self._layers = LayerReadAhead(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
         read_into(model, files, self.file)
         for number, modules in enumerate(parts):
@@ -164,7 +164,7 @@ class WeightsInFile:
                 weights.append((weakref.ref(module), name, full_name, self.file.address + offset))
         ranges = joined(places)
         for offset, nbytes in ranges:
-            self.file.let_go(offset, nbytes, was_written=True)
+            self.file.advise_unneeded(offset, nbytes, was_written=True)
         return _Unit(ranges, weights)
 
     def _move_weight(self, weight: nn.Parameter, offset: int) -> nn.Parameter:

@@ -26,8 +26,8 @@ from offload.memory.arenas import Arena
 from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.alone import Alone, alone, check_alone
-from offload.weights.layers import Groups, check_weights, give_buffers, own_parameters
-from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, is_mapped, up
+from offload.weights.layers import GatherGroups, check_weights, give_buffers, own_parameters
+from offload.weights.mapping import PAGE_BYTES, LayerReadAhead, MappedFile, is_mapped, up
 from offload.weights.safetensors import checked, read_into
 
 log = logging.getLogger("offload")
@@ -98,7 +98,7 @@ class WeightsInHostMemory:
         stays = _staying(model, on_device)
         _check_free(model)
         files = checked(model, safetensors)
-        modules = Groups(model, layers, stays).modules
+        modules = GatherGroups(model, layers, stays).modules
         driver = _driver()
         self.device = driver.device
         _check_weights(model, stays, self.device)
@@ -121,11 +121,11 @@ class WeightsInHostMemory:
         with driver.current():
             originals = _on_meta(model, stays)
             _shard(model, modules, stays, self.device)
-            self._groups = shards.unsharders(model)
+            self._groups = shards.fsdp_groups(model)
             sizes = {gathered: self._move_group(gathered, originals) for gathered in self._groups}
             _state_of(model)._lazy_init()
         self.nbytes, self.pinned_bytes = sum(sizes.values()), self._pinned.pinned_bytes
-        self._layers = None if self.file is None else Layers(self.file, [[place] for place in self._ranges])
+        self._layers = None if self.file is None else LayerReadAhead(self.file, [[place] for place in self._ranges])
         own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
@@ -160,7 +160,7 @@ class WeightsInHostMemory:
             self._places[fsdp_param] = name, place.data_ptr()
             places.append((place.data_ptr(), place.nbytes))
         if isinstance(memory, MappedFile):
-            memory.let_go(begin, ends[-1], was_written=True)
+            memory.advise_unneeded(begin, ends[-1], was_written=True)
             return ends[-1]
         before = self._pinned.pinned_bytes
         self._pinned.pin(memory)
@@ -184,13 +184,13 @@ class WeightsInHostMemory:
     def _hook(self, model: nn.Module) -> None:
         """Replace the groups' methods that gather, and hook forward passes and state dicts of the model."""
         for group in self._groups:
-            shards.StandIn(group, "unshard", self._begin_gather)
-            shards.StandIn(group, "wait_for_unshard", self._end_gather)
+            shards.PatchedMethod(group, "unshard", self._begin_gather)
+            shards.PatchedMethod(group, "wait_for_unshard", self._end_gather)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
         module: Any
         for module in model.modules():
-            if any(map(shards.is_sharded, own_parameters(module).values())):
+            if any(map(shards.is_dtensor, own_parameters(module).values())):
                 module.register_state_dict_post_hook(_unwrap_saved)
                 module.register_load_state_dict_pre_hook(self._place_loaded)
 
@@ -289,7 +289,7 @@ class WeightsInHostMemory:
             value = state.get(prefix + name)
             if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
                 continue  # torch raises an error for it
-            if shards.is_sharded(weight) and not shards.is_sharded(value):
+            if shards.is_dtensor(weight) and not shards.is_dtensor(value):
                 state[prefix + name] = shards.placed(value, weight)
 
 
@@ -301,7 +301,7 @@ def _unwrap_saved(module: nn.Module, state: dict[str, Any], prefix: str, metadat
     """After `state_dict`: replace `DTensor`s by plain tensors over the memory of the weights; a hook."""
     for name in own_parameters(module):
         value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and shards.is_sharded(value):
+        if isinstance(value, torch.Tensor) and shards.is_dtensor(value):
             state[prefix + name] = shards.local(value)
 
 
@@ -346,7 +346,7 @@ def _check_free(model: nn.Module) -> None:
             combinations.HOST_TAKEN.refuse("model", type(module).__name__, taker=taker or "FSDP")
     for name, weight in model.named_parameters():
         taker = "DeepSpeed" if hasattr(weight, "ds_id") else ""
-        if shards.is_sharded(weight):
+        if shards.is_dtensor(weight):
             taker = "torch.distributed"
         elif weight.device.type == "cpu" and weight.layout == torch.strided and is_mapped(weight.data_ptr()):
             taker = "weights_in_file"

@@ -69,7 +69,7 @@ def _chosen(model: nn.Module, layers: Sequence[nn.Module] | None) -> set[nn.Modu
     return chosen
 
 
-class Groups:
+class GatherGroups:
     """Groups of weights that can be copied together when a module is called, and freed when it returns.
 
     Normally a group is a layer. If a weight of a layer is used outside of it, too, that weight is not in its group:

@@ -115,7 +115,7 @@ class MappedFile(mmap.mmap):
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self, dtype=dtype, count=numel, offset=offset)
 
-    def bring(self, offset: int, nbytes: int, *, to_write: bool = False) -> None:
+    def fault_in(self, offset: int, nbytes: int, *, to_write: bool = False) -> None:
         """Wait until a range is in memory, so that using it now neither waits nor fails.
 
         Args:
@@ -134,7 +134,7 @@ class MappedFile(mmap.mmap):
             detail = "weights that are mapped from there"
             raise TierError("read", tier="file", path=self.folder, offset=offset, errno=code, detail=detail)
 
-    def let_go(self, offset: int, nbytes: int, *, was_written: bool = False) -> None:
+    def advise_unneeded(self, offset: int, nbytes: int, *, was_written: bool = False) -> None:
         """Say that a range is not needed for now: the kernel then reclaims its memory first when it needs some.
 
         Args:
@@ -168,7 +168,7 @@ class MappedFile(mmap.mmap):
         return 0
 
 
-class Layers:
+class LayerReadAhead:
     """The layers of a model whose weights lie in a file: each is read at its turn, and the next one meanwhile.
 
     The next one is that which followed the same two layers last time; at first the neighbour in the direction of the
@@ -198,12 +198,12 @@ class Layers:
         onwards = number + (1 if number > self._before else -1)
         coming = self._following.get((self._before, number), onwards)
         for offset, nbytes in self._layers[number]:
-            self._file.bring(offset, nbytes)
+            self._file.fault_in(offset, nbytes)
         if 0 <= coming < len(self._layers) and coming != number:
-            self._ahead.bring(self._file, self._layers[coming])
+            self._ahead.read_ahead(self._file, self._layers[coming])
         if last not in (-1, number, coming):
             for offset, nbytes in self._layers[last]:
-                self._file.let_go(offset, nbytes)
+                self._file.advise_unneeded(offset, nbytes)
 
 
 class Ahead:
@@ -215,22 +215,24 @@ class Ahead:
 
     _pid = 0  # of the process that has the thread
 
-    def bring(self, file: MappedFile, ranges: Sequence[tuple[int, int]]) -> None:
+    def read_ahead(self, file: MappedFile, ranges: Sequence[tuple[int, int]]) -> None:
         """Ask the thread to read ranges of a file; an earlier request that it has not begun is dropped."""
         if self._pid != os.getpid():  # a forked child does not have its parent's thread
             self._pid, self._requests = os.getpid(), SimpleQueue[Any]()
-            threading.Thread(target=_bring_all, args=(self._requests,), name="offload-weights", daemon=True).start()
+            threading.Thread(
+                target=_serve_read_ahead, args=(self._requests,), name="offload-weights", daemon=True
+            ).start()
             weakref.finalize(self, self._requests.put, None).atexit = False
         self._requests.put((file, ranges))
 
 
-def _bring_all(requests: SimpleQueue[Any]) -> None:
+def _serve_read_ahead(requests: SimpleQueue[Any]) -> None:
     """Read what requests ask for, until one is None."""
     while (request := _newest_request(requests)) is not None:
         file, ranges = request
         with contextlib.suppress(TierError):
             for offset, nbytes in ranges:
-                file.bring(offset, nbytes)
+                file.fault_in(offset, nbytes)
         del request, file  # so that the file is not kept alive while this waits
 
 
@@ -244,41 +246,41 @@ def _newest_request(requests: SimpleQueue[Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class MappedWeights:
     """The weights in mapped files that an update works on: file, offset and size of each range."""
 
     ranges: Sequence[tuple[MappedFile, int, int]]
 
-    def bring(self) -> None:
+    def fault_in(self) -> None:
         """Wait until all ranges are in memory, to be written to.
 
         Raises:
             TierError: See `MappedFile.bring`.
         """
         for file, offset, nbytes in self.ranges:
-            file.bring(offset, nbytes, to_write=True)
+            file.fault_in(offset, nbytes, to_write=True)
 
-    def let_go(self) -> None:
+    def start_write_back(self) -> None:
         """Begin to write all ranges, and mark their memory as the first to be reclaimed."""
         for file, offset, nbytes in self.ranges:
-            file.let_go(offset, nbytes, was_written=True)
+            file.advise_unneeded(offset, nbytes, was_written=True)
 
 
-class Visiting:
+class MappedWeightsWindow:
     """Waits for weights of one update after another, and lets go of them `BEHIND` updates later. For one thread."""
 
     def __init__(self) -> None:
-        self._before: deque[Visit] = deque()
+        self._before: deque[MappedWeights] = deque()
 
-    def begin(self, visit: Visit) -> None:
+    def begin(self, visit: MappedWeights) -> None:
         """Let go of an earlier update's weights, and wait for this one's.
 
         Raises:
             TierError: See `MappedFile.bring`.
         """
         if len(self._before) == BEHIND:
-            self._before.popleft().let_go()
-        visit.bring()
+            self._before.popleft().start_write_back()
+        visit.fault_in()
         self._before.append(visit)
 
     def metrics(self) -> dict[str, float]:
@@ -286,7 +288,7 @@ class Visiting:
         return {metrics.WEIGHT_FAULTS: _major_faults(UPDATING)} if self._before else {}
 
 
-def visit_of(table: npt.NDArray[Any]) -> Visit | None:
+def mapped_weights_of(table: npt.NDArray[Any]) -> MappedWeights | None:
     """Return the weights of an update that lie in mapped files; None if none does, as in most programs.
 
     Args:
@@ -301,7 +303,7 @@ def visit_of(table: npt.NDArray[Any]) -> Visit | None:
         offsets = addresses - np.uint64(file.address)  # unsigned: huge for addresses before the file
         inside = np.flatnonzero((offsets < np.uint64(file.nbytes)) & (sizes > 0))
         ranges += [(file, *each) for each in joined((int(offsets[i]), int(sizes[i])) for i in inside)]
-    return Visit(ranges) if ranges else None
+    return MappedWeights(ranges) if ranges else None
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.units import format_bytes
 from offload.weights.layers import own_parameters, units
-from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
+from offload.weights.mapping import PAGE_BYTES, LayerReadAhead, MappedFile, joined, up
 
 log = logging.getLogger("offload")
 
@@ -37,11 +37,11 @@ class Partitions:
     def __init__(self, folder: str | os.PathLike[str], sizes: Iterable[int]) -> None:
         self._file = MappedFile(folder, up(max(sum(map(up, sizes)), 1), PAGE_BYTES))
         self._used = 0
-        self._layers, self._last = Layers(self._file, []), -1
+        self._layers, self._last = LayerReadAhead(self._file, []), -1
         self._numbers: dict[int, int] = {}
         """Number of the layer that a tensor is in, by the tensor's address."""
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of zeros in the file."""
         offset = self._used
         self._used += up(numel * dtype.itemsize)
@@ -50,12 +50,12 @@ class Partitions:
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> None:
         """Move a tensor's memory to the file; it stays the same object."""
-        offset, place = self._used, self.take(tensor.numel(), tensor.dtype)
+        offset, place = self._used, self.allocate(tensor.numel(), tensor.dtype)
         tensor.data = place.copy_(tensor)
-        self._file.let_go(offset, tensor.nbytes, was_written=True)
+        self._file.advise_unneeded(offset, tensor.nbytes, was_written=True)
 
     @staticmethod
-    def give_back() -> None:
+    def trim_heap() -> None:
         """Return the old memory of moved tensors to the system, of which glibc may keep all as free blocks."""
         if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             trim(0)
@@ -73,8 +73,8 @@ class Partitions:
             places = {part.data_ptr(): part.nbytes for part in parts if self._has(part)}
             ranges.append(joined((address - self._file.address, nbytes) for address, nbytes in places.items()))
             self._numbers.update(dict.fromkeys(places, number))
-        self._layers = Layers(self._file, ranges)
-        self._file.let_go(0, self._file.nbytes, was_written=True)
+        self._layers = LayerReadAhead(self._file, ranges)
+        self._file.advise_unneeded(0, self._file.nbytes, was_written=True)
         said = format_bytes(self._used), os.fspath(self._file.folder), len(self._numbers), len(ranges)
         log.info("%s of partitions lie in a file in %s: %d, used in %d layers", *said)
 

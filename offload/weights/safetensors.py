@@ -130,12 +130,12 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
     for path, entries in files:
         for name, tensor in tensors_in(path, entries):
             target = targets[name]
-            if shards.is_sharded(target):
+            if shards.is_dtensor(target):
                 tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
             elements = shards.local(target.detach())
             elements.copy_(tensor)
             if file is not None and file.holds(elements.data_ptr()):
-                file.let_go(elements.data_ptr() - file.address, elements.nbytes, was_written=True)
+                file.advise_unneeded(elements.data_ptr() - file.address, elements.nbytes, was_written=True)
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

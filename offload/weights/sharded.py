@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.layers import check_weights, give_buffers
-from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, up
+from offload.weights.mapping import PAGE_BYTES, LayerReadAhead, MappedFile, up
 from offload.weights.safetensors import checked, read_into
 
 log = logging.getLogger("offload")
@@ -34,10 +34,10 @@ class ShardsInFile:
     def __init__(
         self, model: nn.Module, path: str | os.PathLike[str], safetensors: Iterable[str | os.PathLike[str]] = ()
     ) -> None:
-        self._groups = shards.unsharders(model)
+        self._groups = shards.fsdp_groups(model)
         names = {id(weight): name for name, weight in model.named_parameters()}
         for name, weight in model.named_parameters():
-            if not shards.is_sharded(weight):
+            if not shards.is_dtensor(weight):
                 raise ConfigError(name, "not sharded", "have fully_shard take every weight, or none")
         check_weights(model, combinations.FILE_LATE)
         files = checked(model, safetensors)
@@ -57,12 +57,12 @@ class ShardsInFile:
             for each in group.fsdp_params:
                 name = names[id(each.sharded_param)]
                 self._places[each] = name, self._move_shard(each, offsets[each])
-            self.file.let_go(begin, nbytes, was_written=True)
+            self.file.advise_unneeded(begin, nbytes, was_written=True)
         self._numbers = {group: number for number, group in enumerate(self._groups)}
-        self._layers = Layers(self.file, [[each] for each in ranges])
+        self._layers = LayerReadAhead(self.file, [[each] for each in ranges])
         give_buffers(model, self._groups[0].device)
         read_into(model, files, self.file)
-        self._handles = [shards.StandIn(group, "unshard", self._begin_gather) for group in self._groups]
+        self._handles = [shards.PatchedMethod(group, "unshard", self._begin_gather) for group in self._groups]
         model.register_forward_pre_hook(self._keep_alive)
         said = format_bytes(self.nbytes), os.fspath(path), len(self._places), len(self._groups)
         log.info("%s of this rank's weights lie in a file in %s: %d shards, gathered in %d groups", *said)
@@ -94,7 +94,7 @@ class ShardsInFile:
 
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Wait until a group's shards are in memory, then let FSDP2 gather them; stands in for its `unshard`."""
-        if group._all_gather_result is None and group.is_sharded:
+        if group._all_gather_result is None and group.is_dtensor:
             for fsdp_param in group.fsdp_params:
                 name, address = self._places[fsdp_param]
                 data = fsdp_param._sharded_param_data

@@ -99,7 +99,7 @@ def models(folder: Path) -> None:
     found = []
     for overlap in ("off", "backward", "both"):
         training = made(folder / overlap, overlap)
-        groups = [group for group in shards.unsharders(training.called) if group.fsdp_params]
+        groups = [group for group in shards.fsdp_groups(training.called) if group.fsdp_params]
         assert all(("post_backward" in vars(group)) is (overlap != "off") for group in groups)
         training.optimizer.close()
         assert not any("post_backward" in vars(group) for group in groups)

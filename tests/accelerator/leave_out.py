@@ -62,7 +62,7 @@ UNNOTICED: dict[str, str] = {
     "GpuGradients.begin_step: self.lanes.device.follow(lane, mark.on_lane())": (
         "for steps that find no room for a staging slot, which the trainings leave; the simulated device has some"
     ),
-    "GpuGradients.bring_final: self.lanes.device.follow(lane, known(mark, 'a gradient on a device has no mark'))": (
+    "GpuGradients.fetch_final: self.lanes.device.follow(lane, known(mark, 'a gradient on a device has no mark'))": (
         "an update that has read a gradient too early has read another than the step finds, and is revoked"
     ),
     "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (

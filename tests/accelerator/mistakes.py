@@ -321,7 +321,7 @@ def drops_gradients_in_transit(right: Any, self: Any, *arguments: Any, **options
 
 
 def follows_a_bucket_that_is_on_no_lane(right: Any, self: Any) -> Any:
-    return self if is_within("GpuGradients.hand_back") else right(self)
+    return self if is_within("GpuGradients.drop_oldest_when_read") else right(self)
 
 
 def forgets_what_is_scattered(right: Any, self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:

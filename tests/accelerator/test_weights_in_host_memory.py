@@ -121,7 +121,7 @@ def optimizer_of(model: nn.Module, folder: Path, **config: Any) -> offload.AdamW
     folder.mkdir(exist_ok=True)
     settings = {"host_memory": 0, "paths": [folder], "subgroup_numel": 4096} | config
     optimizer = offload.AdamW(model.named_parameters(), lr=1e-2, offload=settings)
-    if config.get("overlap") in ("backward", "both") and any(map(shards.is_sharded, model.parameters())):
+    if config.get("overlap") in ("backward", "both") and any(map(shards.is_dtensor, model.parameters())):
         optimizer.overlap_backward(model)
     if config.get("overlap") in ("forward", "both"):
         optimizer.overlap_forward(model)
@@ -265,7 +265,7 @@ def test_a_file_without_room_or_that_fails_is_an_error(tmp_path: Path) -> None:
     model = made()
     with pytest.raises(offload.ConfigError, match="path"):
         offload.weights_in_host_memory(model, path=tmp_path / "missing")
-    assert not any(map(shards.is_sharded, model.parameters()))
+    assert not any(map(shards.is_dtensor, model.parameters()))
     home = offload.weights_in_host_memory(model, path=tmp_path)
     loss_of(model, 0).backward()
     with pytest.raises(offload.ConfigError, match="weights in a file"):
@@ -551,7 +551,7 @@ def test_a_layer_comes_beside_the_one_before(monkeypatch: pytest.MonkeyPatch) ->
         late.hold(computing)
 
     look = Look()
-    shards.StandIn(group, "wait_for_unshard", look.take)
+    shards.PatchedMethod(group, "wait_for_unshard", look.take)
     hooks = [
         model.layers[1].up.register_forward_pre_hook(hold),
         model.layers[2].up.register_forward_pre_hook(lambda *_: late.release(computing)),

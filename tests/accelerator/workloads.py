@@ -37,7 +37,7 @@ from offload import backends
 from offload.device import accelerator, lanes, pieces
 from offload.device.accelerator import AcceleratorDevice
 from offload.integrations.deepspeed.gradients import Transfers
-from offload.kernels.gpu import Table, Uploads
+from offload.kernels.gpu import ArgumentTable, Uploads
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
@@ -614,7 +614,7 @@ def host(run: Run) -> None:
         del scratch
 
 
-def sent(uploads: Uploads, words: npt.NDArray[np.int64]) -> Table:
+def sent(uploads: Uploads, words: npt.NDArray[np.int64]) -> ArgumentTable:
     """Return a table that has been sent, for the current stream."""
     table = uploads.take(words.size)
     table.words[: words.size] = words

@@ -442,7 +442,7 @@ def test_an_interrupt_before_a_tile_is_asked_for_changes_nothing(
         layers(data()).square().mean().backward()
         expected = gradients(layers)
         optimizer.zero_grad()
-        wants = optimizer.engine.activations._wants
+        wants = optimizer.engine.activations._buffer_requests
         ask, left = wants.ask, [1]
 
         def interrupted(asked: Any) -> None:

@@ -293,12 +293,12 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
             raise KeyboardInterrupt
 
         thread = optimizer.engine._thread
-        optimizer.engine._visits.placement_review.due = True
+        optimizer.engine._sweep_requests.placement_review.due = True
         with monkeypatch.context() as patch:
             patch.setattr(thread, "request", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.zero_grad()
-        optimizer.engine._visits.placement_review.due = False
+        optimizer.engine._sweep_requests.placement_review.due = False
         assert not optimizer._route.departures
         assert not optimizer.engine._parts.gradients.in_transit  # type: ignore[attr-defined]
 

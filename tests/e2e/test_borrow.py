@@ -69,7 +69,7 @@ def test_memory_that_is_used_after_it_was_given_back_is_found(tmp_path: Path) ->
 
     def copy_out(operation: Any, *arguments: Any) -> None:
         if not early:
-            early.append(operation.through)
+            early.append(operation.transfer_slot)
             device.return_borrowed()
         plain(operation, *arguments)
 

@@ -93,7 +93,7 @@ def test_what_leaves_is_written_once_a_pass_and_read_once_more(passes: int, tmp_
             if interval.label.startswith("gradients of"):
                 moved[interval.lane.partition(":")[0]] += interval.nbytes
         plan = optimizer.plan.plan
-        left, whole = plan.left_gradient_bytes, sum(n for tiles in plan.gradient_tiles for _, _, n in tiles)
+        left, whole = plan.path_gradient_bytes, sum(n for tiles in plan.gradient_tiles for _, _, n in tiles)
         assert left <= moved["read"] <= left + (passes - 1) * whole
         assert left <= moved["write"] <= left + (passes - 1) * whole
         if passes == 1:

@@ -416,7 +416,7 @@ def test_float32_weights_that_move_are_kept_until_no_lane_reads_them(tmp_path: P
             training.step()
             optimizer.zero_grad()
         gradients = optimizer.engine._parts.gradients
-        bring, has_landed, may_land = gradients.bring_final, gradients.has_landed, threading.Event()
+        bring, has_landed, may_land = gradients.fetch_final, gradients.has_landed, threading.Event()
         gradients.has_landed = lambda segments: may_land.is_set() and has_landed(segments)
         weights = [*training.model.parameters()]
         began = [weakref.ref(weight.untyped_storage()) for weight in weights]
@@ -431,7 +431,7 @@ def test_float32_weights_that_move_are_kept_until_no_lane_reads_them(tmp_path: P
             reads.wait = lambda: (seen.append([storage() is not None for storage in began]), plain_wait())
 
         seen: list[Any] = []
-        gradients.bring_final = bring_and_look
+        gradients.fetch_final = bring_and_look
         training.loss().backward()
         for weight in weights:
             weight.data = weight.data.clone()

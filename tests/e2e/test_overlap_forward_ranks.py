@@ -249,7 +249,7 @@ def test_fsdp2_is_left_as_it_was_and_fsdp1_is_refused(folder: Path) -> None:
         second = optimizer.overlap_forward(model)  # takes the place of the first
         assert [*optimizer._overlap.models] == [second]
         first.remove()
-        groups = shards.unsharders(model)
+        groups = shards.fsdp_groups(model)
         assert len(groups) == 7
         assert all("unshard" in vars(group) for group in groups)
         second.remove()

@@ -218,14 +218,14 @@ def test_a_park_behind_its_caller_ends_early_where_the_optimizer_is_used(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_nothing_says_parked_before_memory_is_gone(pair: Pair, wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, plain = [], HostMemory.give_pages_back
+    said, plain = [], HostMemory.discard_pages
 
-    def give_pages_back(memory: HostMemory, *given: Any) -> int:
+    def discard_pages(memory: HostMemory, *given: Any) -> int:
         nbytes = plain(memory, *given)
         said.append(pair.parking.engine.is_parked)
         return nbytes
 
-    monkeypatch.setattr(HostMemory, "give_pages_back", give_pages_back)
+    monkeypatch.setattr(HostMemory, "discard_pages", discard_pages)
     pair.parking.park(wait=wait)
     pair.parking.park()
     assert said[0] is False

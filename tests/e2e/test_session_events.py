@@ -39,5 +39,5 @@ def test_a_session_is_its_list_of_events(tmp_path: Path, monkeypatch: pytest.Mon
             optimizer.state_for(weights[0])
         assert_replays(machine)
         met |= {type(event) for event in machine.events}
-    assert {operations.Extend, operations.Reshare, operations.Taken, operations.Release} < met
+    assert {operations.Extend, operations.Reshare, operations.OutcomeTold, operations.ReleaseSave} < met
     assert operations.TakeOver in met

@@ -32,7 +32,7 @@ from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
 from offload.formats import COMPACT8, EXACT
 from offload.plan import Home
-from offload.plan.budget import BROUGHT_AHEAD, HIDDEN_PIECE_BYTES
+from offload.plan.budget import FETCHED_AHEAD, HIDDEN_PIECE_BYTES
 from offload.predict.streams import Order
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.schedule.runs import RESIDENT_RUNS_IN_FLIGHT
@@ -226,7 +226,7 @@ def test_the_order_of_a_step_and_of_forward_and_backward(
 def test_a_checkpoint_takes_buffers_only_for_state_in_gpu_memory(
     tmp_path: Path, gpu_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, ask = [], HostMemory.checkpoint_buffers
+    asked, ask = [], HostMemory.ensure_checkpoint_buffers
     monkeypatch.setattr(HostMemory, "checkpoint_buffers", lambda *of: asked.append(of) or ask(*of))
     parameters, chosen = weights(dtype=torch.bfloat16), config(tmp_path, gpu_memory=gpu_memory)
     with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=chosen) as optimizer:
@@ -600,7 +600,7 @@ def test_every_thread_works_for_its_own_device(tmp_path: Path, keep_grads: bool)
     (tmp_path / "store").mkdir()
     parameters = weights()
     device = SimulatedDevice(index=3)
-    device.adopt_thread()
+    device.prepare_thread()
     settings = config(tmp_path / "store", keep_grads=keep_grads)
     optimizer = OnDevice(parameters, device=device, offload=settings)
     train(optimizer, parameters, range(3))
@@ -1022,7 +1022,7 @@ def test_updates_begin_before_all_gradients_have_been_sent_for(monkeypatch: pyte
         optimizer.step()
     assert done.count("run") == done.count("gradient") == 24
     ahead = [done[: place + 1].count("gradient") - done[:place].count("run") for place in range(len(done))]
-    assert max(ahead) <= BROUGHT_AHEAD + RESIDENT_RUNS_IN_FLIGHT  # the runs in flight have begun
+    assert max(ahead) <= FETCHED_AHEAD + RESIDENT_RUNS_IN_FLIGHT  # the runs in flight have begun
 
 
 def test_nothing_is_measured_while_the_caller_is_at_work(tmp_path: Path) -> None:
@@ -1058,7 +1058,7 @@ def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkey
     settings = config(tmp_path, gpu_memory=0, placement="cpu")
     with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
         train(optimizer, parameters, range(2))
-        monkeypatch.setattr("offload.gradients.gpu.BROUGHT_AHEAD", 0)
+        monkeypatch.setattr("offload.gradients.gpu.FETCHED_AHEAD", 0)
         gradients, late = optimizer.engine._parts.gradients, []
         plain = gradients.bring
         copies = watched_copies(optimizer.engine._parts.lanes.device)

@@ -249,7 +249,7 @@ ASKING: dict[str, Callable[[offload.AdamW, list[torch.nn.Parameter]], object]] =
         0, p[1].data_ptr(), offload.DtypeCode.BFLOAT16
     ),
     "its mark": lambda optimizer, _: on_gpu(optimizer).in_transit[0][0].wait(),
-    "its memory": lambda optimizer, _: on_gpu(optimizer).hand_back(),
+    "its memory": lambda optimizer, _: on_gpu(optimizer).drop_oldest_when_read(),
     "whoever has gradients in slots": lambda optimizer, _: optimizer.engine.gradients.settle(),
 }
 

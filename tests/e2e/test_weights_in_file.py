@@ -27,7 +27,7 @@ import offload
 from offload import metrics
 from offload.weights.file import WeightsInFile
 from offload.weights.layers import find_layers, units
-from offload.weights.mapping import Ahead, MappedFile, Visit, is_mapped
+from offload.weights.mapping import Ahead, MappedFile, MappedWeights, is_mapped
 
 WIDTH, WORDS = 32, 50
 
@@ -399,7 +399,7 @@ def test_updates_wait_for_no_drive(are_brought: bool, tmp_path: Path, monkeypatc
     model = made()
     file = offload.weights_in_file(model, tmp_path).file
     if not are_brought:
-        monkeypatch.setattr(Visit, "bring", lambda self: None)
+        monkeypatch.setattr(MappedWeights, "bring", lambda self: None)
     with optimizer_of(model, tmp_path) as optimizer:
         assert metrics.WEIGHT_FAULTS not in optimizer.metrics()
         faults = []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.weights.layers import Groups
+from offload.weights.layers import GatherGroups
 
 
 class Block(nn.Module):
@@ -31,7 +31,7 @@ def made() -> Any:
 
 def groups(model: nn.Module, *arguments: Any) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
-    return [names[module] for module in Groups(model, *(arguments or (None,))).modules]
+    return [names[module] for module in GatherGroups(model, *(arguments or (None,))).modules]
 
 
 class TestGroups:

@@ -198,7 +198,7 @@ def test_what_is_changed_counts_where_it_is(
 @pytest.mark.parametrize("form", ["exact", "compact8"])
 def test_masters_that_a_reset_leaves_are_in_state_dicts(form: str) -> None:
     found = []
-    for through in (False, True):
+    for transfer_slot in (False, True):
         parameters = parameters_of()
         config = {"state_format": form, "exact_names": []}
         with offload.AdamW(named(parameters), lr=1e-3, offload=config) as optimizer:
@@ -209,7 +209,7 @@ def test_masters_that_a_reset_leaves_are_in_state_dicts(form: str) -> None:
             assert [*optimizer.state] == parameters[2:]
             state = optimizer.state_dict()
             assert [float(state["state"][number]["step"]) for number in range(3)] == [0, 0, STEPS]
-            if through:
+            if transfer_slot:
                 parameters = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
                 with offload.AdamW(named(parameters), lr=1e-3, offload=config) as other:
                     other.load_state_dict(state)
@@ -224,7 +224,7 @@ def test_masters_that_a_reset_leaves_are_in_state_dicts(form: str) -> None:
             plain.step()
             assert [float(plain.state[parameter]["step"]) for parameter in twin] == [1, 1, STEPS + 1]
             optimizer.load_state_dict({**state, "state": {2: state["state"][2]}})  # the others begin anew
-            for number, parameter in enumerate(parameters[:2] if not through else []):
+            for number, parameter in enumerate(parameters[:2] if not transfer_slot else []):
                 assert same_bits(optimizer.state_for(parameter)["master"], parameter.detach().float()), number
     assert same(*found)
 

@@ -235,7 +235,7 @@ def deleting_leftovers(path: Path) -> Iterator[Callable[[str], bool]]:
                 else:
                     (found,) = find_stores(str(path))
                     if what == "lock":
-                        lock = found.folder.take_lock()
+                        lock = found.folder.acquire_lock()
                     else:
                         assert delete_unused(found.folder)
                         release_lock(lock)
@@ -574,8 +574,8 @@ def test_sessions_take_turns_in_one_folder(tmp_path: Path, path: Path, monkeypat
 
     def look(ids: Sequence[str], note: str) -> bytes:
         lock = FolderLock(open_folder(tmp_path / "ck"))
-        looks.append(lock.take())
-        lock.drop()
+        looks.append(lock.acquire())
+        lock.release()
         return plain(ids, note)
 
     monkeypatch.setattr(commit, "seal_released", look)
@@ -584,12 +584,12 @@ def test_sessions_take_turns_in_one_folder(tmp_path: Path, path: Path, monkeypat
         first.train().save(tmp_path / "next")
         assert looks == [False]
         lock = FolderLock(open_folder(tmp_path / "ck"))
-        assert lock.take()
+        assert lock.acquire()
         second.train(3).optimizer.save_checkpoint(tmp_path / "ck", extra={"step": 3})
         with pytest.raises(TimeoutError):
             second.optimizer.wait_checkpoint(0.5)
         assert not is_checkpoint(tmp_path / "ck")
-        lock.drop()
+        lock.release()
         second.optimizer.wait_checkpoint()
     assert steps_in(tmp_path / "ck", path) == 3
 
@@ -628,20 +628,20 @@ def test_a_folder_s_lock_is_that_of_the_folder_that_is_there(tmp_path: Path) -> 
     shutil.rmtree(folder)
     assert other.take()  # nothing is there to be kept
     for lock in (waiting, other):
-        lock.drop()
+        lock.release()
 
 
 def test_a_forked_child_does_not_hold_a_folder_s_lock(tmp_path: Path) -> None:
     """It may outlive a parent that was killed."""
     lock, other = FolderLock(open_folder(tmp_path)), FolderLock(open_folder(tmp_path))
-    assert lock.take()
+    assert lock.acquire()
     pid = os.fork()
     if not pid:
         left = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         os._exit(any(Path(file).is_relative_to(tmp_path.resolve()) for file in left))
     assert os.waitpid(pid, 0)[1] == 0
     assert not other.take()
-    lock.drop()
+    lock.release()
     assert other.take()
     other.drop()
 
@@ -652,11 +652,11 @@ def test_a_checkpoint_that_never_had_its_folder_leaves_nothing(
     monkeypatch.setattr(commit, "RANKS_TIMEOUT_S", 0.0)
     (tmp_path / "ck").mkdir()
     lock = FolderLock(open_folder(tmp_path / "ck"))
-    assert lock.take()
+    assert lock.acquire()
     with Run(path) as run:
         with pytest.raises(offload.CheckpointError, match="another session's checkpoint"):
             run.train().save(tmp_path / "ck")
-        lock.drop()
+        lock.release()
     assert not list((tmp_path / "ck").iterdir())
     assert not find_stores(str(path))
 

@@ -107,7 +107,7 @@ def _about_files(copy: whole.FolderCopy) -> tuple[str, str, int]:
     return name, f"{name} {hashlib.sha256(repr(states).encode()).hexdigest()}", sum(size for _, (size, _) in states)
 
 
-def _about_part(copy: mirror.PartCopy) -> tuple[str, str, int]:
+def _about_part(copy: mirror.RankPartCopy) -> tuple[str, str, int]:
     request = copy.part.request
     return str(request.path), f"{request.id} {request.rank}", sum(copy.manifest.tile_bytes.values())
 
@@ -117,7 +117,7 @@ def _begin() -> None:
     note(pid=os.getpid())
     mirror.BATCH_BYTES = common.FILE_PIECE_BYTES = 16 << 10
     whole.FolderCopy.copy = _noted(whole.FolderCopy.copy, _about_files)
-    mirror.PartCopy.copy = _noted(mirror.PartCopy.copy, _about_part)
+    mirror.RankPartCopy.copy = _noted(mirror.RankPartCopy.copy, _about_part)
     pieces = common.FileBytes.__iter__
 
     def slow(self: Any) -> Iterator[memoryview]:

@@ -146,7 +146,7 @@ def trained(
         trainer = Trainer(model=model, args=args, callbacks=[Stop()] if stops else None, **data)
         trainer.train(resume_from_checkpoint=resume or None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(shards.is_sharded(weight) is ("fsdp" in more) for weight in model.parameters())
+    assert all(shards.is_dtensor(weight) is ("fsdp" in more) for weight in model.parameters())
     assert {weight.device.type for weight in model.parameters()} == {"cpu" if "fsdp" in more else "late"}
     with trainer.optimizer.optimizer as optimizer:
         return {
@@ -257,7 +257,7 @@ def test_what_advise_prints_runs(
     trainer = Trainer(model := llama(), space["arguments"], train_dataset=Tokens())
     assert trainer.train().global_step == 1
     trainer.optimizer.optimizer.close()
-    assert all(map(shards.is_sharded, model.parameters()))
+    assert all(map(shards.is_dtensor, model.parameters()))
 
 
 def looped(way: str, folder: Path, overlap: str = "off", resume: Path | None = None, **plugin: Any) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def test_the_page_shows_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert line in program
     start(monkeypatch, is_launched=False)
     exec(program.replace("/mnt/nvme", str(tmp_path)), space := {})
-    assert all(map(shards.is_sharded, space["model"].parameters()))
+    assert all(map(shards.is_dtensor, space["model"].parameters()))
     space["optimizer"].close()
     launch(command, program.replace(line, ""), tmp_path)
 

@@ -38,7 +38,7 @@ from world.faults import random_faults as any_faults
 
 from offload import waits
 from offload.device.none import NO_LANES
-from offload.engine.executor import visit_nothing
+from offload.engine.executor import no_visit
 from offload.errors import (
     CheckpointError,
     InternalError,
@@ -51,22 +51,22 @@ from offload.plan import Plan, Rates, visit_order
 from offload.protocols import SECTOR_BYTES, SegmentFlag
 from offload.schedule.loop import pump
 from offload.schedule.operations import (
+    AbortSave,
     Admit,
-    Begin,
     BeginSave,
+    BeginSweep,
     Done,
     Event,
     Extend,
     Failed,
-    GiveUp,
     Operation,
+    OutcomeTold,
     Reshare,
-    Run,
+    RunVisit,
     Save,
-    Seal,
+    SealStep,
     Stop,
     Sweep,
-    Taken,
     Transfer,
     Visit,
     WriteTile,
@@ -84,9 +84,9 @@ class AskedLanes(CheckedExecutor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.requests = 0
-        self.visitor: Any = visit_nothing
+        self.visitor: Any = no_visit
 
-    def visit_with(self, visitor: Any) -> None:
+    def set_visitor(self, visitor: Any) -> None:
         self.visitor = visitor
 
     def end_turn(self) -> None:
@@ -160,7 +160,7 @@ class Forwards(Saves):
         self.paces = rng.choice(((0,), (0, 0, 0, 0, 1), (0, 0, 1, 2, 5), (0, 1, 5, 60)))
         """Events that come between two things that the caller does."""
         self.weights: dict[int, int] = {}
-        self.passing: dict[int, int] = {}
+        self.begun_visit: dict[int, int] = {}
         """Weights in each weight slot."""
         self.gradients = {number: number for number in range(len(self.plan.layout.parameters))}
         """What lies in each parameter's gradient slot."""
@@ -205,7 +205,7 @@ class Forwards(Saves):
 
         def told(event: Event) -> None:
             """Have the checker see what no lane reports, too."""
-            if isinstance(event, Taken) and isinstance(event.finished, Sweep):
+            if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
                 self.executor.ended(well=not self.machine.failed)
                 if self.machine.failed:
                     self.failures.append(event.finished.number)
@@ -266,7 +266,7 @@ class Forwards(Saves):
         self.check(ends=True)
 
     def begin(self, sweep: Sweep) -> Sweep:
-        self.machine.handle(Begin(sweep))
+        self.machine.handle(BeginSweep(sweep))
         return sweep
 
     def exchange(self, request: int, reply: Any, quiet_s: float, interrupt: int) -> None:
@@ -278,13 +278,13 @@ class Forwards(Saves):
         self.end_save(self.saving, error)
         return ()
 
-    def visit(self, run: Run, state: np.ndarray) -> None:
-        if self.executor.visitor is not visit_nothing:
+    def visit(self, run: RunVisit, state: np.ndarray) -> None:
+        if self.executor.visitor is not no_visit:
             self.executor.visitor(run, state)
         else:
             assert self.machine.broken is not None, "a visit of a sweep of nobody"
 
-    def update(self, run: Run, state: np.ndarray, reads: Iterable[int] = ()) -> None:
+    def update(self, run: RunVisit, state: np.ndarray, reads: Iterable[int] = ()) -> None:
         """Change state, read gradients, write weights."""
         if not run.visit.changes:
             return
@@ -292,15 +292,15 @@ class Forwards(Saves):
         state += gradient_of(self.plan, run.visit.subgroup, {number: self.gradients[number] for number in reads})
         self.made(run, zlib.crc32(state))
 
-    def made(self, run: Run, made: int) -> None:
+    def made(self, run: RunVisit, made: int) -> None:
         """Put new weights where they belong, or on their way there."""
-        if run.visit.gpu or run.through is None:
+        if run.visit.gpu or run.transfer_slot is None:
             self.weights[run.visit.subgroup] = made
         else:
-            self.passing[run.through] = made
+            self.begun_visit[run.transfer_slot] = made
 
     def pushed(self, push: Transfer) -> None:
-        self.weights[push.subgroup] = self.passing[push.through]
+        self.weights[push.subgroup] = self.begun_visit[push.transfer_slot]
 
     # The caller's side
 
@@ -344,7 +344,7 @@ class Forwards(Saves):
         self.awaited = self.subgroups_of(module)
         try:
             self.thread.wait_for(self.awaited)
-            self.executor.let_on(self.awaited)
+            self.executor.enqueue_when_readable(self.awaited)
         finally:
             self.awaited = None
         self.outcome.counts["let on beside a sweep"] += not self.machine.idle
@@ -398,7 +398,7 @@ class Forwards(Saves):
             def begin() -> Sweep:
                 order = visit_order(subgroups, self.machine.slots)
                 visits = update_visits(self.plan, order, self.machine.is_fresh)
-                self.executor.visit_with(partial(self.update, reads=self.read))
+                self.executor.set_visitor(partial(self.update, reads=self.read))
                 self.twin.sweep(number, visits, gradients)
                 return self.begin(Sweep(number, 10 * number, visits))
 
@@ -414,7 +414,7 @@ class Forwards(Saves):
         """Compare all state."""
         looked: list[int] = []
 
-        def compare(run: Run, state: np.ndarray) -> None:
+        def compare(run: RunVisit, state: np.ndarray) -> None:
             looked.append(run.visit.subgroup)
             assert np.array_equal(state, self.twin.states[run.visit.subgroup]), "state is not what it has to be"
 
@@ -422,12 +422,12 @@ class Forwards(Saves):
         self.ask(visits, compare)
         assert sorted(looked) == [visit.subgroup for visit in visits]
 
-    def ask(self, visits: tuple[Visit, ...], visitor: Callable[[Run, np.ndarray], None]) -> None:
+    def ask(self, visits: tuple[Visit, ...], visitor: Callable[[RunVisit, np.ndarray], None]) -> None:
         with self.thread.turn():
             number = self.sweeps = self.sweeps + 1
 
             def begin() -> Sweep:
-                self.executor.visit_with(visitor)
+                self.executor.set_visitor(visitor)
                 return self.begin(Sweep(number, 10 * number, visits))
 
             self.thread.request(begin, lambda: self.twin.sweep(number, visits))
@@ -454,7 +454,7 @@ class Forwards(Saves):
             if self.inner.filled and not copies and machine.saver.under_way and not Saves.allocate(self):
                 self.may_fail = True
                 executor.submit(machine.take_operations())
-                machine.handle(GiveUp(CheckpointError("there is no room")))
+                machine.handle(AbortSave(CheckpointError("there is no room")))
             pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
 
         with self.thread.turn():
@@ -512,7 +512,7 @@ class Memory:
         return found
 
 
-def update(run: Run, state: np.ndarray, table: npt.NDArray[Any], read: Sequence[tuple[int, int]]) -> int:
+def update(run: RunVisit, state: np.ndarray, table: npt.NDArray[Any], read: Sequence[tuple[int, int]]) -> int:
     """Change state; return the weights that it has then."""
     mix(run, state)
     state += np.uint32(zlib.crc32(repr((table.tolist(), read)).encode()))
@@ -546,7 +546,7 @@ class Tables:
     def return_borrowed(self) -> None:
         """Nothing is borrowed."""
 
-    def bring_final(self, *told: object) -> None:
+    def fetch_final(self, *told: object) -> None:
         """Nothing lies on a GPU."""
 
     def end_final(self) -> None:
@@ -571,7 +571,13 @@ class Tables:
         return True  # in host memory they lie where they arrive
 
     def fill(
-        self, run: Run, address: int, rows: Told, *, weights_address: None, apart: tuple[int, npt.NDArray[np.uint64]]
+        self,
+        run: RunVisit,
+        address: int,
+        rows: Told,
+        *,
+        weights_address: None,
+        apart: tuple[int, npt.NDArray[np.uint64]],
     ) -> npt.NDArray[Any]:
         table = table_of(self._plan, run.visit.subgroup, rows)
         self._caller.under_way[run.op] = table, apart[1]
@@ -608,11 +614,11 @@ class Data(SimData):
 
     caller: Backwards
 
-    def begin_run(self, run: Run) -> None:
+    def begin_run(self, run: RunVisit) -> None:
         super().begin_run(run)
         self.caller.begin_visit(run)
 
-    def end_run(self, run: Run) -> None:
+    def end_run(self, run: RunVisit) -> None:
         super().end_run(replace(run, sweep=self.caller.stands_for.get(run.sweep, run.sweep)))
 
 
@@ -744,12 +750,12 @@ class Backwards(Forwards):
         handle = self.machine.handle
 
         def told(event: Event) -> None:
-            if isinstance(event, Taken) and isinstance(event.finished, Sweep):
+            if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
                 moved = self.machine.moved, self.executor.moved
                 assert moved[0] == moved[1], (
                     f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
                 )
-            if isinstance(event, Seal):
+            if isinstance(event, SealStep):
                 self.outcome.counts["confirmed"] += len(event.confirmed)
                 self.outcome.counts["revoked"] += len(self.machine.speculative_versions) - len(event.confirmed)
                 step = self.open_sweep.step if self.open_sweep is not None else 0
@@ -780,7 +786,7 @@ class Backwards(Forwards):
 
     def open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
         """Return an open sweep."""
-        self.executor.visit_with(visitor)
+        self.executor.set_visitor(visitor)
         self.sweeps += 1
         self.stands_for[self.sweeps] = self.steps + 1
         self.open_sweep = Sweep(self.sweeps, self.version_of(self.sweeps), visits, is_open=True)
@@ -795,17 +801,17 @@ class Backwards(Forwards):
         made = write.tile.subgroup, write.record.step
         return write.record.step in self.steps_ahead and made not in self.taken_over
 
-    def begin_visit(self, run: Run) -> None:
+    def begin_visit(self, run: RunVisit) -> None:
         if run.visit.speculative:
             self.executor.visitor(run)  # makes a table: see `Tables.fill`
         else:
             self.visitors[run.op] = self.executor.visitor
 
-    def visit(self, run: Run, state: np.ndarray) -> None:
+    def visit(self, run: RunVisit, state: np.ndarray) -> None:
         number = run.visit.subgroup
         if not run.visit.speculative:
             visitor = self.visitors.pop(run.op)
-            assert visitor is not visit_nothing, "a visit of a sweep of nobody"
+            assert visitor is not no_visit, "a visit of a sweep of nobody"
             visitor(run, state)
             return
         table, sums = self.under_way.pop(run.op)
@@ -814,7 +820,7 @@ class Backwards(Forwards):
         self.images[number] = update(run, state, table, read)
         self.outcome.counts["made"] += 1
 
-    def update_from(self, run: Run, state: np.ndarray, told: Told) -> None:
+    def update_from(self, run: RunVisit, state: np.ndarray, told: Told) -> None:
         number = run.visit.subgroup
         table = table_of(self.plan, number, told)
         self.made(run, update(run, state, table, self.memory.read(number, table)))
@@ -957,7 +963,7 @@ class Backwards(Forwards):
                 self.stands_for[number] = self.steps
                 order = visit_order([s for s in subgroups if s not in done], self.machine.live_slots)
                 visits = update_visits(self.plan, order, self.machine.is_fresh)
-                self.executor.visit_with(partial(self.update_from, told=told))
+                self.executor.set_visitor(partial(self.update_from, told=told))
                 self.scribbled.difference_update(subgroups)
                 self.twin.step(self.steps, subgroups, told, self.gradients)
                 rest = Sweep(number, self.version_of(number), visits)
@@ -994,7 +1000,7 @@ class Backwards(Forwards):
             expected = {} if self.twin.states.keys() != {*range(len(machine.phases))} else self.twin.tiles()
             for tile, (location, step, _) in self.executor.stored().items():
                 stored = self.data.stores[location.path].slots.get(location.offset)
-                newest = self.executor.is_clean(tile.subgroup)
+                newest = self.executor.is_reusable(tile.subgroup)
                 assert stored is not None, f"{tile} is gone"
                 assert (stored.tile, stored.step) == (tile, step), f"{tile} was written over"
                 assert not (newest and expected) or stored.payload == expected[tile], f"{tile} is of another version"

@@ -16,23 +16,23 @@ from typing import Any
 
 from callers import Backwards, Forwards
 
-from offload.engine.executor import visit_nothing
-from offload.schedule.index import Location, Record, TileIndex
+from offload.engine.executor import no_visit
+from offload.schedule.index import Location, TileIndex, TileRecord
 from offload.schedule.machine import Machine
 from offload.schedule.operations import (
-    Begin,
+    BeginSweep,
     Commit,
     Done,
     Event,
     Extend,
     Failed,
-    Hold,
     Operation,
+    PauseOpenSweep,
     ReadTile,
-    Release,
-    Run,
+    ReleaseSave,
+    RunVisit,
     SaveTile,
-    Seal,
+    SealStep,
     Sweep,
     TakeOver,
     Transfer,
@@ -47,7 +47,7 @@ from offload.session.thread import EngineThread, nothing
 
 def subgroup_of(operation: Any) -> int | None:
     """Return the subgroup that an operation is for."""
-    if isinstance(operation, Run):
+    if isinstance(operation, RunVisit):
         return operation.visit.subgroup
     return operation.tile.subgroup if hasattr(operation, "tile") else getattr(operation, "subgroup", None)
 
@@ -59,9 +59,9 @@ def is_transfer(operation: Any, what: str, way: str) -> bool:
 
 def begun(event):
     """Return the sweep that an event begins, or None."""
-    if isinstance(event, Begin):
+    if isinstance(event, BeginSweep):
         return event.sweep
-    return event.rest if isinstance(event, Seal) else None
+    return event.rest if isinstance(event, SealStep) else None
 
 
 class Filtered(Machine):
@@ -237,16 +237,16 @@ class GoesOnAfterBreaking(Filtered):
 
 class SkipsAVisit(Skips):
     def hits(self, operation):
-        plain = isinstance(operation, Run) and operation.through is None
+        plain = isinstance(operation, RunVisit) and operation.transfer_slot is None
         return plain and operation.visit == self.sweep.visits[-1]
 
 
 class FlushesWhileRunning(Filtered):
     def asks(self, operation):
         yield operation
-        if isinstance(operation, Run) and operation.slot is not None:
+        if isinstance(operation, RunVisit) and operation.slot is not None:
             tile, offset, nbytes = self.plan.layout.subgroups[operation.visit.subgroup].tiles[0]
-            yield WriteTile(0, tile, operation.slot, offset, Record(Location(0, 1 << 40, nbytes), 0, 0))
+            yield WriteTile(0, tile, operation.slot, offset, TileRecord(Location(0, 1 << 40, nbytes), 0, 0))
 
 
 class FetchesIntoWrongPlace(Filtered):
@@ -258,7 +258,7 @@ class FetchesIntoWrongPlace(Filtered):
 
 class TakesStateForFresh(Filtered):
     def asks(self, operation):
-        wrong = isinstance(operation, Run) and operation.sweep > 1
+        wrong = isinstance(operation, RunVisit) and operation.sweep > 1
         return (replace(operation, fresh=True) if wrong else operation,)
 
 
@@ -280,9 +280,9 @@ class SharesAGpuSlot(Filtered):
 
     def asks(self, operation):
         what = getattr(operation, "what", "weights")
-        what = "state" if isinstance(operation, Run) and operation.visit.gpu else what
+        what = "state" if isinstance(operation, RunVisit) and operation.visit.gpu else what
         shares = what == self.what and getattr(operation, "through", None)
-        return (replace(operation, through=0) if shares else operation,)
+        return (replace(operation, transfer_slot=0) if shares else operation,)
 
 
 class SharesAWeightSlot(SharesAGpuSlot):
@@ -291,8 +291,8 @@ class SharesAWeightSlot(SharesAGpuSlot):
 
 class PushesFromAnotherSlot(Filtered):
     def asks(self, operation):
-        if is_transfer(operation, "weights", "flush") and operation.through:
-            operation = replace(operation, through=operation.through - 1)
+        if is_transfer(operation, "weights", "flush") and operation.transfer_slot:
+            operation = replace(operation, transfer_slot=operation.transfer_slot - 1)
         return (operation,)
 
 
@@ -379,9 +379,9 @@ class ReleasesTooEarly(Filtered):
     """What a checkpoint holds goes when the next sweep begins."""
 
     def hears(self, event, operation):
-        if isinstance(event, Begin):
-            return (*map(Release, self.saver.held_records), event)
-        return () if isinstance(event, Release) else (event,)
+        if isinstance(event, BeginSweep):
+            return (*map(ReleaseSave, self.saver.held_records), event)
+        return () if isinstance(event, ReleaseSave) else (event,)
 
 
 class IgnoresFailedSaves(IgnoresFailure):
@@ -443,7 +443,7 @@ class WritesGradientsAtOnce(Forwards):
 
 class EndsAVisitThatBegins(Filtered):
     def begins(self, operation):
-        return isinstance(operation, Run)
+        return isinstance(operation, RunVisit)
 
     def asks(self, operation):
         if self.begins(operation):
@@ -532,21 +532,21 @@ class EndsTheRequestThatGoesOn(EngineThread):
     def request(self, begin, applied=nothing, meanwhile=nothing, pending=None, *, seals=False):
         def ends():
             meanwhile()
-            self._parts.executor.visit_with(visit_nothing)
+            self._parts.executor.set_visitor(no_visit)
 
         super().request(begin, applied, meanwhile if pending is None else ends, pending, seals=seals)
 
 
 class VisitsTheLastFirst(Filtered):
     def hears(self, event, operation):
-        if isinstance(event, Begin):
-            event = Begin(replace(event.sweep, visits=event.sweep.visits[::-1]))
+        if isinstance(event, BeginSweep):
+            event = BeginSweep(replace(event.sweep, visits=event.sweep.visits[::-1]))
         return (event,)
 
 
 class RunsTheLastFirst(Filtered):
     def arrange(self, operations):
-        return reversed_among(operations, Run)
+        return reversed_among(operations, RunVisit)
 
 
 def reversed_among(operations: list[Operation], kind: type) -> list[Operation]:
@@ -559,7 +559,7 @@ class LosesFlushesOfTheForwardPass(Filtered):
     """What is being flushed when a sweep begins counts as flushed."""
 
     def hears(self, event, operation):
-        if isinstance(event, Begin):
+        if isinstance(event, BeginSweep):
             yield from [Done(write.op) for write in self.under_way(WriteTile)]
         yield event
 
@@ -577,7 +577,7 @@ class BesideTheLive(Filtered):
     open = Sweep(0, -1, ())
 
     def handle(self, event):
-        if isinstance(event, Begin) and event.sweep.is_open:
+        if isinstance(event, BeginSweep) and event.sweep.is_open:
             self.open = event.sweep
         super().handle(event)
 
@@ -617,9 +617,9 @@ class SavesWhatWasRevoked(BesideTheLive):
     def hears(self, event, operation):
         if isinstance(event, Done) and self.is_beside(operation):
             self.written[operation.tile] = event.record or operation.record
-        elif isinstance(event, Begin) and event.sweep.is_open:
+        elif isinstance(event, BeginSweep) and event.sweep.is_open:
             self.written.clear()
-        elif isinstance(event, Seal):
+        elif isinstance(event, SealStep):
             self.written = {t: r for t, r in self.written.items() if t.subgroup not in event.confirmed}
         yield event
 
@@ -640,7 +640,7 @@ class GivesASecondSlot(BesideTheLive):
 
 class RunsAfterHold(Filtered):
     def hears(self, event, operation):
-        return () if isinstance(event, Hold) else (event,)
+        return () if isinstance(event, PauseOpenSweep) else (event,)
 
 
 class WritesUnderTheLiveStep(BesideTheLive):
@@ -670,7 +670,7 @@ class ConfirmsWhatIsHalfWritten(BesideTheLive):
         self.index.commit = in_time
 
     def hears(self, event, operation):
-        if isinstance(event, Seal):
+        if isinstance(event, SealStep):
             beside = [write.tile for write in self.under_way(WriteTile) if self.is_beside(write)]
             self.late = {tile for tile in beside if tile.subgroup in event.confirmed}
         return (event,)
@@ -730,7 +730,7 @@ class ConfirmsWhenABatchIsSkipped(Speculation):
         machine = self._parts.machine
         if machine.is_open and machine.broken is None:
             chosen = tuple(machine.speculative_versions)
-            machine.handle(Seal(chosen))
+            machine.handle(SealStep(chosen))
             for subgroup in chosen:
                 self._publish(subgroup)
             self._forget_versions()
@@ -765,7 +765,7 @@ class WritesGradientsOverState(Overwrites):
 
 class VisitsWithOtherGradients(Filtered):
     def asks(self, operation):
-        if isinstance(operation, Run) and operation.visit.reads and self.plan.gradient_buffers > 1:
+        if isinstance(operation, RunVisit) and operation.visit.reads and self.plan.gradient_buffers > 1:
             buffer = (operation.gradient_buffer + 1) % self.plan.gradient_buffers
             operation = replace(operation, gradient_buffer=buffer)
         return (operation,)

@@ -44,8 +44,8 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
     """Return an operation in neutral words."""
     match operation:
         case ops.Run():
-            visit, through = operation.visit, (operation.through, None)
-            slots = operation.slot, *(through if visit.gpu else through[::-1])
+            visit, transfer_slot = operation.visit, (operation.transfer_slot, None)
+            slots = operation.slot, *(transfer_slot if visit.gpu else transfer_slot[::-1])
             return "run", visit.subgroup, operation.sweep, operation.fresh, *slots, *neutral_visit(visit)
         case ops.ReadTile():
             return "tile", "fetch", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
@@ -57,11 +57,11 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
             source = operation.source_offset, operation.buffer, operation.gathers
             return "saved tile", "flush", *operation.tile, *source, *place(operation.record)
         case ops.Transfer(what="state"):
-            return "state", operation.lane, operation.subgroup, operation.slot, operation.through
+            return "state", operation.lane, operation.subgroup, operation.slot, operation.transfer_slot
         case ops.Transfer():
-            return "weights", operation.lane, operation.subgroup, operation.through, operation.nbytes
+            return "weights", operation.lane, operation.subgroup, operation.transfer_slot, operation.nbytes
         case ops.AwaitPush():
-            return "weights", "left", operation.subgroup, operation.through
+            return "weights", "left", operation.subgroup, operation.transfer_slot
         case ops.GiveBack():
             return "give back", operation.subgroup
         case ops.Sync():

@@ -29,8 +29,8 @@ from offload.errors import ConfigError, CorruptRecordError, InternalError, TierE
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
 from offload.protocols import SECTOR_BYTES
-from offload.schedule.index import Location, Record
-from offload.schedule.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
+from offload.schedule.index import Location, TileRecord
+from offload.schedule.operations import BeginSweep, Done, Failed, ReadTile, RunVisit, Stop, Sweep, Visit, WriteTile
 
 LAYOUT = build_layout([Parameter("p", 2048, DtypeCode.BFLOAT16, 0)], 1024)
 OFFERS = (PathBudget("/a", 1 << 30), PathBudget("/b", 1 << 30))
@@ -40,16 +40,16 @@ TILES = [tile for tile, _, _ in LAYOUT.subgroups[0].tiles]
 
 
 def read(op: int, path: int = 0, slot: int = 0, checksum: int = 0) -> ReadTile:
-    return ReadTile(op, TILES[0], slot, 0, Record(Location(path, 0, SECTOR_BYTES), 1, checksum))
+    return ReadTile(op, TILES[0], slot, 0, TileRecord(Location(path, 0, SECTOR_BYTES), 1, checksum))
 
 
 def write(op: int, path: int = 0, offset: int = 0, tile: int = 0, step: int = 1) -> WriteTile:
-    record = Record(Location(path, offset, SECTOR_BYTES), step, 0)
+    record = TileRecord(Location(path, offset, SECTOR_BYTES), step, 0)
     return WriteTile(op, TILES[tile], 0, tile * SECTOR_BYTES, record)
 
 
-def run(op: int, subgroup: int = 0) -> Run:
-    return Run(op, 1, Visit(subgroup), 0, True)
+def run(op: int, subgroup: int = 0) -> RunVisit:
+    return RunVisit(op, 1, Visit(subgroup), 0, True)
 
 
 def drain(executor: SimExecutor, count: int) -> list:
@@ -81,7 +81,7 @@ def test_lanes_are_serial_and_work_side_by_side():
 
 def test_injected_events_come_in_their_turn():
     executor = SimExecutor(PLAN, RATES)
-    begin = Begin(Sweep(1, 1, ()))
+    begin = BeginSweep(Sweep(1, 1, ()))
     executor.submit([read(1)])
     executor.inject(begin)
     executor.inject(begin, at_s=2.0)

@@ -13,7 +13,7 @@ from offload.predict import predict
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, Reshare, Sweep, Visit
+from offload.schedule.operations import BeginSweep, Reshare, Sweep, Visit
 
 GB = 1e9
 
@@ -30,10 +30,10 @@ def run_steps(plan: Plan, machine: Machine, rates: Rates, seen: list[Rates], num
     """Run steps on lanes of the given rates, learning as the session does; return their seconds."""
     seconds = []
     for number in numbers:
-        machine.handle(Reshare(plan.shares(typical(seen))))
+        machine.handle(Reshare(plan.path_shares(typical(seen))))
         executor = SimExecutor(plan, rates)
         order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
-        executor.inject(Begin(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
+        executor.inject(BeginSweep(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
         pump(machine, executor, lambda m: m.finished_sweep is not None)
         assert machine.take_finished_sweep() is not None
         assert machine.broken is None
@@ -57,7 +57,10 @@ def test_a_path_that_changes_speed_is_followed_within_five_steps(
     plan = make(len(before), room=2.0)
     first, second = rates_of(*(b * GB for b in before)), rates_of(*(b * GB for b in after))
     index = TileIndex(
-        [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, plan.shares(first), strict=True)],
+        [
+            (path.available_bytes, share)
+            for path, share in zip(plan.budgets.paths, plan.path_shares(first), strict=True)
+        ],
         plan.slot_counts,
     )
     machine = Machine(plan, index)
@@ -68,7 +71,7 @@ def test_a_path_that_changes_speed_is_followed_within_five_steps(
     best = predict(plan, second).step_s  # all tiles where the new rates want them
     assert max(seconds[4:]) <= 1.1 * best, [each / best for each in seconds]
     live = machine.index.live_bytes()
-    for nbytes, share in zip(live, plan.shares(second), strict=True):
+    for nbytes, share in zip(live, plan.path_shares(second), strict=True):
         assert nbytes / sum(live) == pytest.approx(share, rel=0.15)
 
 
@@ -90,6 +93,6 @@ def test_a_path_that_was_slow_for_a_while_is_seen_to_recover() -> None:
     seen = [normal]
     run_steps(plan, machine, normal, seen, range(1, 3))
     run_steps(plan, machine, stalled, seen, range(3, 8))
-    assert plan.shares(typical(seen))[0] < 0.1
+    assert plan.path_shares(typical(seen))[0] < 0.1
     run_steps(plan, machine, normal, seen, range(8, 14))
-    assert plan.shares(typical(seen))[0] == pytest.approx(0.5, abs=0.05)
+    assert plan.path_shares(typical(seen))[0] == pytest.approx(0.5, abs=0.05)

@@ -20,7 +20,7 @@ from offload.plan import PathRates, Rates, visit_order
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, BeginSave, Release, Save, Sweep, Visit
+from offload.schedule.operations import BeginSave, BeginSweep, ReleaseSave, Save, Sweep, Visit
 
 SUBGROUPS = 24
 
@@ -55,7 +55,7 @@ def steady(slots: int, read: float, write: float, *, flushing: bool = False, ahe
         before, moved = moved, executor.lane_bytes
         begun_s = executor.now_s
         order = visit_order(range(SUBGROUPS), machine.slots)
-        executor.inject(Begin(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
+        executor.inject(BeginSweep(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
         pump(machine, executor, lambda m: m.finished_sweep is not None)
         assert machine.broken is None
         machine.take_finished_sweep()
@@ -65,11 +65,11 @@ def steady(slots: int, read: float, write: float, *, flushing: bool = False, ahe
             executor.inject(BeginSave(Save(number)))
             pump(machine, executor, lambda m: m.saver.finished_save is not None)
             machine.take_finished_save()
-            executor.inject(Release(number))
+            executor.inject(ReleaseSave(number))
         if ahead:
             order = visit_order(range(SUBGROUPS), machine.slots)
             first = [subgroup for subgroup in order if subgroup not in machine.slots][:ahead]
-            executor.inject(Begin(Sweep(100 + number, number, tuple(Visit(s, changes=False) for s in first))))
+            executor.inject(BeginSweep(Sweep(100 + number, number, tuple(Visit(s, changes=False) for s in first))))
             pump(machine, executor, lambda m: m.finished_sweep is not None)
             machine.take_finished_sweep()
     size = plan.slot_bytes

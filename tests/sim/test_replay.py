@@ -8,15 +8,15 @@ from recorded import Recorded, assert_replays
 from world.driver import run_seed
 
 from offload.schedule.operations import (
-    Begin,
     BeginSave,
+    BeginSweep,
     Done,
     Extend,
     Failed,
-    Release,
+    OutcomeTold,
+    ReleaseSave,
     Reshare,
     Stop,
-    Taken,
     TakeOver,
 )
 
@@ -37,5 +37,5 @@ def test_a_machine_that_is_given_the_same_events_decides_the_same(what: str, fir
         for machine in made:
             assert_replays(machine)
             met |= {type(event) for event in machine.events}
-    also = {"sweeps": {Stop}, "changing": {Extend, Reshare}, "saves": {BeginSave, Release, TakeOver}}
-    assert {Begin, Done, Failed, Taken} | also[what] <= met
+    also = {"sweeps": {Stop}, "changing": {Extend, Reshare}, "saves": {BeginSave, ReleaseSave, TakeOver}}
+    assert {BeginSweep, Done, Failed, OutcomeTold} | also[what] <= met

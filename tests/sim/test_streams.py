@@ -14,7 +14,7 @@ from offload.plan.budget import GPU_STAGING_SLOTS, HIDDEN_PIECE_BYTES
 from offload.predict import predict, timing
 from offload.predict.streams import Order, Streams, Work
 from offload.predict.timing import TimingExecutor
-from offload.schedule.operations import Operation, Run, Sweep
+from offload.schedule.operations import Operation, RunVisit, Sweep
 
 LINK, MEMORY, GPU = 50e9, 230e9, 1.3e12
 NUMEL = 8_030_000_000 // 64 * 64
@@ -39,7 +39,7 @@ class TableStreams(Streams[Operation | int]):
     """Tables of updates have a stream of their own; on that of state they cost nothing beside it."""
 
     def put(self, work: Work[Operation | int]) -> Work[Operation | int]:
-        if isinstance(work.what, Run) and work.follows is not None:  # the table comes behind the state
+        if isinstance(work.what, RunVisit) and work.follows is not None:  # the table comes behind the state
             table_bytes = work.nbytes // TABLE_SHARE
             work.follows = super().put(Work("tables", "h2d", work.what, table_bytes, work.given_s, work.follows))
         return super().put(work)

@@ -41,7 +41,7 @@ from offload.errors import ConfigError, TierError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
 from offload.protocols import Completion, TileRequest
-from offload.schedule.index import Location, Record
+from offload.schedule.index import Location, TileRecord
 from offload.schedule.operations import ReadTile, Stop
 from offload.session.setup import choose_turns
 from offload.tiers import StoreOptions, Turns, identity, innermost, open_tier, turns
@@ -460,10 +460,10 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     harness = Harness(tier, queue)
     memory = HostMemory(NO_LANES)
     executor = LiveExecutor([tier], None, queue, memory, stall_s=0.2)  # type: ignore[arg-type]
-    operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
+    operation = ReadTile(1, TILE, 0, 0, TileRecord(Location(0, 0, 4096), 1, 0))
     layout = build_layout([Parameter("p", 1024, DtypeCode.BFLOAT16, 0)], 1024)
     plan = make_plan(layout, Budgets(0, None, (PathBudget("path", 1 << 30),)))
-    executor.bind(plan)
+    executor.use_plan(plan)
     memory.place_slots(harness.arena.address, plan.slot_bytes)
     executor.submit([operation])
     waits(tier)  # another thread asks

@@ -258,7 +258,7 @@ def test_buffers_that_have_gone_are_used_again_where_they_have_come(host: Arena)
     (block,), copies = memory.take(PIECE_BUFFERS * BUFFER_BYTES), PieceCopies(device, device)
     copies.adopt(block)
     found = []
-    for change in (lambda: None, memory.give_back, memory.take_again):
+    for change in (lambda: None, memory.give_back, memory.reallocate_all):
         change()
         device.calls.clear()
         before, block_address = device.taken_bytes, block.address
@@ -285,10 +285,10 @@ def test_blocks_come_together_or_not_at_all() -> None:
     assert device.taken_bytes == kept.address == 0
     other = device.allocate(1 << 16)
     with pytest.raises(OffloadError):
-        memory.take_again()
+        memory.reallocate_all()
     assert kept.address == 0
     device.release(other)
-    memory.take_again()
+    memory.reallocate_all()
     assert kept.address > 0
     assert device.taken_bytes == 1 << 15
     device.close()

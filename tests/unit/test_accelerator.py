@@ -36,7 +36,7 @@ from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, Rates, choose_plan
 from offload.protocols import LANES, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
-from offload.schedule.operations import Run, Transfer, Visit
+from offload.schedule.operations import RunVisit, Transfer, Visit
 
 ON_LATE = pytest.mark.late(shared=True)
 INDEX = 1
@@ -115,7 +115,7 @@ def test_nothing_is_asked_of_another_device(device: module.AcceleratorDevice) ->
     indices: list[int] = []
 
     def adopted() -> None:
-        device.adopt_thread()
+        device.prepare_thread()
         use_all(device)
         indices.append(torch.accelerator.current_device_index())
 
@@ -148,7 +148,7 @@ def test_the_caller_s_lane_is_refused_while_it_is_captured(device: module.Accele
 def test_threads_of_the_session_relax_captures(device: module.AcceleratorDevice) -> None:
     relaxed: list[int] = []
     device.backend = replace(device.backend, relax_captures=lambda: relaxed.append(threading.get_ident()))
-    thread = threading.Thread(target=device.adopt_thread)
+    thread = threading.Thread(target=device.prepare_thread)
     thread.start()
     thread.join()
     assert relaxed == [thread.ident]
@@ -288,15 +288,15 @@ def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
     nbytes = layout.state_bytes
     budgets = Budgets(nbytes, gpu_staging_bytes=nbytes, weights_on_gpu=True)
     plan = choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e11, 1e11)), 1.0)
-    lanes.device.adopt_thread()
+    lanes.device.prepare_thread()
     lanes.adopt(plan, Layout((), ()), 0)
-    lanes.bind(plan)
+    lanes.use_plan(plan)
     arena = lanes.arena(nbytes)
     table = trial_table(EXACT_ADAMW, arena.address, 4096)
 
     def visit() -> None:
         lanes.copy_in(Transfer(1, 0, "state", "fetch", 0, nbytes, 0), arena.address, table, 0.0)
-        lanes.run(Run(2, 1, Visit(0, gpu=True), None, False, 0), None, 0.0)
+        lanes.run(RunVisit(2, 1, Visit(0, gpu=True), None, False, 0), None, 0.0)
         lanes.copy_out(Transfer(3, 0, "state", "flush", 0, nbytes, 0), arena.address, 0.0)
 
     found = {}

@@ -116,7 +116,7 @@ def test_the_fastest_node_is_filled_first_whatever_its_number() -> None:
     assert counts(faster) == (2, 4, 0)
     assert faster.buffer_node == 2
     assert faster.node_bytes == {2: 4 * SIZE, 0: 2 * SIZE}
-    assert faster.bound_bytes[2] == 4 * SIZE
+    assert faster.bytes_by_node[2] == 4 * SIZE
     same = choose_plan(layout_of(6), budgets_of(4, 4, streams=False), dataclasses.replace(
         rates_of(60), nodes=(node(0, 60), node(2, 60, memory=2e12))
     ))  # fmt: skip

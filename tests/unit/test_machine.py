@@ -20,20 +20,20 @@ from offload.schedule.operations import (
     Admit,
     Allocated,
     AwaitPush,
-    Begin,
-    Cut,
+    BeginSweep,
     Done,
+    Evict,
     Extend,
     Failed,
-    Hold,
-    Leave,
-    Lend,
+    LimitGpuSlots,
+    MakeSlots,
+    OutcomeTold,
+    PauseOpenSweep,
     ReadTile,
-    Run,
-    Seal,
+    RunVisit,
+    SealStep,
     Stop,
     Sweep,
-    Taken,
     Transfer,
     Visit,
     WriteTile,
@@ -61,7 +61,7 @@ def machine_for(plan: Plan, *listener) -> Machine:
 
 def allocated(machine: Machine) -> Machine:
     """Return a machine on whose paths the room of all planned slots is there."""
-    machine.handle(Cut())
+    machine.handle(MakeSlots())
     machine.handle(Allocated(tuple(machine.index.end_bytes(n) for n in range(len(machine.plan.budgets.paths)))))
     return machine
 
@@ -73,8 +73,8 @@ def give(machine: Machine, *events) -> list:
     return machine.take_operations()
 
 
-def sweep(number: int, *subgroups: int, **flags: bool) -> Begin:
-    return Begin(Sweep(number, number, tuple(Visit(subgroup, **flags) for subgroup in subgroups)))
+def sweep(number: int, *subgroups: int, **flags: bool) -> BeginSweep:
+    return BeginSweep(Sweep(number, number, tuple(Visit(subgroup, **flags) for subgroup in subgroups)))
 
 
 def finish(machine: Machine, operations: list) -> list:
@@ -93,7 +93,7 @@ def finish_until_run(machine: Machine, operations: list) -> list:
     while operations:
         operation = operations.pop(0)
         done.append(operation)
-        if not isinstance(operation, Run):
+        if not isinstance(operation, RunVisit):
             operations += give(machine, Done(operation.op))
     return done
 
@@ -101,7 +101,7 @@ def finish_until_run(machine: Machine, operations: list) -> list:
 def test_fresh_subgroup_runs_without_a_fetch():
     machine = make(1, 1)
     (run,) = give(machine, sweep(1, 0))
-    assert run == Run(run.op, 1, Visit(0), 0, fresh=True)
+    assert run == RunVisit(run.op, 1, Visit(0), 0, fresh=True)
     assert machine.phases[0] is Phase.BUSY
     assert not give(machine, Done(run.op))
     assert machine.phases[0] is Phase.DIRTY
@@ -115,7 +115,7 @@ def test_state_that_stays_in_memory_is_neither_written_nor_read():
     machine = make(2, 2)
     for number in range(1, 4):
         operations = finish(machine, give(machine, sweep(number, 0, 1)))
-        assert [type(operation) for operation in operations] == [Run, Run]
+        assert [type(operation) for operation in operations] == [RunVisit, RunVisit]
         machine.take_finished_sweep()
 
 
@@ -149,7 +149,7 @@ def test_overwriting_visit_fetches_nothing():
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished_sweep()
     operations = finish(machine, give(machine, sweep(2, 0, overwrites=True)))
-    assert [type(operation) for operation in operations] == [WriteTile] * 3 + [Run]
+    assert [type(operation) for operation in operations] == [WriteTile] * 3 + [RunVisit]
     assert operations[-1].fresh is False
 
 
@@ -159,7 +159,7 @@ def test_reading_visit_leaves_state_clean_and_its_slot_free_to_take():
     machine.take_finished_sweep()
     operations = finish(machine, give(machine, sweep(2, 0, 1, changes=False)))
     kinds = [type(operation) for operation in operations]
-    assert kinds == [WriteTile] * 3 + [ReadTile] * 3 + [Run] + [ReadTile] * 3 + [Run]
+    assert kinds == [WriteTile] * 3 + [ReadTile] * 3 + [RunVisit] + [ReadTile] * 3 + [RunVisit]
     assert machine.phases[1] is Phase.READY
     assert machine.moved == []
 
@@ -181,7 +181,7 @@ def test_resident_subgroups_fill_the_waits():
     assert [run.visit.subgroup for run in first] == [2, 0], "streamed first, then resident"
     assert [run.slot for run in first] == [0, None]
     operations = give(machine, Done(first[0].op))
-    assert [type(operation) for operation in operations] == [WriteTile] * 3 + [Run]
+    assert [type(operation) for operation in operations] == [WriteTile] * 3 + [RunVisit]
     assert operations[-1].visit.subgroup == 1
 
 
@@ -200,7 +200,7 @@ def test_old_slots_are_freed_only_when_the_new_version_is_whole():
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished_sweep()
     operations = give(machine, sweep(2, 0))
-    while not isinstance(operations[0], Run):
+    while not isinstance(operations[0], RunVisit):
         operations = give(machine, *(Done(operation.op) for operation in operations))
     give(machine, Done(operations[0].op))
     machine.take_finished_sweep()
@@ -292,7 +292,7 @@ def test_flush_without_room_names_the_tile():
     assert machine.take_finished_sweep().number == 1
 
 
-@pytest.mark.parametrize("kind", [Run, ReadTile])
+@pytest.mark.parametrize("kind", [RunVisit, ReadTile])
 def test_failed_run_or_read_breaks_once_all_has_landed(kind: type):
     machine = make(3, 2)
     finish(machine, give(machine, sweep(1, 0, 1, 2)))
@@ -363,7 +363,13 @@ def test_extended_plan_keeps_what_is_there():
     assert not machine.is_fresh(1)
     assert machine.is_fresh(4)
     operations = finish(machine, give(machine, sweep(2, 0, 1, 2, 3, 4)))
-    assert [operation.visit.subgroup for operation in operations if isinstance(operation, Run)] == [1, 0, 2, 3, 4]
+    assert [operation.visit.subgroup for operation in operations if isinstance(operation, RunVisit)] == [
+        1,
+        0,
+        2,
+        3,
+        4,
+    ]
     assert machine.take_finished_sweep().number == 2
     assert machine.broken is None
 
@@ -386,7 +392,7 @@ def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups,
     assert staging == min(slots, subgroups)
     for number in range(1, 5):
         wanted = visit_order(range(subgroups + resident), machine.slots)
-        operations, counts = give(machine, sweep(number, *wanted)), {ReadTile: 0, WriteTile: 0, Run: 0}
+        operations, counts = give(machine, sweep(number, *wanted)), {ReadTile: 0, WriteTile: 0, RunVisit: 0}
         while operations:
             operation = operations.pop(order.randrange(len(operations)))
             counts[type(operation)] += 1
@@ -394,7 +400,7 @@ def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups,
         assert machine.take_finished_sweep().number == number
         moved = 3 * (streamed - staging)
         fetched = 0 if number == 1 else moved
-        assert counts == {ReadTile: fetched, WriteTile: moved, Run: subgroups + resident}
+        assert counts == {ReadTile: fetched, WriteTile: moved, RunVisit: subgroups + resident}
 
 
 # Visits on a GPU
@@ -415,14 +421,14 @@ def make_gpu(on_gpu: list[bool], *, gpu_slots: int = 1, resident: int | None = N
     return machine_for(make_plan(layout, budgets, placements=placements))
 
 
-def step(machine: Machine, number: int) -> Begin:
-    return Begin(Sweep(number, number, update_visits(machine.plan, range(len(machine.plan.layout.subgroups)))))
+def step(machine: Machine, number: int) -> BeginSweep:
+    return BeginSweep(Sweep(number, number, update_visits(machine.plan, range(len(machine.plan.layout.subgroups)))))
 
 
 def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     machine = make_gpu([True])
     (run,) = give(machine, step(machine, 1))  # fresh: there is nothing to copy in
-    assert run == Run(run.op, 1, Visit(0, gpu=True), None, fresh=True, through=0)
+    assert run == RunVisit(run.op, 1, Visit(0, gpu=True), None, fresh=True, transfer_slot=0)
     (out,) = give(machine, Done(run.op))
     assert out == Transfer(out.op, 0, "state", "flush", 0, SUBGROUP_BYTES)
     assert machine.take_finished_sweep().number == 1, "the update has ended; the copy out is behind the step"
@@ -432,7 +438,7 @@ def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     (copy,) = give(machine, Done(out.op))
     assert copy == Transfer(copy.op, 0, "state", "fetch", 0, SUBGROUP_BYTES)
     (run,) = give(machine, Done(copy.op))
-    assert run == Run(run.op, 2, Visit(0, gpu=True), None, fresh=False, through=0)
+    assert run == RunVisit(run.op, 2, Visit(0, gpu=True), None, fresh=False, transfer_slot=0)
     (out,) = give(machine, Done(run.op))
     give(machine, Done(out.op))
     assert machine.phases[0] is Phase.RESIDENT
@@ -443,7 +449,7 @@ def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
     cpu, gpu = give(machine, step(machine, 1))
     assert (cpu.visit.gpu, gpu.visit.gpu) == (False, True)
     (push,) = give(machine, Done(cpu.op))
-    assert (cpu.through, push) == (0, Transfer(push.op, 0, "weights", "flush", 0, 2 * 1024))
+    assert (cpu.transfer_slot, push) == (0, Transfer(push.op, 0, "weights", "flush", 0, 2 * 1024))
     (out,) = give(machine, Done(gpu.op))
     assert not machine.finished_sweep, "the weights are not there yet"
     give(machine, Done(push.op))
@@ -458,7 +464,7 @@ def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_
     fetches = give(machine, step(machine, 1))
     assert fetches == [Transfer(f.op, n, "weights", "fetch", n, 4 * 1024) for n, f in enumerate(fetches)]
     runs = give(machine, *(Done(fetch.op) for fetch in fetches[:2]))
-    assert [(run.visit.subgroup, run.through) for run in runs] == [(0, 0), (1, 1)]
+    assert [(run.visit.subgroup, run.transfer_slot) for run in runs] == [(0, 0), (1, 1)]
     (push,) = give(machine, Done(runs[0].op))
     (waiting,) = give(machine, Done(push.op))
     assert waiting == AwaitPush(waiting.op, 0, 0)
@@ -466,7 +472,7 @@ def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_
     assert machine.take_finished_sweep().number == 1, "the last of the weights may still be on their way"
     # The next step wants slot 0, which has not been left.
     second = [o for o in give(machine, step(machine, 2)) if isinstance(o, Transfer)]
-    assert [(fetch.subgroup, fetch.through) for fetch in second] == [(0, 1), (1, 2), (2, 3)]
+    assert [(fetch.subgroup, fetch.transfer_slot) for fetch in second] == [(0, 1), (1, 2), (2, 3)]
     (last,) = give(machine, Done(waiting.op))
     assert last == Transfer(last.op, 3, "weights", "fetch", 0, 4 * 1024)
 
@@ -500,7 +506,7 @@ def test_a_failed_copy_breaks_the_session():
 def test_weights_that_stay_old_keep_their_step_from_counting():
     machine = make_gpu([False, False], resident=1)
     pending = give(machine, step(machine, 1))
-    assert [type(operation) for operation in pending] == [Run, Run]
+    assert [type(operation) for operation in pending] == [RunVisit, RunVisit]
     machine.broken = EIO  # as by a flush that finds no room
     assert not give(machine, *(Done(operation.op) for operation in pending))
     assert machine.take_finished_sweep().number == 1
@@ -516,7 +522,7 @@ def test_gpu_slots_follow_the_plan_between_steps():
     budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
     give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
     operations = finish(machine, give(machine, step(machine, 2)))
-    assert {o.through for o in operations} == {0}, "one is left"
+    assert {o.transfer_slot for o in operations} == {0}, "one is left"
 
 
 def test_a_step_has_the_gpu_slots_that_are_lent_to_it():
@@ -524,19 +530,19 @@ def test_a_step_has_the_gpu_slots_that_are_lent_to_it():
     finish(machine, give(machine, step(machine, 1)))
     machine.take_finished_sweep()
     for number, lent in ((2, 1), (3, 2), (4, 3)):
-        first = give(machine, Lend(lent), step(machine, number))
-        assert [copy.through for copy in first] == list(range(lent))
+        first = give(machine, LimitGpuSlots(lent), step(machine, number))
+        assert [copy.transfer_slot for copy in first] == list(range(lent))
         operations = finish(machine, first)
-        assert {o.through for o in operations} <= set(range(lent))
+        assert {o.transfer_slot for o in operations} <= set(range(lent))
         assert machine.take_finished_sweep().number == number
-    give(machine, Lend(0))
+    give(machine, LimitGpuSlots(0))
     borrowing = replace(machine.plan, budgets=replace(machine.plan.budgets, borrows=True))
     cpu = update_visits(borrowing.unborrowed, range(3))
     assert not any(visit.gpu for visit in cpu)
-    finish(machine, give(machine, Begin(Sweep(5, 5, cpu))))
+    finish(machine, give(machine, BeginSweep(Sweep(5, 5, cpu))))
     assert machine.take_finished_sweep().number == 5
     with pytest.raises(InternalError, match="more staging slots"):
-        give(machine, Lend(4))
+        give(machine, LimitGpuSlots(4))
     give(machine, Extend(machine.plan))
     assert len(give(machine, step(machine, 6))) == 3, "a plan that is taken up has all its slots"
 
@@ -546,10 +552,10 @@ def test_copies_out_of_slots_that_are_not_lent_any_more_go_on():
     runs = give(machine, step(machine, 1))
     outs = give(machine, *(Done(run.op) for run in runs))
     assert machine.take_finished_sweep().number == 1
-    assert not give(machine, Lend(1), step(machine, 2)), "state is on its way"
+    assert not give(machine, LimitGpuSlots(1), step(machine, 2)), "state is on its way"
     assert not give(machine, Done(outs[1].op)), "slot 1 is free, and not lent"
     (copy,) = give(machine, Done(outs[0].op))
-    assert copy.through == 0
+    assert copy.transfer_slot == 0
     finish(machine, [copy])
     assert machine.take_finished_sweep().number == 2
 
@@ -558,15 +564,15 @@ def test_copies_out_of_slots_that_are_not_lent_any_more_go_on():
 def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_well(fails_before: bool) -> None:
     machine = allocated(make(2, 1))
     finish(machine, give(machine, sweep(1, 0, 1)))
-    give(machine, Taken(machine.finished_sweep))
-    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
-    *_, run = [each for each in finish_until_run(machine, reads) if isinstance(each, Run)]
+    give(machine, OutcomeTold(machine.finished_sweep))
+    reads = give(machine, BeginSweep(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
+    *_, run = [each for each in finish_until_run(machine, reads) if isinstance(each, RunVisit)]
     writes = give(machine, Done(run.op))
     assert {*machine.speculative_versions} == {0}
     if fails_before:
         give(machine, Failed(writes[0].op, EIO))
         assert not machine.speculative_versions  # a save would fail with it, and a step that makes it again does not
-    give(machine, Hold(), Seal(tuple(machine.speculative_versions)))
+    give(machine, PauseOpenSweep(), SealStep(tuple(machine.speculative_versions)))
     for write in writes[fails_before:]:
         give(machine, Done(write.op))
     assert machine.broken is None
@@ -579,13 +585,13 @@ def test_state_that_comes_back_from_the_gpu_behind_its_step_is_flushed_before_a_
     (run,) = give(machine, step(machine, 1))
     (out,) = give(machine, Done(run.op))
     machine.take_finished_sweep()
-    assert not give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
+    assert not give(machine, BeginSweep(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
     writes = give(machine, Done(out.op))
     assert {write.record.step for write in writes} == {1}
     *_, ahead = finish_until_run(machine, writes)
-    assert ahead == Run(ahead.op, 2, Visit(0, speculative=True), 0, fresh=False)
+    assert ahead == RunVisit(ahead.op, 2, Visit(0, speculative=True), 0, fresh=False)
     finish(machine, [ahead])
-    give(machine, Hold(), Seal((0,)))
+    give(machine, PauseOpenSweep(), SealStep((0,)))
     assert {machine.index.get(tile).step for tile, _, _ in machine.plan.layout.subgroups[0].tiles} == {2}
 
 
@@ -593,13 +599,13 @@ def test_memory_is_vacated_only_when_what_an_open_sweep_fetched_has_come():
     machine = make(2, 2)
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished_sweep()
-    finish(machine, give(machine, Leave(1, ())))
-    machine.take_finished_leave()
-    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)))
-    assert not give(machine, Seal(), Leave(2, ()))
-    assert machine.is_leaving, "slots are vacated, and something is still read into them"
+    finish(machine, give(machine, Evict(1, ())))
+    machine.take_finished_eviction()
+    reads = give(machine, BeginSweep(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)))
+    assert not give(machine, SealStep(), Evict(2, ()))
+    assert machine.is_evicting, "slots are vacated, and something is still read into them"
     finish(machine, reads)
-    assert machine.take_finished_leave() == (Leave(2, ()), None)
+    assert machine.take_finished_eviction() == (Evict(2, ()), None)
     assert not machine.slots
 
 
@@ -607,13 +613,13 @@ def test_state_that_leaves_memory_while_the_machine_breaks_is_somewhere():
     machine = allocated(make(3, 1, resident=2))
     finish(machine, give(machine, sweep(1, 0, 1, 2)))
     machine.take_finished_sweep()
-    writes = give(machine, Leave(1, (0, 1)))
+    writes = give(machine, Evict(1, (0, 1)))
     of = {number: [write for write in writes if write.tile.subgroup == number] for number in range(3)}
     give(machine, Failed(of[0][0].op, EIO), Failed(of[2][0].op, EIO))
     assert machine.broken is EIO
     assert not give(machine, *(Done(write.op) for number in range(3) for write in of[number][number != 1 :]))
-    assert machine.take_finished_leave() == (Leave(1, (0, 1)), EIO)
-    assert [machine.is_away(number) for number in range(2)] == [False, True]
+    assert machine.take_finished_eviction() == (Evict(1, (0, 1)), EIO)
+    assert [machine.is_evicted(number) for number in range(2)] == [False, True]
 
 
 def test_a_leave_that_finds_no_room_for_changed_slots_breaks_and_issues_nothing():
@@ -625,7 +631,7 @@ def test_a_leave_that_finds_no_room_for_changed_slots_breaks_and_issues_nothing(
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished_sweep()
     while (location := machine.index.claim(large - SECTOR_BYTES)) is not None:
-        machine.index.refuse(location, is_full=False)
-    assert not give(machine, Leave(1, ()))
+        machine.index.abandon_unwritable(location, is_full=False)
+    assert not give(machine, Evict(1, ()))
     assert isinstance(machine.broken, TierFullError)
-    assert machine.take_finished_leave() == (Leave(1, ()), machine.broken)
+    assert machine.take_finished_eviction() == (Evict(1, ()), machine.broken)

@@ -121,17 +121,17 @@ def test_a_kernel_without_nodes_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("nbytes", [1, 4096, 5 * MIB + 1])
 def test_memory_is_bound_before_the_first_touch(nbytes: int) -> None:
     arena = Arena(nbytes, node=0)
-    assert nodes.where(arena.address, nbytes) == {}
+    assert nodes.node_bytes_of(arena.address, nbytes) == {}
     assert resident_pages(arena.address, arena.nbytes) == 0
     arena.touch()
     pages = -(-nbytes // 4096)
-    assert nodes.where(arena.address, nbytes) == {0: nbytes}
+    assert nodes.node_bytes_of(arena.address, nbytes) == {0: nbytes}
     assert resident_pages(arena.address, arena.nbytes) == pages
     policy = Path("/proc/self/numa_maps")
     if policy.exists():
         assert "bind:0" in policy.read_text()
     arena.discard()
-    assert nodes.where(arena.address, nbytes) == {}
+    assert nodes.node_bytes_of(arena.address, nbytes) == {}
     arena.close()
 
 
@@ -151,7 +151,7 @@ def test_where_binding_is_refused_threads_of_the_node_touch_first(
     assert resident_pages(first.address, first.nbytes) == 3 * MIB // 4096  # now, as later anybody may touch it
     assert resident_pages(second.address, second.nbytes) == 1
     assert set(bound) == {frozenset(os.sched_getaffinity(0))}
-    assert nodes.where(first.address, first.nbytes) == {}
+    assert nodes.node_bytes_of(first.address, first.nbytes) == {}
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 2  # once that it is not bound, once that nobody knows
     assert "refuses mbind" in told[0]
@@ -271,4 +271,4 @@ def test_where_asks_for_a_part_of_many_pages(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nodes, "MOST_ASKED", 4)
     arena = Arena(64 << 10, node=0)
     arena.numpy(0, 32 << 10, np.uint8)[:] = 1
-    assert nodes.where(arena.address, 64 << 10) == {0: 32 << 10}
+    assert nodes.node_bytes_of(arena.address, 64 << 10) == {0: 32 << 10}

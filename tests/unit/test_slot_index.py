@@ -12,7 +12,7 @@ from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
 from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.index import Location, TileIndex, TileRecord
 
 TILE = TileId(0, 0, 0)
 OTHER = TileId(0, 0, 1)
@@ -23,10 +23,10 @@ def index(*limits: int, slots: int = 4, shares: tuple[float, ...] = ()) -> TileI
     return TileIndex(list(zip(limits, shares or [1.0] * len(limits), strict=True)), {SECTOR_BYTES: slots})
 
 
-def write(stores: TileIndex, tile: TileId, step: int) -> Record:
+def write(stores: TileIndex, tile: TileId, step: int) -> TileRecord:
     location = stores.claim(SECTOR_BYTES)
     assert location is not None
-    record = Record(location, step, step)
+    record = TileRecord(location, step, step)
     stores.commit(tile, record)
     stores.check()
     return record
@@ -93,7 +93,7 @@ def test_retired_path_stays_readable_and_its_slots_can_be_made_elsewhere():
     claims = [stores.claim(SECTOR_BYTES) for _ in range(3)]
     assert [claim and claim.path for claim in claims] == [1, 1, None]
     lying_there = next(tile for tile, record in zip((TILE, OTHER), records, strict=True) if record.location.path == 0)
-    stores.commit(lying_there, Record(claims[0], 2, 2))
+    stores.commit(lying_there, TileRecord(claims[0], 2, 2))
     stores.check()
     assert stores.claim(SECTOR_BYTES).path == 1, "the slot that the tile left on path 0 counts no more"
     assert stores.live_bytes()[0] == 0
@@ -132,7 +132,7 @@ def test_slots_that_nobody_claimed_are_refused():
     stores = index(1 << 20)
     location = Location(0, 0, SECTOR_BYTES)
     with pytest.raises(InternalError, match="nobody claimed"):
-        stores.commit(TILE, Record(location, 1, 1))
+        stores.commit(TILE, TileRecord(location, 1, 1))
     with pytest.raises(InternalError, match="not claimed"):
         stores.abandon(location)
 
@@ -173,7 +173,7 @@ def test_planned_room_is_always_enough(numels, subgroup_numel, tile_bytes, slots
             assert all(location is not None for _, location in flying[subgroup])
         elif flying:
             for tile, location in flying.pop(random.choice(list(flying))):
-                stores.commit(tile, Record(location, step, 0))
+                stores.commit(tile, TileRecord(location, step, 0))
         stores.check()
         assert sum(stores.live_bytes()) <= plan.storage_bytes
 
@@ -217,7 +217,7 @@ def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_
     # Six sectors in front are two large slots, twelve between are four; one larger slot less fits than there is.
     large = [stores.claim(2 * SECTOR_BYTES) for _ in range(6)]
     assert sorted(location.offset // SECTOR_BYTES for location in large) == [0, 3, 8, 11, 14, 17]
-    stores.adopt(TILE, Record(Location(0, 3 * WHOLE, SECTOR_BYTES), 5, 1))
+    stores.adopt(TILE, TileRecord(Location(0, 3 * WHOLE, SECTOR_BYTES), 5, 1))
     assert stores.get(TILE).step == 5
     write(stores, TILE, 6)
     stores.check()
@@ -239,14 +239,14 @@ def test_a_store_too_full_to_be_taken_up_says_so():
 
 def test_foreign_tiles_are_live_until_they_are_written_here():
     stores = index(1 << 20, slots=4)
-    stores.adopt(TILE, Record(Location(7, 0, SECTOR_BYTES), 3, 1))
+    stores.adopt(TILE, TileRecord(Location(7, 0, SECTOR_BYTES), 3, 1))
     assert (stores.is_foreign(TILE), sum(stores.live_bytes())) == (True, 0)
     stores.check()
     write(stores, TILE, 4)
     assert not stores.is_foreign(TILE)
     stores.check()
     with pytest.raises(InternalError, match="no checkpoint holds"):
-        stores.adopt(TILE, Record(Location(0, 99 * WHOLE, SECTOR_BYTES), 5, 1))
+        stores.adopt(TILE, TileRecord(Location(0, 99 * WHOLE, SECTOR_BYTES), 5, 1))
 
 
 def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
@@ -264,8 +264,8 @@ def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
     own = [stores.claim(SECTOR_BYTES) for _ in range(6)]
     assert all(location.offset < ends[location.path] for location in own[:5])
     assert own[5] is None
-    stores.commit(TILE, Record(own[0], 1, 0))
-    stores.commit(TILE, Record(lent[0], 2, 0))  # confirmed: the slot of the version before is the plan's
+    stores.commit(TILE, TileRecord(own[0], 1, 0))
+    stores.commit(TILE, TileRecord(lent[0], 2, 0))  # confirmed: the slot of the version before is the plan's
     for location in lent[1:]:
         stores.abandon(location)
     stores.give_back({SECTOR_BYTES: 3}, lent=True)

@@ -19,11 +19,11 @@ from offload.errors import InternalError
 from offload.plan.budget import ScratchBuffers
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule import index, runs, scratch, staging
-from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.index import Location, TileIndex, TileRecord
 from offload.schedule.issued import Issued
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Done, Operation, ReadTile, Run, Transfer
-from offload.schedule.scratch import Held, Scratch
+from offload.schedule.operations import Done, Operation, ReadTile, RunVisit, Transfer
+from offload.schedule.scratch import Scratch, ScratchEntry
 from offload.schedule.staging import ARROWS
 
 Row = tuple[str, str, str]
@@ -56,18 +56,18 @@ def commit_next(stores: TileIndex, location: Location) -> None:
         raise InternalError("the slot is not live")
     other = stores.claim(SECTOR_BYTES)
     assert other is not None
-    stores.commit(TILE, Record(other, 2))
+    stores.commit(TILE, TileRecord(other, 2))
 
 
 EVENTS: dict[str, Callable[[TileIndex, Location], Any]] = {
     "claim": lambda stores, location: claim_again(stores, location),
-    "commit": lambda stores, location: stores.commit(TILE, Record(location, 1)),
+    "commit": lambda stores, location: stores.commit(TILE, TileRecord(location, 1)),
     "commit of the tile's next version": commit_next,
     "abandon": lambda stores, location: stores.abandon(location),
     "refuse": lambda stores, location: stores.refuse(location, is_full=False),
     "hold": lambda stores, location: stores.hold(location),
     "let_go": lambda stores, location: stores.let_go(TILE, location),
-    "adopt": lambda stores, location: stores.adopt(TILE, Record(location, 1)),
+    "adopt": lambda stores, location: stores.adopt(TILE, TileRecord(location, 1)),
     "drop": lambda stores, location: stores.drop(TILE),
 }
 WAYS = {
@@ -127,7 +127,7 @@ def test_subgroups_go_through_the_phases_of_the_table() -> None:
 # An owner's scratch
 
 
-def scratch_state(held: Held | None) -> str:
+def scratch_state(held: ScratchEntry | None) -> str:
     if held is None:
         return "nothing"
     if held.is_discarded:
@@ -184,14 +184,14 @@ def drive(seed: int, kind: Any) -> set[Row]:
                 event(name, end.owner.number, machine.landed, end, None)
         elif draw.random() < 0.3:
             # Gradients are added to; a tile of activations is filled once.
-            if not readers[owner] and not machine.finds_none(owner) and (promised or before[owner] == "nothing"):
-                event("want to fill", owner, machine.want, owner, fills=True)
+            if not readers[owner] and not machine.gets_no_buffer(owner) and (promised or before[owner] == "nothing"):
+                event("want to fill", owner, machine.request, owner, fills=True)
         elif draw.random() < 0.4:
             event("ready", owner, machine.ready, owner, fills=True)
         elif draw.random() < 0.5:
             if before[owner] not in ("nothing", "discarded", "waiting") and not machine.is_filling(owner):
                 readers[owner] += 1
-                event("want to read", owner, machine.want, owner, fills=False)
+                event("want to read", owner, machine.request, owner, fills=False)
         else:
             for _ in range(readers[owner]):
                 event("ready", owner, machine.ready, owner, fills=False)
@@ -204,10 +204,12 @@ def drive(seed: int, kind: Any) -> set[Row]:
     return taken
 
 
-def held_of(machine: Scratch) -> dict[int, Held]:
+def held_of(machine: Scratch) -> dict[int, ScratchEntry]:
     """Return what is known of each owner that has any data, whatever the attribute is called."""
     known = [
-        x for x in vars(machine).values() if isinstance(x, dict) and {Held} == {type(held) for held in x.values()}
+        x
+        for x in vars(machine).values()
+        if isinstance(x, dict) and {ScratchEntry} == {type(held) for held in x.values()}
     ]
     return known[0] if known else {}
 
@@ -224,10 +226,10 @@ def visit_state(machine: Machine, number: int, flying: list[Operation]) -> str:
     subgroup = machine.staging.subgroups[number]
     if subgroup.visit is not None:
         return "waiting"
-    if any(isinstance(o, Run) and o.visit.subgroup == number for o in flying):
+    if any(isinstance(o, RunVisit) and o.visit.subgroup == number for o in flying):
         return "running"
     copies = [o for o in flying if isinstance(o, Transfer) and o.subgroup == number]
-    if subgroup.passing is not None:
+    if subgroup.begun_visit is not None:
         return "copying" if copies else "copied"
     if any(o.what == "weights" for o in copies):
         return "pushing"
@@ -264,7 +266,7 @@ def visits(machine: Machine, steps: int, draw: random.Random) -> set[Row]:
         event("begin", None, step(machine, number))
         while machine.finished_sweep is None:
             end = draw.choice(flying)
-            about: Any = end.visit if isinstance(end, Run) else getattr(end, "tile", end)
+            about: Any = end.visit if isinstance(end, RunVisit) else getattr(end, "tile", end)
             kind = " ".join((type(end).__name__, getattr(end, "way", ""))).strip()
             event(NAMES.get(kind, kind), about.subgroup, Done(end.op))
         machine.take_finished_sweep()

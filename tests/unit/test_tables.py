@@ -15,7 +15,7 @@ from offload.kernels.table import active_rows
 from offload.layout import Parameter, build_layout
 from offload.protocols import SegmentFlag
 from offload.rules import ADAMW
-from offload.schedule.operations import Run, Visit
+from offload.schedule.operations import RunVisit, Visit
 
 GROUPS = [ADAMW.values(ADAMW.defaults), ADAMW.values(ADAMW.defaults)]
 ACTIVE = [3, 0, 1]
@@ -52,10 +52,10 @@ def changed(name: str, position: int, value: int) -> Callable[[Tables], None]:
         (changed("gradient_dtypes", 2, DtypeCode.FLOAT32), [True, True]),
         (changed("numbers", 0, 5), [False, True]),  # which rounding knows
         (changed("steps", 3, 5), [True, False]),
-        (lambda tables: tables.take_master(0, SegmentFlag.LOAD_MASTER), [False, True]),
-        (lambda tables: tables.take_master(0, SegmentFlag.MATCH_MASTER), [False, True]),
-        (lambda tables: tables.take_master(2, SegmentFlag.LOAD_MASTER), [True, True]),  # not updated
-        (lambda tables: tables.take_master(1, SegmentFlag.LOAD_MASTER), [True, True]),  # its weight is its master
+        (lambda tables: tables.mark_master_due(0, SegmentFlag.LOAD_MASTER), [False, True]),
+        (lambda tables: tables.mark_master_due(0, SegmentFlag.MATCH_MASTER), [False, True]),
+        (lambda tables: tables.mark_master_due(2, SegmentFlag.LOAD_MASTER), [True, True]),  # not updated
+        (lambda tables: tables.mark_master_due(1, SegmentFlag.LOAD_MASTER), [True, True]),  # its weight is its master
     ],
 )
 def test_steps_agree_about_a_subgroup_unless_its_update_would_differ(
@@ -71,7 +71,7 @@ def test_steps_agree_about_a_subgroup_unless_its_update_would_differ(
 def test_gradients_are_compared_where_the_step_reads_them() -> None:
     tables = make_tables()
     expected = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
-    table = tables.fill(Run(0, 0, Visit(1), 0, fresh=False), 1 << 33, expected)
+    table = tables.fill(RunVisit(0, 0, Visit(1), 0, fresh=False), 1 << 33, expected)
     assert table["gradient"].tolist() == [6 << 20, 8 << 20]
     tables.gradients[1] = 1 << 30
     positions, addresses, sizes = tables.read_by(1, table, tables.rows(GROUPS, 2.0, 1.0, ACTIVE))
@@ -106,11 +106,11 @@ def test_rows_stay_what_they_were_told() -> None:
     tables = make_tables()
     rows = tables.rows(GROUPS, 1.0, 1.0, ACTIVE)
     assert rows.subgroups == (1, 0)
-    before = tables.fill(Run(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
+    before = tables.fill(RunVisit(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
     tables.weights[:] = tables.gradients[:] = 1 << 40
     tables.gradient_dtypes[:] = DtypeCode.FLOAT32
     tables.steps += 1
-    after = tables.fill(Run(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
+    after = tables.fill(RunVisit(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
     assert after.tobytes() == before.tobytes()
     assert active_rows(after).tolist() == [True, False]
 
@@ -120,7 +120,7 @@ def test_a_gpu_reads_gradients_where_they_are_bound_and_the_cpu_where_it_is_told
     slots = np.full(4, 1 << 35, np.uint64), np.full(4, DtypeCode.BFLOAT16, np.int32)
     rows = tables.rows(GROUPS, 1.0, 1.0, ACTIVE, slots)
     for gpu, gradients in ((True, [5 << 20, 7 << 20]), (False, [1 << 35] * 2)):
-        table = tables.fill(Run(0, 0, Visit(0, gpu=gpu), 0, fresh=False), 1 << 33, rows)
+        table = tables.fill(RunVisit(0, 0, Visit(0, gpu=gpu), 0, fresh=False), 1 << 33, rows)
         assert table["gradient"].tolist() == gradients
 
 
@@ -128,9 +128,9 @@ def test_a_gpu_reads_gradients_where_they_are_bound_and_the_cpu_where_it_is_told
 def test_a_speculative_version_goes_to_its_image(subgroup: int, name: str) -> None:
     tables = make_tables()
     for position in range(4):
-        tables.take_master(position, SegmentFlag.LOAD_MASTER)
+        tables.mark_master_due(position, SegmentFlag.LOAD_MASTER)
     rows, sums = tables.rows(GROUPS, 1.0, 1.0, ACTIVE), np.zeros((2, 2), np.uint64)
-    run = Run(0, 0, Visit(subgroup, speculative=True), 0, fresh=False)
+    run = RunVisit(0, 0, Visit(subgroup, speculative=True), 0, fresh=False)
     table = tables.fill(run, 1 << 33, rows, apart=(1 << 36, sums))
     nbytes = 4096 * (2, 4)[subgroup]
     assert table[name].tolist() == [1 << 36, (1 << 36) + nbytes]

@@ -19,26 +19,26 @@ from offload.errors import InfeasiblePlanError
 from offload.layout import Parameter, extend_layout
 from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import least_slot_bytes
-from offload.protocols import SECTOR_BYTES, Owner, ScratchKind, TileId
-from offload.schedule.index import Location, Record
+from offload.protocols import SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
+from offload.schedule.index import Location, TileRecord
 from offload.schedule.machine import Machine
 from offload.schedule.operations import (
-    Begin,
     BeginSave,
+    BeginSweep,
     Discard,
     Event,
+    Evict,
     Extend,
-    Leave,
-    Ready,
-    Release,
+    ReleaseBuffer,
+    ReleaseSave,
+    RequestBuffer,
     Reshare,
-    Run,
+    RunVisit,
     Save,
-    Stay,
+    StopEviction,
     Sweep,
     TakeOver,
     Visit,
-    Want,
 )
 from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
@@ -110,7 +110,7 @@ class Sweeps(Driver):
         )
         return not harmful or (plenty and lost_path)
 
-    def visit(self, run: Run, state: State) -> None:
+    def visit(self, run: RunVisit, state: State) -> None:
         number = run.visit.subgroup
         if run.visit.changes:
             mix(run, state)
@@ -163,7 +163,7 @@ class Sweeps(Driver):
             machine = self.machine
             before, visits = machine.in_flight, everything(self.scenario.grown or self.plan)
             number = 1 + sum(action.what == "sweep" for action in self.scenario.actions)
-            machine.handle(Begin(Sweep(number, 0, visits[: len(machine.phases)])))
+            machine.handle(BeginSweep(Sweep(number, 0, visits[: len(machine.phases)])))
             assert not machine.take_operations()
             assert before or machine.take_finished_sweep() is not None
 
@@ -303,7 +303,7 @@ class Saves(Driver):
         for number in found:
             self.verify(number, found[number])
 
-    def verify(self, number: int, records: Mapping[TileId, Record]) -> None:
+    def verify(self, number: int, records: Mapping[TileId, TileRecord]) -> None:
         expected = self.expected[number]
         assert sorted(records) == sorted(expected), "a checkpoint does not have every tile"
         for tile, record in records.items():
@@ -340,7 +340,7 @@ class Saves(Driver):
         while len(self.kept) > self.keep:
             old = self.kept.pop(0)
             del self.data.committed[old]
-            self.tell(Release(old))
+            self.tell(ReleaseSave(old))
 
     def draw_sweep(self) -> tuple[Visit, ...]:
         return random_sweep(self.rng, self.plan)
@@ -357,7 +357,7 @@ class Saves(Driver):
         if self.machine.broken is not None:
             return
         sweep = Sweep(self.sweeps, 10 * self.sweeps, visits)
-        self.inner.inject(Begin(sweep))
+        self.inner.inject(BeginSweep(sweep))
         self.pump(lambda machine: machine.finished_sweep is not None)
         if self.machine.finished_sweep is not None:
             assert self.machine.finished_sweep is sweep
@@ -393,30 +393,30 @@ class Parks(Saves):
         """Park; `flag`: and end it early."""
         machine = self.machine
         self.wait(False)
-        self.pump(lambda machine: Phase.BUSY not in machine.phases and not machine.is_leaving)
+        self.pump(lambda machine: Phase.BUSY not in machine.phases and not machine.is_evicting)
         if machine.broken is not None:
             return
-        homes = [n for n in range(len(self.plan.homes)) if self.plan.is_resident(n) and not machine.is_away(n)]
+        homes = [n for n in range(len(self.plan.homes)) if self.plan.is_resident(n) and not machine.is_evicted(n)]
         leaving = [n for n in homes if n in self.filled and self.rng.random() < 0.7]
         room = Counter(nbytes for n in leaving for _, _, nbytes in self.plan.layout.subgroups[n].tiles)
         if machine.index.missing_bytes(room, spare=True):
             self.outcome.counts["refused"] += 1
             return
         self.parks += 1
-        leave, has_stayed = Leave(self.parks, tuple(leaving)), False
+        leave, has_stayed = Evict(self.parks, tuple(leaving)), False
         self.allocate()
         self.tell(leave)
         if flag:
             events = self.inner.events + self.rng.randrange(6)
-            self.pump(lambda machine: self.inner.events >= events or not machine.is_leaving)
-            has_stayed = machine.is_leaving and machine.broken is None
+            self.pump(lambda machine: self.inner.events >= events or not machine.is_evicting)
+            has_stayed = machine.is_evicting and machine.broken is None
             if has_stayed:
-                self.tell(Stay())
+                self.tell(StopEviction())
                 self.outcome.counts["stayed"] += 1
                 if self.rng.random() < 0.5:
                     return  # a sweep may begin while the last of it leaves
-        self.pump(lambda machine: not machine.is_leaving)
-        finished = machine.take_finished_leave()
+        self.pump(lambda machine: not machine.is_evicting)
+        finished = machine.take_finished_eviction()
         if machine.broken is not None or finished is None:
             return
         assert finished[0] is leave
@@ -425,12 +425,12 @@ class Parks(Saves):
         elif not has_stayed:
             self.executor.left()
             self.outcome.counts["parked"] += 1
-            assert all(map(machine.is_away, leaving)), "state has not left memory"
+            assert all(map(machine.is_evicted, leaving)), "state has not left memory"
             assert not machine.slots, "a staging slot is in use"
-            assert all(self.executor.is_clean(n) for n in self.filled if n not in homes or n in leaving)
+            assert all(self.executor.is_reusable(n) for n in self.filled if n not in homes or n in leaving)
 
     def save(self, flag: bool) -> None:
-        self.pump(lambda machine: not machine.is_leaving)
+        self.pump(lambda machine: not machine.is_evicting)
         super().save(flag)
 
 
@@ -467,8 +467,8 @@ class Buffers(Driver):
     def start(self) -> None:
         self.book = self.machine.scratch[self.scratch]
 
-    def owner(self, number: int) -> Owner:
-        return Owner(self.scratch, number)
+    def owner(self, number: int) -> ScratchOwner:
+        return ScratchOwner(self.scratch, number)
 
 
 class Fills(Buffers):
@@ -480,7 +480,7 @@ class Fills(Buffers):
         super().__init__(*drawn, **more)
         self.gradients: dict[int, State] = {}
         """The twin's."""
-        self.filling: list[Owner] = []
+        self.filling: list[ScratchOwner] = []
         """The one that the caller fills."""
         self.outcome.counts["leaving"] += self.plan.gradient_buffers < len(self.plan.layout.subgroups)
 
@@ -516,7 +516,7 @@ class Fills(Buffers):
     def words(self, subgroup: int) -> int:
         return sum(nbytes for _, _, nbytes in self.plan.gradient_tiles[subgroup]) // 4
 
-    def visit(self, run: Run, state: State) -> None:
+    def visit(self, run: RunVisit, state: State) -> None:
         """Update state with what the gradients are, or look at it."""
         number = run.visit.subgroup
         if run.gradient_buffer is not None:
@@ -527,14 +527,14 @@ class Fills(Buffers):
 
     def end_filling(self) -> None:
         if self.filling:
-            self.tell(Ready(self.filling.pop(), fills=True))
+            self.tell(ReleaseBuffer(self.filling.pop(), fills=True))
 
     def fill(self, number: int) -> None:
         """Have gradients arrive: what is there then depends on all that came, in order."""
         owner = self.owner(number)
         if self.filling != [owner]:
             self.end_filling()
-            self.tell(Want(owner, fills=True))
+            self.tell(RequestBuffer(owner, fills=True))
             self.filling.append(owner)
             self.pump(lambda machine: self.book.may_fill(number))
         if self.machine.broken is None:
@@ -648,7 +648,7 @@ class Packs(Buffers):
         if self.machine.broken is None:
             self.sweeps += 1
             visits = update_visits(self.plan, range(len(self.plan.layout.subgroups)))
-            self.inner.inject(Begin(Sweep(self.sweeps, 10 * self.sweeps, visits)))
+            self.inner.inject(BeginSweep(Sweep(self.sweeps, 10 * self.sweeps, visits)))
             self.pump(lambda machine: not machine.idle)
 
     def wait(self, flag: bool) -> None:
@@ -667,25 +667,25 @@ class Packs(Buffers):
 
     def pack(self, tile: int) -> None:
         owner = self.owner(tile)
-        self.tell(Want(owner, fills=True))
-        self.pump(lambda machine: self.book.may_fill(tile) or self.book.finds_none(tile))
+        self.tell(RequestBuffer(owner, fills=True))
+        self.pump(lambda machine: self.book.may_fill(tile) or self.book.gets_no_buffer(tile))
         if self.machine.broken is not None:
             return
         if self.book.may_fill(tile):
             buffer = self.book.buffer_of(tile)
             self.executor.filled(owner, buffer)
             self.data.activations[buffer][:] = self.content(tile)
-            self.tell(Ready(owner, fills=True))
+            self.tell(ReleaseBuffer(owner, fills=True))
         else:
             self.kept.add(tile)
-            self.tell(Ready(owner, fills=True))
+            self.tell(ReleaseBuffer(owner, fills=True))
             self.tell(Discard(owner))
 
     def read(self, tile: int) -> None:
         if tile in self.kept:
             return
         owner = self.owner(tile)
-        self.tell(Want(owner, fills=False))
+        self.tell(RequestBuffer(owner, fills=False))
         self.pump(lambda machine: self.book.is_there(tile) or self.book.error_of(tile) is not None)
         if self.machine.broken is None and self.book.error_of(tile) is not None:
             assert self.scenario.faults, f"unreadable for nothing: {self.book.error_of(tile)}"
@@ -694,7 +694,7 @@ class Packs(Buffers):
             buffer = self.book.buffer_of(tile)
             self.executor.read(owner, buffer)
             assert np.array_equal(self.data.activations[buffer], self.content(tile)), f"tile {tile} has other content"
-        self.tell(Ready(owner, fills=False))
+        self.tell(ReleaseBuffer(owner, fills=False))
 
     def discard(self, tile: int) -> None:
         if tile not in self.kept:

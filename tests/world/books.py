@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from offload.errors import InternalError, known
 from offload.plan.budget import Plan, ScratchBuffers
-from offload.protocols import SECTOR_BYTES, Owner, ScratchKind, TileId
-from offload.schedule.index import Location, Record
+from offload.protocols import SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
+from offload.schedule.index import Location, TileRecord
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
     CopyTile,
     Event,
-    Leave,
+    Evict,
     Operation,
     ReadTile,
-    Run,
+    RunVisit,
     Save,
     SaveTile,
     Sync,
@@ -49,7 +49,7 @@ class Beside:
 
     step: int
     held: set[TileId]
-    arrived: dict[TileId, Record] = field(default_factory=dict)
+    arrived: dict[TileId, TileRecord] = field(default_factory=dict)
     writes: dict[TileId, int] = field(default_factory=dict)
 
 
@@ -77,8 +77,8 @@ class KnownSubgroup:
     slot: int | None = None
     held: set[TileId] = field(default_factory=set)
     stored_version: int = 0
-    stored: dict[TileId, Record] = field(default_factory=dict)
-    arriving: dict[TileId, Record] = field(default_factory=dict)
+    stored: dict[TileId, TileRecord] = field(default_factory=dict)
+    arriving: dict[TileId, TileRecord] = field(default_factory=dict)
     reads: dict[TileId, int] = field(default_factory=dict)
     writes: dict[TileId, int] = field(default_factory=dict)
     run: int | None = None
@@ -134,8 +134,8 @@ class SaveUnderWay:
     steps: list[int]
     unwritten: list[set[TileId]]
     flushes: dict[int, None]
-    named: dict[TileId, Record] = field(default_factory=dict)
-    copied: dict[TileId, Record] = field(default_factory=dict)
+    named: dict[TileId, TileRecord] = field(default_factory=dict)
+    copied: dict[TileId, TileRecord] = field(default_factory=dict)
     read: dict[TileId, None] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)
     syncing: dict[int, int] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class StorageBook:
             some_failed = any(path.failed for path in self.extents)
             self._require(some_failed and bytes_used <= most, "8: more storage than planned")
 
-    def leave(self, records: dict[TileId, Record]) -> None:
+    def leave(self, records: dict[TileId, TileRecord]) -> None:
         """Free the bytes of a version, but for those that checkpoints hold."""
         for record in records.values():
             if record.location in self.holds:
@@ -355,7 +355,7 @@ class DeviceBook:
             case AwaitPush():
                 self.next_stage(operation, "pushed", "leaving", "11: a wait for a push that has not been")
 
-    def take_weight_slot(self, operation: Transfer | Run, stage: str) -> None:
+    def take_weight_slot(self, operation: Transfer | RunVisit, stage: str) -> None:
         """Verify that a weight slot is free, and take it."""
         slot, number = weight_slot_of(operation), subgroup_of(operation)
         self._require(
@@ -365,7 +365,7 @@ class DeviceBook:
         if slot is not None:
             self.weight_slots[slot] = WeightSlot(number, stage)
 
-    def next_stage(self, operation: Transfer | AwaitPush | Run, before: str, after: str, rule: str) -> None:
+    def next_stage(self, operation: Transfer | AwaitPush | RunVisit, before: str, after: str, rule: str) -> None:
         """Verify that a weight slot is a subgroup's and at a stage, and bring it to another."""
         number = weight_slot_of(operation)
         slot = None if number is None else self.weight_slots.get(number)
@@ -377,11 +377,11 @@ class DeviceBook:
     def done_weights(self, operation: Transfer | AwaitPush) -> None:
         """Take in that a transfer of weights has ended."""
         match operation:
-            case Transfer(way="fetch", through=slot):
+            case Transfer(way="fetch", transfer_slot=slot):
                 self.weight_slots[slot].stage = "fetched"
-            case Transfer(through=slot):
+            case Transfer(transfer_slot=slot):
                 self.weight_slots[slot].stage = "pushed"
-            case AwaitPush(through=slot):
+            case AwaitPush(transfer_slot=slot):
                 del self.weight_slots[slot]
 
     def issued_copy(self, copy: Transfer) -> None:
@@ -398,9 +398,9 @@ class DeviceBook:
             whole = resident or len(subgroup.held) == len(self.ground.places[copy.subgroup])
             self._require(whole, "10: a copy before all of the newest state is there")
             self._require(subgroup.gpu_slot is None, "10: a second copy to the GPU")
-            self.take_gpu_slot(copy.subgroup, copy.through)
+            self.take_gpu_slot(copy.subgroup, copy.transfer_slot)
         else:
-            self._require(subgroup.gpu_slot == copy.through, "10: a copy out of another's GPU slot")
+            self._require(subgroup.gpu_slot == copy.transfer_slot, "10: a copy out of another's GPU slot")
             self._require(subgroup.gpu_ahead, "10: a copy back of what has not changed")
         subgroup.copy = copy.op
 
@@ -432,7 +432,7 @@ class SaveBook:
     def __init__(self, ground: Ground, storage: StorageBook) -> None:
         self.ground, self.storage, self._require = ground, storage, ground.require
         self.now: SaveUnderWay | None = None
-        self.kept: dict[int, dict[TileId, tuple[int, Record]]] = {}
+        self.kept: dict[int, dict[TileId, tuple[int, TileRecord]]] = {}
         self.for_save: dict[int, None] = {}
         self.given_up: dict[int, None] = {}
 
@@ -471,7 +471,7 @@ class SaveBook:
         for _, record in self.kept.pop(number).values():
             self.storage.unhold(record.location)
 
-    def saved(self) -> dict[int, dict[TileId, Record]]:
+    def saved(self) -> dict[int, dict[TileId, TileRecord]]:
         """Return what each finished save that was not released names."""
         return {number: {tile: record for tile, (_, record) in named.items()} for number, named in self.kept.items()}
 
@@ -533,7 +533,7 @@ class SaveBook:
         whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
         self.storage.saving_bytes = max(self.storage.saving_bytes, (len(self.kept) + 1) * whole)
 
-    def name(self, save: SaveUnderWay, tile: TileId, record: Record) -> None:
+    def name(self, save: SaveUnderWay, tile: TileId, record: TileRecord) -> None:
         """Take note that a tile of the save is whole on storage; with a sink it has still to be copied."""
         self.storage.hold(record.location)
         if save.save.sink is None:
@@ -591,7 +591,7 @@ class SaveBook:
         self._require(0 <= location.path < len(self.storage.extents), "13: there is no such path")
         self.storage.take(location)
 
-    def done(self, operation: SaveTile | CopyTile | Sync | Commit, written: Record | None) -> None:
+    def done(self, operation: SaveTile | CopyTile | Sync | Commit, written: TileRecord | None) -> None:
         """Take in that an operation of a save has ended."""
         save = self.now
         if save is None:
@@ -676,9 +676,9 @@ class KnownBuffer:
     version: int = 0
     buffer: int | None = None
     in_buffer: int = 0
-    stored: dict[TileId, Record] = field(default_factory=dict)
+    stored: dict[TileId, TileRecord] = field(default_factory=dict)
     stored_version: int = 0
-    arriving: dict[TileId, Record] = field(default_factory=dict)
+    arriving: dict[TileId, TileRecord] = field(default_factory=dict)
     reads: dict[TileId, int] = field(default_factory=dict)
     writes: dict[TileId, int] = field(default_factory=dict)
 
@@ -709,7 +709,7 @@ class ScratchBook:
 
     def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
         """Return offset and size of each tile of an owner."""
-        tiles = self.ground.plan.scratch_tiles(Owner(self.kind, owner))
+        tiles = self.ground.plan.scratch_tiles(ScratchOwner(self.kind, owner))
         return {tile: (offset, nbytes) for tile, offset, nbytes in tiles}
 
     def of(self, owner: int) -> KnownBuffer:
@@ -718,7 +718,7 @@ class ScratchBook:
 
     # What callers do
 
-    def want(self, owner: int, *, fills: bool, amid_a_sweep: bool) -> None:
+    def request(self, owner: int, *, fills: bool, amid_a_sweep: bool) -> None:
         """Take in that a caller wants a buffer."""
         if fills:
             may = not (self.buffers.is_promised and amid_a_sweep)
@@ -774,7 +774,7 @@ class ScratchBook:
         owners = (visit.reads.number for visit in visits if visit.reads and visit.reads.kind == self.kind)
         self._require(not any(owner in self._filling for owner in owners), "a visit reads what is being filled", 29)
 
-    def issued_run(self, run: Run) -> None:
+    def issued_run(self, run: RunVisit) -> None:
         """Verify that a visit finds what it reads."""
         owner = known(run.visit.reads, "a visit that reads nothing").number
         self._require(self.of(owner).buffer == run.gradient_buffer, "a visit with another's buffer", 29)
@@ -815,7 +815,7 @@ class ScratchBook:
         self.storage.take(operation.record.location, lent=not self.buffers.is_promised)
         data.writes[tile] = operation.op
 
-    def done(self, operation: ReadTile | WriteTile, written: Record | None) -> None:
+    def done(self, operation: ReadTile | WriteTile, written: TileRecord | None) -> None:
         """Take in that a transfer has ended."""
         owner, location = known(operation.owner, "a transfer of state").number, operation.record.location
         data = self.of(owner)
@@ -898,7 +898,7 @@ class LeaveBook:
         self._again: TileId | None = None
         self._ever: set[int] = set()
 
-    def begin(self, leave: Leave, *, amid: bool) -> None:
+    def begin(self, leave: Evict, *, amid: bool) -> None:
         """Take in that state is to leave memory."""
         self._require(not amid, "27: state leaves memory during a sweep, a visit or a save")
         self.may_leave, self.stays, self.begun = dict.fromkeys(leave.subgroups), False, set()
@@ -948,16 +948,16 @@ class LeaveBook:
             self.may_leave.pop(number, None)
 
 
-def subgroup_of(operation: Transfer | AwaitPush | Run) -> int:
+def subgroup_of(operation: Transfer | AwaitPush | RunVisit) -> int:
     """Return the subgroup that an operation is for."""
-    return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup
+    return operation.visit.subgroup if isinstance(operation, RunVisit) else operation.subgroup
 
 
-def weight_slot_of(operation: Transfer | AwaitPush | Run) -> int | None:
+def weight_slot_of(operation: Transfer | AwaitPush | RunVisit) -> int | None:
     """Return the weight slot of an operation, where what passes through a slot are weights."""
-    return None if isinstance(operation, Run) and operation.visit.gpu else operation.through
+    return None if isinstance(operation, RunVisit) and operation.visit.gpu else operation.transfer_slot
 
 
-def gpu_slot_of(run: Run) -> int | None:
+def gpu_slot_of(run: RunVisit) -> int | None:
     """Return the staging slot on the GPU of a run there, if it has one."""
-    return run.through if run.visit.gpu else None
+    return run.transfer_slot if run.visit.gpu else None

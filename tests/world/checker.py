@@ -50,13 +50,13 @@ Rules:
  19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
 
  Open sweeps, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
- 20. An open sweep ends with `Seal`, while none of its visits runs, and before anything else begins. Its visits
-     run once admitted, in any order, and not after `Hold`; each on the CPU, in a staging slot, on state that is not
+ 20. An open sweep ends with `SealStep`, while none of its visits runs, and before anything else begins. Its visits
+     run once admitted, in any order, and not after `PauseOpenSweep`; each on the CPU, in a staging slot, on state that is not
      fresh, and whose newest version is whole on storage.
  21. What a speculative visit makes is written as rule 7 has it, from its staging slot and under its sweep's step, to
      bytes that rule 7 allows. Its slot changes hands when it is whole on storage, or was revoked.
  22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
-     if a write of it fails or finds no room, or `Seal` does not name it: then nothing of it is used again, in its
+     if a write of it fails or finds no room, or `SealStep` does not name it: then nothing of it is used again, in its
      slot neither.
  23. A confirmed version is the newest, as if it had been made by the sweep that follows: that one counts its subgroup
      as moved, and does not visit it.
@@ -67,7 +67,7 @@ Rules:
  26. Weights are published of confirmed versions only, of each once, and before what is left of their step begins.
 
  State that leaves memory:
- 27. State at home in memory leaves it after `Leave`, which comes between sweeps, visits and saves; after `Stay`
+ 27. State at home in memory leaves it after `Evict`, which comes between sweeps, visits and saves; after `StopEviction`
      nothing more begins to. It is written from its home as rule 7 has it; a write that has failed is issued again at
      once, to bytes elsewhere, or its state stays. The memory is given back when the newest version is whole on
      storage, or held by a checkpoint. Then nothing reads it before all of the newest version has been read into it
@@ -75,9 +75,9 @@ Rules:
      left, staging slots are empty.
 
  Scratch that passes through buffers (gradients, activations):
- 28. A buffer has one owner, and an owner one buffer. A caller writes to it between a `Want` that fills and its
-     `Ready`, when it holds all that there is of the owner's data; from the first write on nothing else uses it
-     meanwhile. Callers read it between a `Want` that reads and its `Ready`, when it holds all of the data. It changes
+ 28. A buffer has one owner, and an owner one buffer. A caller writes to it between a `RequestBuffer` that fills and its
+     `ReleaseBuffer`, when it holds all that there is of the owner's data; from the first write on nothing else uses it
+     meanwhile. Callers read it between a `RequestBuffer` that reads and its `ReleaseBuffer`, when it holds all of the data. It changes
      hands only if its owner's newest data is whole on storage and nobody has asked for it, or was discarded. Tiles
      are written from it, and read into it, as rules 6 and 7 have it; but nothing is kept on storage of what is about
      to be changed.
@@ -102,43 +102,43 @@ from collections.abc import Collection, Sequence
 
 from offload.errors import TierError, TierFullError
 from offload.plan.budget import Plan
-from offload.protocols import SECTOR_BYTES, Owner, TileId
-from offload.schedule.index import Location, Record
+from offload.protocols import SECTOR_BYTES, ScratchOwner, TileId
+from offload.schedule.index import Location, TileRecord
 from offload.schedule.loop import Executor
 from offload.schedule.operations import (
+    AbortSave,
     Admit,
     Allocated,
     AwaitPush,
-    Begin,
     BeginSave,
+    BeginSweep,
     Commit,
     CopyTile,
     Discard,
     Done,
     Event,
+    Evict,
     Extend,
     Failed,
-    GiveBack,
-    GiveUp,
-    Hold,
-    Leave,
-    Lend,
+    FreeHome,
+    LimitGpuSlots,
     Operation,
+    PauseOpenSweep,
     ReadTile,
-    Ready,
-    Release,
+    ReleaseBuffer,
+    ReleaseSave,
+    RequestBuffer,
     Reshare,
-    Run,
+    RunVisit,
     SaveTile,
-    Seal,
-    Stay,
+    SealStep,
     Stop,
+    StopEviction,
     Sweep,
     Sync,
     TakeOver,
     Transfer,
     Visit,
-    Want,
     WriteTile,
 )
 from world.books import (
@@ -185,7 +185,7 @@ class CheckedExecutor:
         self._flying_bytes = 0
         self._last_op = 0
         self._sweep: Sweep | None = None
-        self._visits: dict[int, Visit] = {}  # of the sweep; not yet run
+        self._sweep_requests: dict[int, Visit] = {}  # of the sweep; not yet run
         self._unended: dict[int, None] = {}  # run or not, not yet ended well
         self._steps: dict[int, int] = {}
         self._unbegun: dict[int, tuple[int, str]] = {}  # visits: their place in the order, and where state lay
@@ -201,7 +201,7 @@ class CheckedExecutor:
         self._confirmed: dict[int, None] = {}  # since a sweep has begun
         self._unpublished: dict[int, None] = {}
         self._taken_up = False
-        self._adopt(plan)
+        self._replace_buffers(plan)
 
     # The two faces --------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class CheckedExecutor:
         self._saves.settle_again()
         self._leaves.settle_again()
         match event:
-            case Begin(sweep):
+            case BeginSweep(sweep):
                 self._begin(sweep)
             case Done(op, written):
                 self._done(self._land(op), written)
@@ -244,25 +244,25 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._saves.begin(save, amid_a_sweep=self._sweep is not None)
-            case GiveUp():
+            case AbortSave():
                 self._saves.give_up()
-            case Leave():
+            case Evict():
                 busy = any(subgroup.busy for subgroup in self._subgroups)
                 amid = self._sweep is not None or busy or self._saves.now is not None
                 self._leaves.begin(event, amid=amid)
-            case Stay():
+            case StopEviction():
                 self._leaves.stays = True
             case Admit(subgroups):
                 self._admitted |= set(subgroups)
-            case Hold():
+            case PauseOpenSweep():
                 self._may_run = False
-            case Seal(confirmed, rest):
+            case SealStep(confirmed, rest):
                 self._seal(confirmed)
                 if rest is not None:
                     self._begin(rest)
             case Extend(plan):
                 self._extend(plan)
-            case Lend(count):
+            case LimitGpuSlots(count):
                 self._device.lent_slots = count
             case Allocated(ends):
                 self._storage.allocated(ends)
@@ -270,19 +270,19 @@ class CheckedExecutor:
                 self._storage.reshared = True
             case TakeOver():
                 self._take_over(event)
-            case Release(number):
+            case ReleaseSave(number):
                 self._saves.release(number)
-            case Want(owner, fills):
+            case RequestBuffer(owner, fills):
                 amid = self._sweep is not None and self._fatal is None
-                self.scratch[owner.kind].want(owner.number, fills=fills, amid_a_sweep=amid)
-            case Ready(owner, fills):
-                self.scratch[owner.kind].ready(owner.number, fills=fills)
+                self.scratch[owner.kind].request(owner.number, fills=fills, amid_a_sweep=amid)
+            case ReleaseBuffer(owner, fills):
+                self.scratch[owner.kind].release(owner.number, fills=fills)
             case Discard(owner):
                 self.scratch[owner.kind].discard(owner.number)
         for book in self.scratch.values():
             book.settle()
 
-    def filled(self, owner: Owner, buffer: int) -> None:
+    def filled(self, owner: ScratchOwner, buffer: int) -> None:
         """Verify that the caller may write an owner's data to a buffer, which it does now.
 
         Raises:
@@ -291,7 +291,7 @@ class CheckedExecutor:
         self._ground.story.append(f"{owner} is written to buffer {buffer}")
         self.scratch[owner.kind].filled(owner.number, buffer)
 
-    def read(self, owner: Owner, buffer: int) -> None:
+    def read(self, owner: ScratchOwner, buffer: int) -> None:
         """Verify that the caller may read an owner's data from a buffer, which it does now.
 
         Raises:
@@ -300,7 +300,7 @@ class CheckedExecutor:
         self._ground.story.append(f"{owner} is read from buffer {buffer}")
         self.scratch[owner.kind].read(owner.number, buffer)
 
-    def saved(self) -> dict[int, dict[TileId, Record]]:
+    def saved(self) -> dict[int, dict[TileId, TileRecord]]:
         """Return what each finished save that was not released names."""
         return self._saves.saved()
 
@@ -344,7 +344,7 @@ class CheckedExecutor:
             for tile, record in subgroup.stored.items()
         }
 
-    def is_clean(self, subgroup: int) -> bool:
+    def is_reusable(self, subgroup: int) -> bool:
         """Return whether a subgroup's newest version is whole on storage."""
         return self._subgroups[subgroup].stored_version == self._subgroups[subgroup].version
 
@@ -365,7 +365,7 @@ class CheckedExecutor:
     def _require_published(self) -> None:
         self._require(not self._unpublished, "26: weights of a confirmed version are not published")
 
-    def let_on(self, subgroups: Sequence[int]) -> None:
+    def enqueue_when_readable(self, subgroups: Sequence[int]) -> None:
         """Verify that a caller may read weights and write gradients of some subgroups, beside a sweep.
 
         Raises:
@@ -395,9 +395,11 @@ class CheckedExecutor:
             book.issued(operation)
             self._flying[operation.op] = operation
             return
-        if isinstance(operation, Run | ReadTile) or (isinstance(operation, Transfer) and operation.way == "fetch"):
+        if isinstance(operation, RunVisit | ReadTile) or (
+            isinstance(operation, Transfer) and operation.way == "fetch"
+        ):
             self._issued_in_order(operation)
-        if isinstance(operation, Run):
+        if isinstance(operation, RunVisit):
             self._issued_run(operation)
             reads = operation.visit.reads
             self._require((reads is None) == (operation.gradient_buffer is None), "29: a visit with a wrong buffer")
@@ -408,8 +410,8 @@ class CheckedExecutor:
         elif isinstance(operation, Transfer) and operation.what == "state":
             self._device.issued_copy(operation)
         elif isinstance(operation, Transfer | AwaitPush):
-            self._device.issued_weights(operation, self._visits.get(operation.subgroup))
-        elif isinstance(operation, GiveBack):
+            self._device.issued_weights(operation, self._sweep_requests.get(operation.subgroup))
+        elif isinstance(operation, FreeHome):
             self._issued_give_back(operation.subgroup)
         else:
             place = self._places[operation.tile.subgroup].get(operation.tile)
@@ -427,22 +429,22 @@ class CheckedExecutor:
                 self._issued_write(operation)
         self._flying[operation.op] = operation
 
-    def _issued_in_order(self, operation: Run | Transfer | ReadTile) -> None:
+    def _issued_in_order(self, operation: RunVisit | Transfer | ReadTile) -> None:
         number = operation.tile.subgroup if isinstance(operation, ReadTile) else subgroup_of(operation)
-        visit, found = self._visits.get(number), self._unbegun.pop(number, None)
+        visit, found = self._sweep_requests.get(number), self._unbegun.pop(number, None)
         if visit is None or found is None:
             return
         place, where = found
-        staged = isinstance(operation, Run) and gpu_slot_of(operation) is not None
+        staged = isinstance(operation, RunVisit) and gpu_slot_of(operation) is not None
         of_scratch = isinstance(operation, ReadTile) and operation.owner is not None
         alike = where, type(operation), visit.gpu, staged or of_scratch
         self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
         self._begun[alike] = place
 
-    def _issued_run(self, run: Run) -> None:
+    def _issued_run(self, run: RunVisit) -> None:
         subgroup = self._subgroups[run.visit.subgroup]
         self._require(self._sweep is not None and run.sweep == self._sweep.number, "2: a visit of another sweep")
-        self._require(self._visits.pop(run.visit.subgroup, None) == run.visit, "2: a visit that is not due")
+        self._require(self._sweep_requests.pop(run.visit.subgroup, None) == run.visit, "2: a visit that is not due")
         self._require(subgroup.beside is None, "22: a visit of a version that is not confirmed")
         if run.visit.speculative:
             self._issued_speculative_run(run, subgroup)
@@ -486,7 +488,7 @@ class CheckedExecutor:
             self._require(weight_slot_of(run) is None, "11: a weight slot for a visit that needs none")
         subgroup.run = run.op
 
-    def _issued_speculative_run(self, run: Run, subgroup: KnownSubgroup) -> None:
+    def _issued_speculative_run(self, run: RunVisit, subgroup: KnownSubgroup) -> None:
         visit = run.visit
         self._require(visit.subgroup in self._admitted, "20: a speculative visit that was not admitted")
         self._require(self._may_run, "20: a speculative visit after a request has come in")
@@ -505,9 +507,9 @@ class CheckedExecutor:
         self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
         self._require(plan.homes[:count] == before.homes, "17: a subgroup gets another home")
         self._require(plan.staging_slots >= before.staging_slots, "17: a staging slot goes")
-        self._adopt(plan)
+        self._replace_buffers(plan)
 
-    def _adopt(self, plan: Plan) -> None:
+    def _replace_buffers(self, plan: Plan) -> None:
         self._plan = plan
         self._ground.adopt(plan)
         self._owners += [None] * (plan.staging_slots - len(self._owners))
@@ -551,11 +553,11 @@ class CheckedExecutor:
             for record in subgroup.stored.values():
                 self._storage.orphans.pop(record.location, None)
         subgroup.away, subgroup.held = True, set()
-        visit = self._visits.get(number)
+        visit = self._sweep_requests.get(number)
         if visit is not None and visit.overwrites:
-            self._came_home(subgroup)
+            self._note_home(subgroup)
 
-    def _came_home(self, subgroup: KnownSubgroup) -> None:
+    def _note_home(self, subgroup: KnownSubgroup) -> None:
         """Take in that memory holds a subgroup's state again, or is about to be filled: what is stored goes."""
         self._storage.leave(subgroup.stored)
         subgroup.away, subgroup.stored, subgroup.stored_version = False, {}, 0
@@ -657,7 +659,7 @@ class CheckedExecutor:
         for book in self.scratch.values():
             book.begin(sweep.visits)
         self._steps[sweep.number] = sweep.step
-        self._visits = {visit.subgroup: visit for visit in sweep.visits}
+        self._sweep_requests = {visit.subgroup: visit for visit in sweep.visits}
         self._begun, self._unbegun = {}, {}
         if sweep.is_open:
             self._open_steps.add(sweep.step)
@@ -666,8 +668,8 @@ class CheckedExecutor:
             places = (self._places[visit.subgroup].values() for visit in sweep.visits)
             self._storage.most_beside |= Counter(nbytes for each in places for _, nbytes in each)
             return
-        self._unended = dict.fromkeys(self._visits)
-        again = self._visits.keys() & self._confirmed
+        self._unended = dict.fromkeys(self._sweep_requests)
+        again = self._sweep_requests.keys() & self._confirmed
         self._require(not again, "23: a visit of what was confirmed")
         self.moved = [*self._confirmed]
         self._confirmed = {}
@@ -675,7 +677,7 @@ class CheckedExecutor:
         self._unbegun = {number: (place, where) for number, place in order if (where := self._where(number))}
         for visit in sweep.visits:
             if visit.overwrites and self._subgroups[visit.subgroup].away:
-                self._came_home(self._subgroups[visit.subgroup])
+                self._note_home(self._subgroups[visit.subgroup])
 
     @property
     def _is_open(self) -> bool:
@@ -691,7 +693,7 @@ class CheckedExecutor:
         self._require(not running or self._is_broken, "20: versions are confirmed while one is being made")
         chosen = () if self._is_broken else confirmed
         self._sweep = None
-        self._visits = {}
+        self._sweep_requests = {}
         for number in chosen:
             subgroup = self._subgroups[number]
             beside, subgroup.beside = subgroup.beside, None
@@ -751,20 +753,20 @@ class CheckedExecutor:
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
-    def _done(self, operation: Operation, written: Record | None) -> None:
+    def _done(self, operation: Operation, written: TileRecord | None) -> None:
         if isinstance(operation, WriteTile | SaveTile):
             self._storage.written(operation.record.location)
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.done(operation, written)
-            case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
+            case ReadTile(owner=ScratchOwner() as owner) | WriteTile(owner=ScratchOwner() as owner):
                 self.scratch[owner.kind].done(operation, written)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
                 subgroup.held.add(tile)
                 if subgroup.away and len(subgroup.held) == len(self._places[tile.subgroup]):
-                    self._came_home(subgroup)
+                    self._note_home(subgroup)
             case WriteTile(tile=tile, record=record):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.writes[tile]
@@ -786,12 +788,12 @@ class CheckedExecutor:
                     return
                 subgroup.arriving[tile] = written or record
                 self._arrived(tile.subgroup)
-            case Run(visit=visit) if visit.speculative:
+            case RunVisit(visit=visit) if visit.speculative:
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run, subgroup.held = None, set()
                 places = set(self._places[visit.subgroup])
                 subgroup.beside = Beside(self._steps[operation.sweep], places)
-            case Run(visit=visit):
+            case RunVisit(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
                 if visit.reads is not None:
@@ -836,7 +838,7 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.failed(operation)
-            case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
+            case ReadTile(owner=ScratchOwner() as owner) | WriteTile(owner=ScratchOwner() as owner):
                 goes_elsewhere = self.scratch[owner.kind].failed(operation)
                 if not self.scratch[owner.kind].buffers.is_promised:
                     return
@@ -870,10 +872,10 @@ class CheckedExecutor:
             case ReadTile(tile=tile):
                 del self._subgroups[tile.subgroup].reads[tile]
                 self._fatal = self._fatal or error
-            case Run(visit=visit):
+            case RunVisit(visit=visit):
                 self._subgroups[visit.subgroup].run = None
                 self._fatal = self._fatal or error
-            case GiveBack():
+            case FreeHome():
                 self._fatal = self._fatal or error
             case Transfer(subgroup=number) | AwaitPush(subgroup=number):
                 if isinstance(operation, Transfer) and operation.what == "state":
@@ -888,16 +890,16 @@ class CheckedExecutor:
         if self._revoked.pop(write.op, None) is None and subgroup.beside is not None:
             self._beside_slots[write.record.location.nbytes] -= 1
             del subgroup.beside.writes[write.tile]
-            self._give_up_version(subgroup, subgroup.beside)
+            self._abort_version(subgroup, subgroup.beside)
 
     def _give_up_unplaced(self) -> None:
         """All writes of a version are decided at once: one that lacks some found no room, and goes."""
         for subgroup, places in zip(self._subgroups, self._places, strict=True):
             beside = subgroup.beside
             if beside is not None and len(beside.writes) + len(beside.arrived) < len(places):
-                self._give_up_version(subgroup, beside)
+                self._abort_version(subgroup, beside)
 
-    def _give_up_version(self, subgroup: KnownSubgroup, beside: Beside) -> None:
+    def _abort_version(self, subgroup: KnownSubgroup, beside: Beside) -> None:
         places = [record.location for record in beside.arrived.values()]
         places += [self._location_of(op) for op in beside.writes.values()]
         self._beside_slots -= Counter(place.nbytes for place in places)

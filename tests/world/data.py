@@ -23,13 +23,13 @@ from offload.errors import CorruptRecordError
 from offload.formats import FP32
 from offload.plan.budget import Plan
 from offload.protocols import TileId
-from offload.schedule.index import Record
+from offload.schedule.index import TileRecord
 from offload.schedule.operations import (
     Commit,
     CopyTile,
-    GiveBack,
+    FreeHome,
     ReadTile,
-    Run,
+    RunVisit,
     SaveTile,
     Sync,
     Transfer,
@@ -39,14 +39,14 @@ from offload.schedule.saving import SAVE_DEPTH
 
 State = npt.NDArray[np.uint32]
 
-Update = Callable[[Run, State], None]
+Update = Callable[[RunVisit, State], None]
 """Works on the whole state of a run's subgroup, in place; its words are whatever the callable takes them for."""
 
 RUBBISH = 0xDEADBEEF
 _MASK = 0xFFFFFFFF
 
 
-def mix(run: Run, state: State) -> None:
+def mix(run: RunVisit, state: State) -> None:
     """Stand in for an update: every word depends on its place and on all sweeps that changed it, in order."""
     if not run.visit.changes:
         return
@@ -58,7 +58,7 @@ def mix(run: Run, state: State) -> None:
     state += np.uint32((1013904223 + 40503 * run.sweep) & _MASK)
 
 
-def mix_weights(run: Run, weights: State) -> None:
+def mix_weights(run: RunVisit, weights: State) -> None:
     """Stand in for what an update does to weights that are masters."""
     weights *= np.uint32(22695477)
     weights += np.uint32((run.sweep * 69069 + run.visit.subgroup) & _MASK)
@@ -141,10 +141,10 @@ class SimData:
         """The same of versions beside the live ones, until they are published."""
         most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
         self.buffers = [np.full(most // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
-        self.committed: dict[int, Mapping[TileId, Record]] = {}
+        self.committed: dict[int, Mapping[TileId, TileRecord]] = {}
         """What a resumed process would find: the records of each checkpoint, by its save's number."""
         self._syncing: dict[int, dict[int, StoredTile | None]] = {}
-        self._committing: dict[int, Mapping[TileId, Record]] = {}
+        self._committing: dict[int, Mapping[TileId, TileRecord]] = {}
 
     def sync(self) -> None:
         """Make everything written so far, on all paths, survive a crash."""
@@ -237,12 +237,12 @@ class SimData:
         slots[offset] = StoredTile(operation.tile, operation.record.step, checksum, payload)
         return checksum
 
-    def begin_run(self, run: Run) -> None:
+    def begin_run(self, run: RunVisit) -> None:
         """Let a visit start: where it is to fill the state, the memory holds rubbish."""
         if run.fresh or run.visit.overwrites:
             self._state(run)[:] = RUBBISH
 
-    def end_run(self, run: Run) -> None:
+    def end_run(self, run: RunVisit) -> None:
         """Let a visit end: do its work."""
         self.update(run, self._state(run))
         weights = self.weights.get(run.visit.subgroup)
@@ -256,7 +256,7 @@ class SimData:
         if subgroup in self.weights:
             self.weights[subgroup][:] = self.images[subgroup]
 
-    def give_back(self, operation: GiveBack) -> None:
+    def give_back(self, operation: FreeHome) -> None:
         """Give back the memory of a home: its content is lost."""
         self.resident[operation.subgroup][:] = RUBBISH
 
@@ -276,7 +276,7 @@ class SimData:
     def _ends(self, copy: Transfer) -> tuple[State, State]:
         words = self.plan.layout.subgroups[copy.subgroup].state_bytes // FP32.item_bytes
         host = self.resident[copy.subgroup] if copy.slot is None else self.staging[copy.slot][:words]
-        gpu = self.gpu[copy.through][:words]
+        gpu = self.gpu[copy.transfer_slot][:words]
         return (host, gpu) if copy.way == "fetch" else (gpu, host)
 
     def tile_in_memory(self, tile: TileId, offset: int, nbytes: int) -> npt.NDArray[Any]:
@@ -300,9 +300,9 @@ class SimData:
         memory = self.staging if operation.owner is None else buffers[operation.owner.kind]
         return memory[operation.slot][start : start + numel]
 
-    def _state(self, run: Run) -> State:
+    def _state(self, run: RunVisit) -> State:
         subgroup = run.visit.subgroup
         words = self.plan.layout.subgroups[subgroup].state_bytes // FP32.item_bytes
-        if run.visit.gpu and run.through is not None:
-            return self.gpu[run.through][:words]
+        if run.visit.gpu and run.transfer_slot is not None:
+            return self.gpu[run.transfer_slot][:words]
         return self.resident[subgroup] if run.slot is None else self.staging[run.slot][:words]

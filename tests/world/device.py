@@ -246,8 +246,8 @@ class SimulatedDevice:
         pin_total_bytes: Most that all registrations take together; None for any size.
         caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
         order: How copy engines choose between streams.
-        index: Which device it is. A thread works for device 0 until `adopt_thread`, and any call for another one
-            is an error; users' threads call `adopt_thread`, too (torch's own calls take care of those).
+        index: Which device it is. A thread works for device 0 until `prepare_thread`, and any call for another one
+            is an error; users' threads call `prepare_thread`, too (torch's own calls take care of those).
     """
 
     def __init__(
@@ -329,8 +329,8 @@ class SimulatedDevice:
 
     # Threads
 
-    def adopt_thread(self) -> None:
-        """See `Device.adopt_thread`."""
+    def prepare_thread(self) -> None:
+        """See `Device.prepare_thread`."""
         self._thread.index = self._index
 
     def _check_thread(self) -> None:

@@ -25,7 +25,7 @@ from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Allocated, Begin, Cut, Event, Run, Sweep, Visit
+from offload.schedule.operations import Allocated, BeginSweep, Event, MakeSlots, RunVisit, Sweep, Visit
 from offload.schedule.runs import update_visits
 from world.checker import CheckedExecutor
 from world.data import SimData, State, mix, mix_weights
@@ -239,7 +239,7 @@ class Twin:
 
     def sweep(self, number: int, visits: tuple[Visit, ...]) -> None:
         for visit in visits:
-            run = Run(0, number, visit, None, visit.subgroup not in self.states)
+            run = RunVisit(0, number, visit, None, visit.subgroup not in self.states)
             if not visit.changes:
                 continue
             words = self.plan.layout.subgroups[visit.subgroup].state_bytes // 4
@@ -341,7 +341,7 @@ class Driver:
 
     # What it does
 
-    def visit(self, run: Run, state: State) -> None:
+    def visit(self, run: RunVisit, state: State) -> None:
         mix(run, state)
 
     def pushed(self, push: Any) -> None:
@@ -405,7 +405,7 @@ class Driver:
     def go_through(self, number: int, visits: tuple[Visit, ...]) -> None:
         """Do a sweep, which a machine that breaks ends, too."""
         sweep = Sweep(number, 10 * number, visits)
-        self.inner.inject(Begin(sweep))
+        self.inner.inject(BeginSweep(sweep))
         pump(self.machine, self.executor, self.reaches(lambda m: m.finished_sweep is not None))
         assert self.machine.finished_sweep is sweep
         self.end_sweep()
@@ -418,7 +418,7 @@ class Driver:
         """Have the room of planned slots be there, as `SessionParts.allocate` does; return whether it is."""
         index = self.machine.index
         if not index.is_whole:
-            self.tell(Cut())
+            self.tell(MakeSlots())
             ends = tuple(map(index.end_bytes, range(len(self.plan.budgets.paths))))
             if self.inner.allocate(ends):
                 self.tell(Allocated(ends))

@@ -30,10 +30,10 @@ from offload.schedule.operations import (
     Done,
     Event,
     Failed,
-    GiveBack,
+    FreeHome,
     Operation,
     ReadTile,
-    Run,
+    RunVisit,
     SaveTile,
     Stop,
     Sync,
@@ -185,11 +185,11 @@ class SimExecutor(VirtualLanes):
                     self.data.begin_commit(operation)
                 case WriteTile() | SaveTile() if not isinstance(fault, MisdirectedWrite | PathFull):
                     self.data.begin_write(operation)
-                case Run():
+                case RunVisit():
                     self.data.begin_run(operation)
                 case Transfer():
                     self.data.begin_copy(operation)
-                case GiveBack():
+                case FreeHome():
                     self.data.give_back(operation)
         if not isinstance(fault, StuckOperation):
             self._push(finished_s, operation, fault)
@@ -253,7 +253,7 @@ class SimExecutor(VirtualLanes):
                 flip_bit, misdirect = isinstance(fault, CorruptPayload), isinstance(fault, MisdirectedWrite)
                 checksum = self.data.end_write(operation, flip_bit=flip_bit, misdirect=misdirect)
                 return Done(operation.op, replace(operation.record, checksum=checksum))
-            case Run():
+            case RunVisit():
                 self.data.end_run(operation)
             case Transfer():
                 self.data.end_copy(operation)
@@ -265,7 +265,7 @@ class SimExecutor(VirtualLanes):
             return kind(_kind(operation), tier="simulated", path=self.lane_of(operation)[0].name, detail=detail)
         if not isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
             lane = self.lane_of(operation)[0].name
-            verb = "update" if isinstance(operation, Run) else "copy"
+            verb = "update" if isinstance(operation, RunVisit) else "copy"
             return kind(verb, tier="host" if lane == "cpu" else "gpu", path=lane, detail=detail)
         location = operation.record.location
         path = path_name(self._plan, location.path)
@@ -278,13 +278,13 @@ _KINDS: dict[type[Operation], Kind] = {
     CopyTile: "read",
     WriteTile: "write",
     SaveTile: "write",
-    Run: "run",
+    RunVisit: "run",
     Sync: "sync",
     Commit: "commit",
 }
 
 
 def _kind(operation: Operation) -> str:
-    if isinstance(operation, Transfer | AwaitPush | GiveBack):
+    if isinstance(operation, Transfer | AwaitPush | FreeHome):
         return "copy"
     return _KINDS[type(operation)]

@@ -78,7 +78,7 @@ class Views:
 def make(source: Source, parameters: list[Parameter], **names: str) -> tuple[Restorer, Views, Any]:
     views = Views(layout_of(*parameters))
     tables: Any = SimpleNamespace(steps=[0] * len(parameters), numbers=[0] * len(parameters), seed=1, told=[])
-    tables.taken = tables.told.append
+    tables.note_masters_current = tables.told.append
     restorer = Restorer(source, parameters, names, views, tables, None)  # type: ignore[arg-type]
     return restorer, views, tables
 

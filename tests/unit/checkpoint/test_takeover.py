@@ -17,7 +17,7 @@ from offload.checkpoint.takeover import manifest_in_place, pinned_in, records_in
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import Location, Record
+from offload.schedule.index import Location, TileRecord
 
 BF16 = DtypeCode.BFLOAT16
 LAYOUT = layout_of()
@@ -80,10 +80,10 @@ def test_tiles_by_the_numbers_of_paths() -> None:
     stores = (StoreRef(STORE, "/p"), StoreRef(other, "/q"), StoreRef(other, None))
     manifest = manifest_of(LAYOUT, stores=stores, tiles=tiles)
     nbytes = manifest.tile_bytes
-    assert records_in(manifest, {("/q", other): 3}) == {second: Record(Location(3, 512, nbytes[second]), 4, 9)}
+    assert records_in(manifest, {("/q", other): 3}) == {second: TileRecord(Location(3, 512, nbytes[second]), 4, 9)}
     found = records_in(manifest, {("/p", STORE): 2, ("/q", other): 3})
     assert set(found) == set(manifest.tiles)
-    assert found[first] == Record(Location(2, 0, nbytes[first]), 1, 100)
+    assert found[first] == TileRecord(Location(2, 0, nbytes[first]), 1, 100)
     assert records_in(manifest, {("/q", STORE): 0, ("/p", other): 1}) == {}
 
 

@@ -44,7 +44,7 @@ class Followed:
 
     def order(self) -> tuple[list[str], list[str]]:
         """Return what is updated at once, and what modules wait for."""
-        at_once, waited_for = self.overlap.in_order(self.weights.bound.values())
+        at_once, waited_for = self.overlap.split_by_use(self.weights.bound.values())
         return [self.called[b.parameter] for b in at_once], [self.called[b.parameter] for b in waited_for]
 
 

@@ -287,7 +287,7 @@ class Copied:
     """A route of parameters whose gradients FSDP2 copies to the host, each in a group of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
-        monkeypatch.setattr(shards, "is_copied", lambda parameter: True)
+        monkeypatch.setattr(shards, "copies_gradients_to_host", lambda parameter: True)
         monkeypatch.setattr(shards, "unsharders", lambda model: self.groups)
         self.engine = RecordedEngine()
         self.engine.speculates = True
@@ -389,7 +389,7 @@ def test_what_stands_in_for_a_method_leaves_in_any_order() -> None:
     every = [Hears() for _ in range(3)]
     for order in itertools.permutations(range(3)):
         group = Group(torch.zeros(NUMEL))
-        stand_ins = [shards.StandIn(group, "post_backward", each.hear) for each in every]
+        stand_ins = [shards.PatchedMethod(group, "post_backward", each.hear) for each in every]
         remaining = [*every[::-1]]
         for number in order:
             stand_ins[number].remove()

@@ -61,7 +61,7 @@ def test_what_is_not_cut() -> None:
     assert shards.local(whole) is whole
     assert shards.counting_tensors(whole) == (whole,)
     assert shards.placed_as(whole, torch.ones(1))
-    assert shards.own_part("state", whole, None) is whole
+    assert shards.rank_elements_of("state", whole, None) is whole
     assert shards.reduced_gradient(torch.ones(3), whole, "p").shape == (3,)
 
 

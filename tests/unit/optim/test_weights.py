@@ -139,7 +139,7 @@ def test_weights_that_changed_since_they_were_left(
     for _ in range(2):
         assert weights.are_where_bound() == (change is not move)
         with caplog.at_level(logging.INFO, "offload"):
-            weights.check()
+            weights.rebind_changed()
         said = engine.said()
         assert [call for call, *_ in said] == told
         assert all(position == 1 for _, position, *_ in said)
@@ -157,7 +157,7 @@ def test_a_weight_of_another_form_is_refused(replacement: torch.Tensor) -> None:
     weights = bound_to(RecordedEngine(), [parameter])
     parameter.data = replacement
     with pytest.raises(ConfigError, match=r"p0: .*make a new optimizer"):
-        weights.check()
+        weights.rebind_changed()
 
 
 def test_weights_that_were_moved_onto_each_other_are_refused() -> None:
@@ -165,7 +165,7 @@ def test_weights_that_were_moved_onto_each_other_are_refused() -> None:
     weights = bound_to(RecordedEngine(), [first, second])
     second.data = first.data
     with pytest.raises(ConfigError, match="p0 and p1, which share memory"):
-        weights.check()
+        weights.rebind_changed()
 
 
 def test_what_was_written_has_a_new_version_and_is_left_so() -> None:
@@ -175,7 +175,7 @@ def test_what_was_written_has_a_new_version_and_is_left_so() -> None:
     weights.note_different([bound])
     weights.note_written([bound])
     assert (parameters[0]._version, bound.was_different) == (before + 1, False)
-    weights.check()
+    weights.rebind_changed()
     assert engine.said() == []
     for other in (torch.nn.Parameter(torch.zeros(1)), None, "p0"):
         with pytest.raises(ConfigError, match="a parameter that this optimizer updates"):
@@ -213,7 +213,7 @@ def test_weights_that_follow_from_masters_which_were_set(caplog: pytest.LogCaptu
     with torch.no_grad():
         for bound in bounds[:2]:
             bound.parameter.copy_(masters[bound])  # as a framework that loads weights last
-    weights.check()
+    weights.rebind_changed()
     expected = [(call, n) for n in range(2) for call in ("bind_weight", "match_master")]
     assert [call[:2] for call in engine.said()] == expected
     with caplog.at_level(logging.WARNING, "offload"):
