@@ -245,7 +245,7 @@ class Mirror:
         task.done.set()
 
     def pause_mirroring(self) -> str:
-        """Begin to mirror no other checkpoint until `resume_mirroring`; return the id of the one being mirrored, or ""."""
+        """Mirror no further checkpoint until `resume_mirroring`; return the id of the one being mirrored, or ""."""
         with self._lock:
             self._is_mirroring_paused = True
             return next((task.id for task in self._tasks if task.is_taken and task.id), "")

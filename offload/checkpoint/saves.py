@@ -709,8 +709,8 @@ class Saves:
                 end = used_bytes(pinned)
                 takeover.limit_bytes[number] = end + min(index.limit_bytes(number), tier.free_bytes())
                 counts = Counter(record.location for one in pinned for record in one.records.values())
-                trial.take_over(number, takeover.limit_bytes[number], counts)
-            if not trial.fits():
+                trial.replace_store(number, takeover.limit_bytes[number], counts)
+            if not trial.has_planned_room():
                 locked.give_up()
                 takeover.limit_bytes.clear()
                 locked = self._lock(elsewhere, checkpoint)

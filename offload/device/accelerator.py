@@ -261,7 +261,7 @@ class AcceleratorDevice(Driver):
         self._borrowed.clear()
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """See `Device.give_up`; costs nothing if the tensor was allocated on the caller's stream."""
+        """See `Device.record_use`; costs nothing if the tensor was allocated on the caller's stream."""
         with self.current():
             tensor.record_stream(self.backend.current_stream(self.device))
 

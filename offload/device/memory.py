@@ -38,7 +38,7 @@ class BlockPlace(NamedTuple):
     @property
     def address(self) -> int:
         """The place's present address."""
-        return self.allocate_block.address + self.offset
+        return self.block.address + self.offset
 
 
 class DeviceMemory:

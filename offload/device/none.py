@@ -49,7 +49,7 @@ class NoDevice:
     reserve_bytes = 0
     node: int | None = None
 
-    prepare_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
+    prepare_thread = prepare = release = return_borrowed = record_use = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
     fingerprint_gradients = send_table = _refuse
     free_bytes = cached_bytes = no_bytes
@@ -92,11 +92,11 @@ class Lanes:
         self.given_up = False
         self.wakes = self.is_hidden = False
 
-    adopt = bind = pin = unpin = follow_caller = lead_caller = lead_caller_to = nothing
+    allocate_for = use_plan = pin = unpin = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = has_table = never
     missing_bytes = usable_bytes = no_bytes
-    state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    state_address = copy_in = enqueue_update = copy_out = fetch_weights = push = await_push = _refuse
 
     def copy_gradient_to_host(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: `address`; with a GPU `bounce`, after copying it there."""

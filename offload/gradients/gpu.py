@@ -99,7 +99,7 @@ class Departure:
     def on_lane(self) -> Mark:
         """Send the bucket, if it was not sent; return the device's mark."""
         if self.lane_mark is None:
-            self._store.leave()
+            self._store.send_bucket()
         if self.lane_mark is None:
             raise InternalError("a bucket of gradients has been lost (this is a bug in offload, please report it)")
         return self.lane_mark

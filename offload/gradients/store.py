@@ -75,7 +75,9 @@ class GradientStore:
         memory: Host memory, for the slots.
     """
 
-    leave = hold = forget = settle = announce = finish = bring = coming = return_borrowed = nothing
+    send_bucket = keep_until_read = forget = settle = announce = finish = fetch_for_visit = coming = (
+        return_borrowed
+    ) = nothing
     fetch_final = end_final = nothing
     stays = has_arrived = have_arrived = begin_step = never
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""

@@ -110,7 +110,7 @@ class GpuProbe:
             arena = lanes.arena(2 * size, node=node)
             self._ends.callback(lanes.free_arena, arena)
             zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))
-            lanes.store([*zeros])
+            lanes.copy_to_device([*zeros])
         except BaseException:
             self.close()
             raise

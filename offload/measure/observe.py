@@ -92,7 +92,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             if note_demand(lane := f"{verb}:{number}", rates.beside, path.memory_cost)
         }
         known_keeps = {"read": path.read.rate_share_beside, "write": path.write.rate_share_beside}
-        keeps = known_keeps | {verb: each.rate_share_beside for verb, each in shown.items()}
+        keeps = known_keeps | {verb: each.keeps for verb, each in shown.items()}
         more = max(1.0, min(LEAST_TOGETHER, sum(known_keeps.values())) / sum(keeps.values()))
         directions = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
         beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}

@@ -195,7 +195,7 @@ class Dealt:
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
             pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
             by_owner = sorted(bucket, key=lambda weight: weight.owner_rank)
-            numels = [[w.numel_of(self._rank) for w in bucket if w.owner == rank] for rank in range(self.ranks)]
+            numels = [[w.numel_of(self._rank) for w in bucket if w.owner_rank == rank] for rank in range(self.ranks)]
             for weight, flat in zip(by_owner, self._exchange(pieces, numels, bucket[0].copy), strict=True):
                 shard = shards.local(weight.parameter.detach())
                 shard.copy_(flat.view(shard.shape))

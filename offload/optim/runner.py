@@ -307,7 +307,7 @@ class ClassRunner:
             alone._inner = made
             has_types = len({dtype for dtype, _ in smallest}) > 1
             for at, (trial_tensor, expected) in enumerate(zip(trials, wanted, strict=True)):
-                if not _same(alone._alone(*trial_tensor, number, at), expected):
+                if not _same(alone._step_alone(*trial_tensor, number, at), expected):
                     allowed = (
                         "use one that updates each parameter by itself, from its own gradient, state and group: in "
                         f"memory, beside another one or another group, it does something else to {trial_tensor[0]}"

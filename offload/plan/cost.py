@@ -68,7 +68,7 @@ class Mix:
         host: Parts of the state at home in host memory, likewise.
         gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
-        brought_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
+        fetched_gradient_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
         slots: Staging slots in host memory.
         gpu_slots: Staging slots on the GPU.
         left_bytes: Gradients that are read from the paths in the step.

@@ -305,7 +305,7 @@ def _moved_to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
         streamed=_split(base.streamed[0], *streamed),
         nodes=nodes,
         pushed_bytes=base.pushed_bytes * left,
-        brought_bytes=base.fetched_gradient_bytes * left,
+        fetched_gradient_bytes=base.fetched_gradient_bytes * left,
     )
 
 

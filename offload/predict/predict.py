@@ -194,7 +194,7 @@ def predict(
     everything = range(len(plan.layout.subgroups))
 
     def has_finished(machine: Machine) -> bool:
-        report((number - 1) * len(everything) + len(machine.moved), steps * len(everything))
+        report((number - 1) * len(everything) + len(machine.changed_subgroups), steps * len(everything))
         return machine.finished_sweep is not None
 
     for number in range(1, steps + 1):

@@ -1,28 +1,29 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
-Checkpoints set room aside (`reserve`, `give_back`) before they `hold` slots. A session that resumes may `take_over`
-stores and `adopt` tiles. A slot::
+Checkpoints set room aside (`reserve`, `unreserve`) before they `hold` slots. A session that resumes goes on in stores
+of another one (`replace_store`), whose tiles it makes its own (`make_newest`). A slot::
 
-    free          | claim                                     | claimed
-    claimed       | commit                                    | live
-    claimed       | hold                                      | held
-    claimed       | abandon                                   | free
-    claimed       | refuse                                    | lost
-    live          | drop or commit of the tile's next version | free
-    live          | hold                                      | live and held
-    live and held | drop or commit of the tile's next version | held
-    live and held | hold or adopt                             | live and held
-    live and held | let_go                                    | live
-    held          | hold                                      | held
-    held          | adopt                                     | live and held
-    held          | let_go                                    | free
+    free          | claim                                               | claimed
+    claimed       | commit                                              | live
+    claimed       | hold                                                | held
+    claimed       | abandon                                             | free
+    claimed       | abandon_unwritable                                  | lost
+    live          | free_discarded or commit of the tile's next version | free
+    live          | hold                                                | live and held
+    live and held | free_discarded or commit of the tile's next version | held
+    live and held | hold or make_newest                                 | live and held
+    live and held | unhold                                              | live
+    held          | hold                                                | held
+    held          | make_newest                                         | live and held
+    held          | unhold                                              | free
 
-`forget` is a `drop` that also gives back reserved room. Holds are counted: `let_go` here ends the last one. `refuse`
-of a slot whose room is there, since its path is full, is an `abandon`.
+`free_and_unreserve` also undoes `reserve`. Holds are counted: `unhold` here ends the last one. `abandon_unwritable`
+of a slot whose room on the disk is there, since its path is full, is an `abandon`.
 
-Slots that steps and checkpoints need come first: they are `cut`, and their room is allocated (`allocated`), before
-others may have any. All others are *lent*: to speculative versions, to activations, and to state that is moved from
-memory to storage. These reserve and claim with `lent`, and get no slot that a step may need.
+Slots that steps and checkpoints need come first: they are made (`make_slots`), and their room on the disk is
+allocated (`note_allocated`), before others may have any. All others are *loans*: to speculative versions, to
+activations, and to state that is evicted from memory. These reserve and claim with `lent`, and get no slot that a
+step may need.
 
 "Unmade" slots are those that may still be made: planned or reserved, and not part of a store yet.
 

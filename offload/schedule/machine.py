@@ -12,10 +12,10 @@ Books of their own stand beside it: `offload.schedule.staging` (phases of subgro
 
 A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
 speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
-where it is on storage until `SealStep` makes speculative versions live or revokes them, and begins what is left of the
+where it is on storage until `SealStep` confirms speculative versions or revokes them, and begins what is left of the
 step; nothing of a revoked version is used again.
 
-A `Evict` moves state whose home is memory to storage. A visit has it read to its home again, and frees its slots.
+An `Evict` moves state whose home is memory to storage. A visit has it read to its home again, and frees its slots.
 
 Invariants, verified by `check`, with those of the books:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
@@ -697,7 +697,7 @@ class Machine:
         scratch.discard(owner.number)
 
     def _ran(self, run: RunVisit) -> None:
-        """End a visit's run: discard what it read; free or flush its slot on the GPU or for weights (`transfer_slot`)."""
+        """End a visit's run: discard what it read; free or flush its `transfer_slot`."""
         visit, number = run.visit, run.visit.subgroup
         self._runs.device_of(visit).runs -= 1
         if visit.speculative:

@@ -48,7 +48,7 @@ class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
     An *open* sweep belongs to a step whose rows (scalars, norm) are not known yet. It makes speculative versions,
-    beside the live ones, of subgroups that are `Admit`ted one by one. `SealStep` confirms some and revokes the others.
+    beside the live ones, of subgroups that are admitted one by one. `SealStep` confirms some and revokes the others.
 
     Attributes:
         number: Identifies the sweep; grows by one.

@@ -2,8 +2,8 @@
 
 There are two kinds, each with buffers of its own: gradients, where host memory is not to hold all of them, and
 activations that are saved for backward. The rules are the same. Each *owner* (a subgroup of gradients, a tile of
-activations) has tiles that pass through one buffer. A caller calls `want` to fill or to read an owner's buffer, and
-`ready` when it has done so. The data is discarded when it has been used. So buffers are a cache.
+activations) has tiles that pass through one buffer. A caller calls `request` to fill or to read an owner's buffer,
+and `release` when it has done so. The data is discarded when it has been used. So buffers are a cache.
 
 Owners are ordered by their last fill. Gradients and activations are filled in one order and read in the opposite one.
 So the owner that was filled first is written to the paths first, and the one that was filled last keeps its buffer.
@@ -21,9 +21,9 @@ the last one down before anybody asks, as buffers become free.
 
 The data of an owner ("clean" is in its buffer and on the paths, "stored" on the paths alone)::
 
-    nothing                     | want to fill                        | waiting
+    nothing                     | request to fill                     | waiting
     waiting                     | advance                             | newest
-    waiting                     | ready or discard                    | nothing
+    waiting                     | release or discard                  | nothing
     newest                      | advance                             | being written
     being written               | written                             | clean
     being written               | no path takes it                    | newest
@@ -70,7 +70,7 @@ class ScratchEntry:
         is_newest: Whether the data is in its buffer alone.
         is_stored: Whether it is whole on the paths.
         is_filling: Whether a caller fills the buffer, or waits to.
-        readers: Number of `want`s to read it without a `ready` yet.
+        readers: Number of `request`s to read it without a `release` yet.
         unread: Tiles that are being read.
         unwritten: Tiles that are being written.
         written: Tiles that have been, of the same write.
@@ -198,7 +198,7 @@ class Scratch:
     # What callers say
 
     def request(self, owner: int, *, fills: bool, hurries: bool = True) -> None:
-        """Ask for an owner's buffer, to be kept until `ready`; `may_fill` and `is_there` say when it can be used.
+        """Ask for an owner's buffer, to be kept until `release`; `may_fill` and `is_there` say when it can be used.
 
         Args:
             owner: Whose.
@@ -225,7 +225,7 @@ class Scratch:
             (self._to_read_first if hurries else self._to_read).append(owner)
 
     def release(self, owner: int, *, fills: bool) -> None:
-        """End a `want`: the caller has filled or read the owner's buffer, or gives that up."""
+        """End a `request`: the caller has filled or read the owner's buffer, or gives that up."""
         entry = self._entries.get(owner)
         if entry is None or not (entry.is_filling if fills else entry.readers):
             return

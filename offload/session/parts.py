@@ -325,7 +325,7 @@ class SessionParts:
         checkpoints do not reserve slots that a step may need.
         """
         index = self.machine.index
-        if index.is_whole or not self.tiers:
+        if index.has_needed_slots or not self.tiers:
             return True
         if self._is_allocating:  # a path has hung in an earlier call; its next transfer raises that
             return False
@@ -352,7 +352,7 @@ class SessionParts:
             if is_there:
                 self._told_missing = False
                 self.machine.handle(Allocated(ends))
-        return index.is_whole
+        return index.has_needed_slots
 
     def replace_tier(self, number: int, tier: Tier) -> None:
         """Close a path's store, and send the path's requests to another store from now on."""

@@ -97,7 +97,7 @@ class SweepRequests:
                         for part in [(segment, tensors)] if changes else views.shown(run, view, segment, tensors):
                             work(*part)
 
-        return visit
+        return sweep_segments
 
     # On the engine thread
 

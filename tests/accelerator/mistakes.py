@@ -504,7 +504,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "dropped-in-transit",
         "gradients are dropped before they have left",
         "their memory is used again by backward: other gradients leave in their place",
-        instead(GpuGradients, "hold", given(GpuGradients.hold, drops_gradients_in_transit)),
+        instead(GpuGradients, "keep_until_read", given(GpuGradients.keep_until_read, drops_gradients_in_transit)),
         workload="departing-cpu",
         quick=True,
     ),

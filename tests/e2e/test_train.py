@@ -105,7 +105,8 @@ import offload
 from offload.session.thread import EngineThread
 waits, lines, clip, clipped = EngineThread.wait_pending, [], offload.AdamW.clip_grad_norm_, []
 def wait_pending(self):
-    lines.append(self.pending is not None and not all(visit.is_set() for visit in self.pending._sweep_requests.values()))
+    pending = self.pending
+    lines.append(pending is not None and not all(each.is_set() for each in pending._sweep_requests.values()))
     waits(self)
 def settled(self, limit):
     clipped.append(True)

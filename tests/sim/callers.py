@@ -347,7 +347,7 @@ class Forwards(Saves):
             self.executor.enqueue_when_readable(self.awaited)
         finally:
             self.awaited = None
-        self.outcome.counts["let on beside a sweep"] += not self.machine.idle
+        self.outcome.counts["let on beside a sweep"] += not self.machine.has_no_sweep
 
     def loss_of(self, order):
         """Have modules wait for their weights and use them; return a number that all they read has a part in."""
@@ -751,7 +751,7 @@ class Backwards(Forwards):
 
         def told(event: Event) -> None:
             if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
-                moved = self.machine.moved, self.executor.moved
+                moved = self.machine.changed_subgroups, self.executor.moved
                 assert moved[0] == moved[1], (
                     f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
                 )
@@ -777,7 +777,7 @@ class Backwards(Forwards):
         parts.tables = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
         parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
-        parts.memory.give_back = lambda arena: None
+        parts.memory.free_arena = lambda arena: None
         parts.memory.slot_address = lambda slot: 0
         parts.saves.pending = None
         return parts

@@ -43,7 +43,7 @@ def place(record: Any) -> tuple[object, ...]:
 def neutral_operation(operation: Any) -> tuple[object, ...]:
     """Return an operation in neutral words."""
     match operation:
-        case ops.Run():
+        case ops.RunVisit():
             visit, transfer_slot = operation.visit, (operation.transfer_slot, None)
             slots = operation.slot, *(transfer_slot if visit.gpu else transfer_slot[::-1])
             return "run", visit.subgroup, operation.sweep, operation.fresh, *slots, *neutral_visit(visit)
@@ -62,7 +62,7 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
             return "weights", operation.lane, operation.subgroup, operation.transfer_slot, operation.nbytes
         case ops.AwaitPush():
             return "weights", "left", operation.subgroup, operation.transfer_slot
-        case ops.GiveBack():
+        case ops.FreeHome():
             return "give back", operation.subgroup
         case ops.Sync():
             return "sync", operation.path
@@ -80,7 +80,7 @@ def neutral_visit(visit: Any) -> tuple[object, ...]:
 def neutral_event(event: Any) -> tuple[object, ...]:
     """Return an event in neutral words."""
     match event:
-        case ops.Begin(sweep):
+        case ops.BeginSweep(sweep):
             return "begin", sweep.number, sweep.step, sweep.is_open, [neutral_visit(visit) for visit in sweep.visits]
         case ops.Done(op, record):
             return "done", op, 0 if record is None else record.checksum
@@ -88,28 +88,28 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "failed", op, type(error).__name__
         case ops.Admit(subgroups):
             return "admit", subgroups
-        case ops.Seal(confirmed, rest):
-            return "seal", confirmed, *(() if rest is None else neutral_event(ops.Begin(rest)))
+        case ops.SealStep(confirmed, rest):
+            return "seal", confirmed, *(() if rest is None else neutral_event(ops.BeginSweep(rest)))
         case ops.BeginSave(save):
             return "begin save", save.number, save.sink, save.empty
-        case ops.Taken(ended):
+        case ops.OutcomeTold(ended):
             return "taken", ended.number
-        case ops.Lend(count):
+        case ops.LimitGpuSlots(count):
             return "lend", count
         case ops.Reshare(shares):
             return "reshare", shares
         case ops.TakeOver():
             held = [(number, len(records)) for number, records in event.held_records.items()]
             return "take up", sorted(event.stores.items()), held, [(*t, *place(r)) for t, r in event.records.items()]
-        case ops.Release(number):
+        case ops.ReleaseSave(number):
             return "release", number
-        case ops.Leave():
+        case ops.Evict():
             return "leave", event.number, event.subgroups
-        case ops.GiveUp():
+        case ops.AbortSave():
             return ("give up",)
         case ops.Allocated(ends):
             return "allocated", ends
-        case ops.Stop() | ops.Extend() | ops.Hold() | ops.Stay() | ops.Cut():
+        case ops.Stop() | ops.Extend() | ops.PauseOpenSweep() | ops.StopEviction() | ops.MakeSlots():
             return (type(event).__name__.lower(),)
     raise AssertionError(f"{event} has no neutral words")
 
@@ -127,7 +127,7 @@ def lines_of(driver: str, seed: int) -> Iterator[str]:
         def handle(self, event: Any) -> None:
             lines.append(f"{self.number} <- {neutral_event(event)}")
             super().handle(event)
-            if isinstance(event, ops.Taken):
+            if isinstance(event, ops.OutcomeTold):
                 lines.append(f"{self.number}    moved {self.moved}, ended {self.ended_visits}, failed {self.failed}")
 
         def take_operations(self) -> list[Any]:

@@ -133,8 +133,8 @@ def test_violation_tells_the_story() -> None:
     with pytest.raises(InternalError, match="rule 2") as caught:
         run_seed(Sweeps, 0, planted.SkipsAVisit, self_check=False, faulty=False)
     (story,) = caught.value.__notes__
-    assert "Begin(" in story
-    assert "Run(" in story
+    assert "BeginSweep(" in story
+    assert "RunVisit(" in story
     assert "Done(" in story
 
 

@@ -307,7 +307,7 @@ def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
             found[pieces] = called(visit)
             lanes.wait()
     torch.accelerator.set_device_index(0)
-    lanes.give_back(arena)
+    lanes.free_arena(arena)
     # Six marks, and what its table waits for; what follows: the update its state and table, and the copy the update.
     whole = found[0]
     assert (whole["record"], whole["wait_event"], whole["copy_"]) == (8, 4, 3)
@@ -422,7 +422,7 @@ def test_memory_is_unpinned_while_it_is_there(device: module.AcceleratorDevice) 
         lanes = GpuLanes(device, CompletionQueue())
         arena = lanes.arena(1 << 20)
         assert len(late.registered()) > len(before)
-        lanes.give_back(arena)
+        lanes.free_arena(arena)
     assert late.registered() == before
 
 

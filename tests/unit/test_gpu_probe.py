@@ -100,10 +100,10 @@ class VirtualLanes:
     def arena(self, nbytes: int, node: int | None = None) -> Arena:
         return Arena(nbytes)
 
-    def give_back(self, arena: Arena) -> None:
+    def free_arena(self, arena: Arena) -> None:
         arena.close()
 
-    def store(self, parts: Any) -> None:
+    def copy_to_device(self, parts: Any) -> None:
         pass
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def refused(*arguments: Any, **options: Any) -> None:
         raise OffloadError("no memory")
 
-    for name in ("store", "arena"):
+    for name in ("copy_to_device", "arena"):
         monkeypatch.setattr(lanes, name, refused)
         with pytest.raises(OffloadError, match="no memory"):
             GpuProbe(lanes, EXACT_ADAMW, NUMEL)

@@ -224,10 +224,10 @@ def test_no_step_makes_a_direction_stand_still_beside_the_other() -> None:
     # Writes are hardly seen alone: they keep what reads leave of the device, at the least.
     writes = spans("write:0", (0, 1), nbytes=int(4 * GB)) + spans("write:0", (1, 5), nbytes=1 << 20)
     found = seen_path(PathRates(1 * GB, 1 * GB), writes + timeline[1:])
-    assert found.read.keeps + found.write.keeps >= LEAST_TOGETHER - 1e-6
+    assert found.read.rate_share_beside + found.write.rate_share_beside >= LEAST_TOGETHER - 1e-6
     # Unless a device was measured to do worse than taking turns.
     found = seen_path(shared(1, 1, keeps=0.2), writes + timeline[1:])
-    assert found.read.keeps + found.write.keeps == pytest.approx(0.4)
+    assert found.read.rate_share_beside + found.write.rate_share_beside == pytest.approx(0.4)
     # Nor faster than alone.
     timeline = [
         *spans("write:0", (0, 4), nbytes=int(4 * GB)),

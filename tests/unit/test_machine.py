@@ -106,8 +106,8 @@ def test_fresh_subgroup_runs_without_a_fetch():
     assert not give(machine, Done(run.op))
     assert machine.phases[0] is Phase.DIRTY
     assert machine.take_finished_sweep().number == 1
-    assert machine.moved == [0]
-    assert machine.idle
+    assert machine.changed_subgroups == [0]
+    assert machine.has_no_sweep
     assert not machine.is_fresh(0)
 
 
@@ -161,7 +161,7 @@ def test_reading_visit_leaves_state_clean_and_its_slot_free_to_take():
     kinds = [type(operation) for operation in operations]
     assert kinds == [WriteTile] * 3 + [ReadTile] * 3 + [RunVisit] + [ReadTile] * 3 + [RunVisit]
     assert machine.phases[1] is Phase.READY
-    assert machine.moved == []
+    assert machine.changed_subgroups == []
 
 
 def test_reading_visit_of_dirty_state_keeps_it_dirty():
@@ -255,7 +255,7 @@ def test_failed_write_without_another_path_breaks():
     assert machine.finished_sweep is None, "what is in flight still uses the buffers"
     assert not give(machine, *(Done(write.op) for write in others))
     assert machine.take_finished_sweep().number == 1
-    assert machine.moved == [0]
+    assert machine.changed_subgroups == [0]
 
 
 def test_no_visit_starts_when_a_flush_finds_no_room():
@@ -267,7 +267,7 @@ def test_no_visit_starts_when_a_flush_finds_no_room():
     assert isinstance(machine.broken, TierFullError)
     assert not give(machine, Done(second.op))
     assert machine.take_finished_sweep().number == 1
-    assert machine.moved == [1, 2]
+    assert machine.changed_subgroups == [1, 2]
 
 
 def test_no_other_flush_starts_when_one_finds_no_room():
@@ -328,9 +328,9 @@ def test_after_a_stop_between_sweeps_nothing_has_moved():
     machine = make(1, 1)
     finish(machine, give(machine, sweep(1, 0)))
     machine.take_finished_sweep()
-    assert machine.moved == [0]
+    assert machine.changed_subgroups == [0]
     give(machine, Stop(TierError("copy", tier="gpu", path="h2d")))
-    assert machine.moved == []
+    assert machine.changed_subgroups == []
 
 
 def test_reports_that_cannot_be_are_refused_with_their_story():
@@ -351,7 +351,7 @@ def test_reports_that_cannot_be_are_refused_with_their_story():
 def test_a_phase_that_cannot_follow_is_refused():
     machine = make(1, 1)
     with pytest.raises(InternalError, match=r"subgroup 0 goes from Phase\.ABSENT to Phase\.DIRTY"):
-        Staging(machine.plan).to(0, Phase.DIRTY)
+        Staging(machine.plan).set_phase(0, Phase.DIRTY)
 
 
 def test_extended_plan_keeps_what_is_there():
@@ -485,10 +485,10 @@ def test_streamed_state_passes_through_both_memories():
     machine = make_gpu([True, True], resident=0)
     kinds = [kind_of(operation) for operation in finish(machine, give(machine, step(machine, 1)))]
     machine.take_finished_sweep()
-    assert kinds == ["Run", "flush", *["WriteTile"] * 3, "Run", "flush"]
+    assert kinds == ["RunVisit", "flush", *["WriteTile"] * 3, "RunVisit", "flush"]
     kinds = [kind_of(operation) for operation in finish(machine, give(machine, step(machine, 2)))]
     # It begins with what lies in the staging slot: the last one.
-    there, back = ["fetch", "Run", "flush"], [*["WriteTile"] * 3, *["ReadTile"] * 3]
+    there, back = ["fetch", "RunVisit", "flush"], [*["WriteTile"] * 3, *["ReadTile"] * 3]
     assert kinds == [*there, *back, *there]
 
 
@@ -510,7 +510,7 @@ def test_weights_that_stay_old_keep_their_step_from_counting():
     machine.broken = EIO  # as by a flush that finds no room
     assert not give(machine, *(Done(operation.op) for operation in pending))
     assert machine.take_finished_sweep().number == 1
-    assert machine.moved == [pending[0].visit.subgroup, pending[1].visit.subgroup]
+    assert machine.changed_subgroups == [pending[0].visit.subgroup, pending[1].visit.subgroup]
     assert machine.failed, "the new weights have not reached the GPU"
 
 

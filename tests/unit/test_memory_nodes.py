@@ -170,11 +170,11 @@ def test_an_unknown_processor_has_no_such_calls(monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_that_lies_elsewhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = HostMemory(NO_LANES)
-    memory.arena(4096)
+    memory.allocate_arena(4096)
     assert memory.on_nodes() == {}  # of one kind
     memory.buffer_node = 0
-    memory.arena(2 * MIB)
-    monkeypatch.setattr(host_memory, "where", lambda address, nbytes: {0: nbytes // 2, 3: nbytes // 4})
+    memory.allocate_arena(2 * MIB)
+    monkeypatch.setattr(host_memory, "node_bytes_of", lambda address, nbytes: {0: nbytes // 2, 3: nbytes // 4})
     assert memory.on_nodes() == {0: (2 * MIB, MIB, MIB // 2)}
     memory.close()
 
@@ -204,7 +204,7 @@ def test_streamed_state_passes_through_the_node(tmp_path: Path) -> None:
 
 
 def test_what_lies_elsewhere_is_in_plan_and_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "where", lambda address, nbytes: {0: nbytes - 4096, 1: 4096})
+    monkeypatch.setattr(host_memory, "node_bytes_of", lambda address, nbytes: {0: nbytes - 4096, 1: 4096})
     _, metrics, plan, explanation = train(offload.OffloadConfig(host_memory={"node0": "64MiB"}))
     assert metrics["node/0/elsewhere_bytes"] >= 4096
     for text in (plan, explanation):

@@ -31,8 +31,8 @@ def test_layers_are_brought_as_their_tensors_are_gathered(tmp_path: Path, monkey
         assert nbytes == sum(part.nbytes for part in (parts[inside[0]], parts[inside[1]]))
         brought.append(offset // nbytes)
 
-    monkeypatch.setattr(MappedFile, "bring", bring)
-    monkeypatch.setattr(Ahead, "bring", lambda *_: None)
+    monkeypatch.setattr(MappedFile, "fault_in", bring)
+    monkeypatch.setattr(Ahead, "read_ahead", lambda *_: None)
     assert begin == parts[inside[0]].data_ptr()
     for number, weight in ((0, "weight"), (0, "bias"), (1, "weight"), (2, "bias"), (3, "weight"), (2, "weight")):
         partitions.begin([parts[getattr(model[number], weight)]])

@@ -113,7 +113,7 @@ def test_retired_path_gives_up_its_free_slots():
 def test_allowing_more_slots():
     stores = index(1 << 20, slots=2)
     assert [stores.claim(SECTOR_BYTES) is None for _ in range(3)] == [False, False, True]
-    stores.allow({SECTOR_BYTES: 3, 2 * SECTOR_BYTES: 1})
+    stores.plan_more_slots({SECTOR_BYTES: 3, 2 * SECTOR_BYTES: 1})
     assert [stores.claim(SECTOR_BYTES) is None for _ in range(2)] == [False, True]
     assert stores.claim(2 * SECTOR_BYTES) is not None
     stores.check()
@@ -124,7 +124,7 @@ def test_slots_that_checkpoints_hold_are_none_of_the_plans():
     record = write(stores, TILE, 1)
     assert stores.reserve({SECTOR_BYTES: 1})
     stores.hold(record.location)
-    stores.allow({SECTOR_BYTES: 4})  # four slots besides the one that is held, one of them live for now
+    stores.plan_more_slots({SECTOR_BYTES: 4})  # four slots besides the one that is held, one of them live for now
     assert [stores.claim(SECTOR_BYTES) is None for _ in range(5)] == [False, False, False, False, True]
 
 
@@ -211,54 +211,54 @@ def test_versions_that_nobody_needs_leave_checkpoints_room_for_slots_of_any_size
 def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_held():
     stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4, 2 * SECTOR_BYTES: 2})
     held = {Location(0, 3 * WHOLE, SECTOR_BYTES): 1, Location(0, 4 * WHOLE + 12 * SECTOR_BYTES, SECTOR_BYTES): 2}
-    stores.take_over(0, 40 * SECTOR_BYTES, held)
+    stores.replace_store(0, 40 * SECTOR_BYTES, held)
     stores.check()
-    assert stores.fits()
+    assert stores.has_planned_room()
     # Six sectors in front are two large slots, twelve between are four; one larger slot less fits than there is.
     large = [stores.claim(2 * SECTOR_BYTES) for _ in range(6)]
     assert sorted(location.offset // SECTOR_BYTES for location in large) == [0, 3, 8, 11, 14, 17]
-    stores.adopt(TILE, TileRecord(Location(0, 3 * WHOLE, SECTOR_BYTES), 5, 1))
+    stores.make_newest(TILE, TileRecord(Location(0, 3 * WHOLE, SECTOR_BYTES), 5, 1))
     assert stores.get(TILE).step == 5
     write(stores, TILE, 6)
     stores.check()
     taken = stores.claim(SECTOR_BYTES)
     assert taken.offset > max(location.offset for location in held), "a slot that is held was written to"
-    stores.let_go(TILE, Location(0, 3 * WHOLE, SECTOR_BYTES))
+    stores.unhold(TILE, Location(0, 3 * WHOLE, SECTOR_BYTES))
     assert stores.claim(SECTOR_BYTES).offset == 3 * WHOLE
     stores.check()
 
 
 def test_a_store_too_full_to_be_taken_up_says_so():
     stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4})
-    stores.take_over(0, 6 * WHOLE, {Location(0, 5 * WHOLE, SECTOR_BYTES): 1})
-    assert stores.fits()
+    stores.replace_store(0, 6 * WHOLE, {Location(0, 5 * WHOLE, SECTOR_BYTES): 1})
+    assert stores.has_planned_room()
     full = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4})
-    full.take_over(0, 4 * WHOLE, {Location(0, offset * WHOLE, SECTOR_BYTES): 1 for offset in range(3)})
-    assert not full.fits()
+    full.replace_store(0, 4 * WHOLE, {Location(0, offset * WHOLE, SECTOR_BYTES): 1 for offset in range(3)})
+    assert not full.has_planned_room()
 
 
 def test_foreign_tiles_are_live_until_they_are_written_here():
     stores = index(1 << 20, slots=4)
-    stores.adopt(TILE, TileRecord(Location(7, 0, SECTOR_BYTES), 3, 1))
+    stores.make_newest(TILE, TileRecord(Location(7, 0, SECTOR_BYTES), 3, 1))
     assert (stores.is_foreign(TILE), sum(stores.live_bytes())) == (True, 0)
     stores.check()
     write(stores, TILE, 4)
     assert not stores.is_foreign(TILE)
     stores.check()
     with pytest.raises(InternalError, match="no checkpoint holds"):
-        stores.adopt(TILE, TileRecord(Location(0, 99 * WHOLE, SECTOR_BYTES), 5, 1))
+        stores.make_newest(TILE, TileRecord(Location(0, 99 * WHOLE, SECTOR_BYTES), 5, 1))
 
 
 def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
     stores = index(1 << 20, 1 << 20, slots=5)
     assert stores.reserve({SECTOR_BYTES: 3}, lent=True)
-    assert stores.lend(SECTOR_BYTES) is None, "nothing is there"
-    stores.cut()
+    assert stores.claim_loan(SECTOR_BYTES) is None, "nothing is there"
+    stores.make_slots()
     ends = stores.end_bytes(0), stores.end_bytes(1)
     assert sum(ends) == 5 * WHOLE
-    assert stores.lend(SECTOR_BYTES) is None, "the room is not there"
-    stores.allocated(ends)
-    lent = [stores.lend(SECTOR_BYTES) for _ in range(3)]
+    assert stores.claim_loan(SECTOR_BYTES) is None, "the room is not there"
+    stores.note_allocated(ends)
+    lent = [stores.claim_loan(SECTOR_BYTES) for _ in range(3)]
     assert all(location.offset >= ends[location.path] for location in lent)
     assert stores.claim(SECTOR_BYTES, lent=True) is None, "no more were reserved"
     own = [stores.claim(SECTOR_BYTES) for _ in range(6)]
@@ -268,7 +268,7 @@ def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
     stores.commit(TILE, TileRecord(lent[0], 2, 0))  # confirmed: the slot of the version before is the plan's
     for location in lent[1:]:
         stores.abandon(location)
-    stores.give_back({SECTOR_BYTES: 3}, lent=True)
+    stores.unreserve({SECTOR_BYTES: 3}, lent=True)
     stores.check()
     assert stores.reserve({SECTOR_BYTES: 3}, lent=True)
     again = {stores.claim(SECTOR_BYTES, lent=True) for _ in range(3)}
@@ -279,17 +279,17 @@ def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
 
 def test_a_path_that_is_full_takes_what_is_there_and_grows_again_later():
     stores = index(1 << 20, slots=2)
-    stores.cut()
-    stores.allocated((stores.end_bytes(0),))
+    stores.make_slots()
+    stores.note_allocated((stores.end_bytes(0),))
     assert stores.reserve({SECTOR_BYTES: 1}, lent=True)
     lent = stores.claim(SECTOR_BYTES, lent=True)
-    assert not stores.is_there(lent)
-    stores.refuse(lent, is_full=True)
+    assert not stores.has_room_on_disk(lent)
+    stores.abandon_unwritable(lent, is_full=True)
     stores.check()
     stores.stop_growing(0)
     assert stores.claim(SECTOR_BYTES, lent=True) is None
     own = stores.claim(SECTOR_BYTES)
-    stores.refuse(own, is_full=True)  # as on a file system that writes elsewhere each time
+    stores.abandon_unwritable(own, is_full=True)  # as on a file system that writes elsewhere each time
     assert stores.claim(SECTOR_BYTES) == own, "its room is there"
     stores.try_again()
     assert stores.claim(SECTOR_BYTES, lent=True) == lent, "no room is lost by asking for it"
@@ -300,6 +300,6 @@ def test_no_more_slots_are_cut_than_are_planned():
     shares = (0.1, 0.7, 0.2, 1 / 3)
     for slots in range(1, 60):
         stores = index(*[1 << 20] * len(shares), slots=slots, shares=shares)
-        stores.cut()
+        stores.make_slots()
         assert sum(map(stores.end_bytes, range(len(shares)))) == slots * WHOLE
         stores.check()

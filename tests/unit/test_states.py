@@ -64,16 +64,16 @@ EVENTS: dict[str, Callable[[TileIndex, Location], Any]] = {
     "commit": lambda stores, location: stores.commit(TILE, TileRecord(location, 1)),
     "commit of the tile's next version": commit_next,
     "abandon": lambda stores, location: stores.abandon(location),
-    "refuse": lambda stores, location: stores.refuse(location, is_full=False),
+    "abandon_unwritable": lambda stores, location: stores.abandon_unwritable(location, is_full=False),
     "hold": lambda stores, location: stores.hold(location),
-    "let_go": lambda stores, location: stores.let_go(TILE, location),
-    "adopt": lambda stores, location: stores.adopt(TILE, TileRecord(location, 1)),
-    "drop": lambda stores, location: stores.drop(TILE),
+    "unhold": lambda stores, location: stores.unhold(TILE, location),
+    "make_newest": lambda stores, location: stores.make_newest(TILE, TileRecord(location, 1)),
+    "free_discarded": lambda stores, location: stores.free_discarded(TILE),
 }
 WAYS = {
     "free": ("abandon",),
     "claimed": (),
-    "lost": ("refuse",),
+    "lost": ("abandon_unwritable",),
     "live": ("commit",),
     "held": ("hold",),
     "live and held": ("commit", "hold"),
@@ -181,20 +181,20 @@ def drive(seed: int, kind: Any) -> set[Row]:
                 failed = "read has failed" if name == "read" else "no path takes it"
                 event(failed, end.owner.number, machine.failed, end, OSError())
             else:
-                event(name, end.owner.number, machine.landed, end, None)
+                event(name, end.owner.number, machine.transfer_ended, end, None)
         elif draw.random() < 0.3:
             # Gradients are added to; a tile of activations is filled once.
             if not readers[owner] and not machine.gets_no_buffer(owner) and (promised or before[owner] == "nothing"):
-                event("want to fill", owner, machine.request, owner, fills=True)
+                event("request to fill", owner, machine.request, owner, fills=True)
         elif draw.random() < 0.4:
-            event("ready", owner, machine.ready, owner, fills=True)
+            event("release", owner, machine.release, owner, fills=True)
         elif draw.random() < 0.5:
             if before[owner] not in ("nothing", "discarded", "waiting") and not machine.is_filling(owner):
                 readers[owner] += 1
-                event("want to read", owner, machine.request, owner, fills=False)
+                event("request to read", owner, machine.request, owner, fills=False)
         else:
             for _ in range(readers[owner]):
-                event("ready", owner, machine.ready, owner, fills=False)
+                event("release", owner, machine.release, owner, fills=False)
             readers[owner] = 0
             if draw.random() < 0.5:
                 event("discard", owner, machine.discard, owner)
@@ -239,7 +239,7 @@ def visit_state(machine: Machine, number: int, flying: list[Operation]) -> str:
 NAMES = {
     "ReadTile": "its state is read",
     "Transfer fetch": "its copy ends",
-    "Run": "its run ends",
+    "RunVisit": "its run ends",
     "Transfer flush": "its copy out ends",
     "AwaitPush": "its copy out ends",
 }

@@ -65,13 +65,13 @@ def test_steps_agree_about_a_subgroup_unless_its_update_would_differ(
     expected = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
     change(tables)
     begun = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
-    assert [tables.agree(subgroup, expected, begun) for subgroup in range(2)] == agreeing
+    assert [tables.updates_alike(subgroup, expected, begun) for subgroup in range(2)] == agreeing
 
 
 def test_gradients_are_compared_where_the_step_reads_them() -> None:
     tables = make_tables()
     expected = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
-    table = tables.fill(RunVisit(0, 0, Visit(1), 0, fresh=False), 1 << 33, expected)
+    table = tables.make_table(RunVisit(0, 0, Visit(1), 0, fresh=False), 1 << 33, expected)
     assert table["gradient"].tolist() == [6 << 20, 8 << 20]
     tables.gradients[1] = 1 << 30
     positions, addresses, sizes = tables.read_by(1, table, tables.rows(GROUPS, 2.0, 1.0, ACTIVE))
@@ -84,7 +84,7 @@ def test_steps_agree_about_what_they_are_told_alike() -> None:
     tables = make_tables()
 
     def agreeing(*told: Any) -> list[bool]:
-        return [tables.agree(n, expected, tables.rows(*told)) for n in range(2)]
+        return [tables.updates_alike(n, expected, tables.rows(*told)) for n in range(2)]
 
     expected = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
     assert agreeing(GROUPS, 2.0, 0.5, ACTIVE) == agreeing(GROUPS, 1.0, 1.0, ACTIVE) == [False, False]
@@ -99,18 +99,18 @@ def test_what_is_no_number_agrees_with_itself() -> None:
     tables = make_tables()
     expected, begun = (tables.rows(GROUPS, 1.0, float("nan"), ACTIVE) for _ in range(2))
     assert np.isnan(expected.scalars).any()
-    assert tables.agree(0, expected, begun)
+    assert tables.updates_alike(0, expected, begun)
 
 
 def test_rows_stay_what_they_were_told() -> None:
     tables = make_tables()
     rows = tables.rows(GROUPS, 1.0, 1.0, ACTIVE)
     assert rows.subgroups == (1, 0)
-    before = tables.fill(RunVisit(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
+    before = tables.make_table(RunVisit(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
     tables.weights[:] = tables.gradients[:] = 1 << 40
     tables.gradient_dtypes[:] = DtypeCode.FLOAT32
     tables.steps += 1
-    after = tables.fill(RunVisit(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
+    after = tables.make_table(RunVisit(0, 0, Visit(0), 0, fresh=False), 1 << 33, rows)
     assert after.tobytes() == before.tobytes()
     assert active_rows(after).tolist() == [True, False]
 
@@ -120,7 +120,7 @@ def test_a_gpu_reads_gradients_where_they_are_bound_and_the_cpu_where_it_is_told
     slots = np.full(4, 1 << 35, np.uint64), np.full(4, DtypeCode.BFLOAT16, np.int32)
     rows = tables.rows(GROUPS, 1.0, 1.0, ACTIVE, slots)
     for gpu, gradients in ((True, [5 << 20, 7 << 20]), (False, [1 << 35] * 2)):
-        table = tables.fill(RunVisit(0, 0, Visit(0, gpu=gpu), 0, fresh=False), 1 << 33, rows)
+        table = tables.make_table(RunVisit(0, 0, Visit(0, gpu=gpu), 0, fresh=False), 1 << 33, rows)
         assert table["gradient"].tolist() == gradients
 
 
@@ -131,7 +131,7 @@ def test_a_speculative_version_goes_to_its_image(subgroup: int, name: str) -> No
         tables.mark_master_due(position, SegmentFlag.LOAD_MASTER)
     rows, sums = tables.rows(GROUPS, 1.0, 1.0, ACTIVE), np.zeros((2, 2), np.uint64)
     run = RunVisit(0, 0, Visit(subgroup, speculative=True), 0, fresh=False)
-    table = tables.fill(run, 1 << 33, rows, apart=(1 << 36, sums))
+    table = tables.make_table(run, 1 << 33, rows, apart=(1 << 36, sums))
     nbytes = 4096 * (2, 4)[subgroup]
     assert table[name].tolist() == [1 << 36, (1 << 36) + nbytes]
     assert table["read"].tolist() == [sums.ctypes.data, sums.ctypes.data + 16]

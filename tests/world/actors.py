@@ -649,11 +649,11 @@ class Packs(Buffers):
             self.sweeps += 1
             visits = update_visits(self.plan, range(len(self.plan.layout.subgroups)))
             self.inner.inject(BeginSweep(Sweep(self.sweeps, 10 * self.sweeps, visits)))
-            self.pump(lambda machine: not machine.idle)
+            self.pump(lambda machine: not machine.has_no_sweep)
 
     def wait(self, flag: bool) -> None:
         """Wait for the step."""
-        if not self.machine.idle:
+        if not self.machine.has_no_sweep:
             self.pump(lambda machine: machine.finished_sweep is not None)
         if self.machine.finished_sweep is not None:
             self.end_sweep()

@@ -51,8 +51,8 @@ Rules:
 
  Open sweeps, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
  20. An open sweep ends with `SealStep`, while none of its visits runs, and before anything else begins. Its visits
-     run once admitted, in any order, and not after `PauseOpenSweep`; each on the CPU, in a staging slot, on state that is not
-     fresh, and whose newest version is whole on storage.
+     run once admitted, in any order, and not after `PauseOpenSweep`; each on the CPU, in a staging slot, on state
+     that is not fresh, and whose newest version is whole on storage.
  21. What a speculative visit makes is written as rule 7 has it, from its staging slot and under its sweep's step, to
      bytes that rule 7 allows. Its slot changes hands when it is whole on storage, or was revoked.
  22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
@@ -67,20 +67,20 @@ Rules:
  26. Weights are published of confirmed versions only, of each once, and before what is left of their step begins.
 
  State that leaves memory:
- 27. State at home in memory leaves it after `Evict`, which comes between sweeps, visits and saves; after `StopEviction`
-     nothing more begins to. It is written from its home as rule 7 has it; a write that has failed is issued again at
-     once, to bytes elsewhere, or its state stays. The memory is given back when the newest version is whole on
-     storage, or held by a checkpoint. Then nothing reads it before all of the newest version has been read into it
-     (rule 6), or a visit fills it. What lies on storage meanwhile comes on top of the bytes of rule 8. When all has
-     left, staging slots are empty.
+ 27. State at home in memory leaves it after `Evict`, which comes between sweeps, visits and saves; after
+     `StopEviction` nothing more begins to. It is written from its home as rule 7 has it; a write that has failed is
+     issued again at once, to bytes elsewhere, or its state stays. The memory is given back when the newest version is
+     whole on storage, or held by a checkpoint. Then nothing reads it before all of the newest version has been read
+     into it (rule 6), or a visit fills it. What lies on storage meanwhile comes on top of the bytes of rule 8. When
+     all has left, staging slots are empty.
 
  Scratch that passes through buffers (gradients, activations):
- 28. A buffer has one owner, and an owner one buffer. A caller writes to it between a `RequestBuffer` that fills and its
-     `ReleaseBuffer`, when it holds all that there is of the owner's data; from the first write on nothing else uses it
-     meanwhile. Callers read it between a `RequestBuffer` that reads and its `ReleaseBuffer`, when it holds all of the data. It changes
-     hands only if its owner's newest data is whole on storage and nobody has asked for it, or was discarded. Tiles
-     are written from it, and read into it, as rules 6 and 7 have it; but nothing is kept on storage of what is about
-     to be changed.
+ 28. A buffer has one owner, and an owner one buffer. A caller writes to it between a `RequestBuffer` that fills and
+     its `ReleaseBuffer`, when it has all that there is of the owner's data; from the first write on nothing else uses
+     it meanwhile. Callers read it between a `RequestBuffer` that reads and its `ReleaseBuffer`, when it has all of
+     it. It changes hands only if its owner's newest data is whole on storage and nobody has asked for it, or was
+     discarded. Tiles are written from it, and read into it, as rules 6 and 7 have it; but nothing is kept on storage
+     of what is about to be changed.
  29. What visits read is filled between sweeps. A visit that reads it runs when it is whole in its buffer; then it is
      of no use.
  30. Where no room was promised (activations), tiles take bytes beyond those of rule 8. A write that has failed is
@@ -276,7 +276,7 @@ class CheckedExecutor:
                 amid = self._sweep is not None and self._fatal is None
                 self.scratch[owner.kind].request(owner.number, fills=fills, amid_a_sweep=amid)
             case ReleaseBuffer(owner, fills):
-                self.scratch[owner.kind].release(owner.number, fills=fills)
+                self.scratch[owner.kind].ready(owner.number, fills=fills)
             case Discard(owner):
                 self.scratch[owner.kind].discard(owner.number)
         for book in self.scratch.values():

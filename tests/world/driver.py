@@ -417,12 +417,12 @@ class Driver:
     def allocate(self) -> bool:
         """Have the room of planned slots be there, as `SessionParts.allocate` does; return whether it is."""
         index = self.machine.index
-        if not index.is_whole:
+        if not index.has_needed_slots:
             self.tell(MakeSlots())
             ends = tuple(map(index.end_bytes, range(len(self.plan.budgets.paths))))
             if self.inner.allocate(ends):
                 self.tell(Allocated(ends))
-        return bool(index.is_whole)
+        return bool(index.has_needed_slots)
 
 
 def run_seed(

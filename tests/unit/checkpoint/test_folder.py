@@ -38,34 +38,34 @@ def test_a_directory_by_each_of_its_names(tmp_path: Path) -> None:
 
 def test_one_at_a_time_has_the_lock(tmp_path: Path) -> None:
     first, second = (FolderLock(open_folder(tmp_path)) for _ in range(2))
-    assert first.take()
-    assert first.take()  # which it has
-    assert not second.take()
-    first.drop()
-    first.drop()
-    assert second.take()
-    assert not first.take()
-    second.drop()
+    assert first.acquire()
+    assert first.acquire()  # which it has
+    assert not second.acquire()
+    first.release()
+    first.release()
+    assert second.acquire()
+    assert not first.acquire()
+    second.release()
 
 
 def test_the_lock_is_that_of_the_directory_that_is_there_now(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     path.mkdir()
     first, second = (FolderLock(open_folder(path)) for _ in range(2))
-    assert first.take()
+    assert first.acquire()
     path.rename(tmp_path / "moved")
     path.mkdir()
-    assert second.take()  # of another directory
-    assert not first.take()
-    second.drop()
-    assert first.take()
-    first.drop()
+    assert second.acquire()  # of another directory
+    assert not first.acquire()
+    second.release()
+    assert first.acquire()
+    first.release()
 
 
 def test_where_there_are_no_locks_everybody_has_it(tmp_path: Path) -> None:
     gone = FolderLock(open_folder(tmp_path / "none"))
-    assert gone.take()
-    gone.drop()
+    assert gone.acquire()
+    gone.release()
     remote: Any = SimpleNamespace(path=str(tmp_path), has_locks=False)
-    assert FolderLock(remote).take()
-    assert FolderLock(remote).take()
+    assert FolderLock(remote).acquire()
+    assert FolderLock(remote).acquire()

@@ -152,7 +152,7 @@ def test_what_begins_anew_has_no_state_and_its_weight_for_a_master() -> None:
     source = Source({"a": 4})
     source.rounding = 42, {"a": 8}
     views = Views(layout_of(A, B))
-    tables: Any = SimpleNamespace(steps=[3, 4], numbers=[0, 9], seed=1, taken=lambda subgroup: None)
+    tables: Any = SimpleNamespace(steps=[3, 4], numbers=[0, 9], seed=1, note_masters_current=lambda subgroup: None)
     restorer = Restorer(source, [A, B], {}, views, tables, None, anew={"b"})  # type: ignore[arg-type]
     restorer.restore_step_counts()
     assert (tables.steps, tables.numbers) == ([10, 0], [8, 9])

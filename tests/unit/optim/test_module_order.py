@@ -40,7 +40,7 @@ class Followed:
         self.called = {parameter: name for name, parameter in model.named_parameters()}
         self.weights = bound_to(self.engine, [*self.called])
         self.overlap = Overlap(self.engine, self.weights)  # type: ignore[arg-type]
-        self.following = self.overlap.follow(model, False, [*self.called])
+        self.following = self.overlap.hook_model(model, False, [*self.called])
 
     def order(self) -> tuple[list[str], list[str]]:
         """Return what is updated at once, and what modules wait for."""
@@ -90,8 +90,8 @@ def test_a_model_that_is_let_be_is_waited_for_no_more() -> None:
     followed.model(X)
     assert followed.order()[1] == []
     assert followed.overlap.models == []
-    again = followed.overlap.follow(followed.model, False, [*followed.called])
-    assert followed.overlap.follow(followed.model, False, [*followed.called]) is not again
+    again = followed.overlap.hook_model(followed.model, False, [*followed.called])
+    assert followed.overlap.hook_model(followed.model, False, [*followed.called]) is not again
     assert len(followed.overlap.models) == 1  # hooked anew, not twice
     followed.overlap.unhook()
     assert followed.overlap.models == []
@@ -128,18 +128,18 @@ def test_what_is_compiled_as_one_is_called_as_one(how: str) -> None:
 def test_what_cannot_be_followed(model: Any, check: Any, words: str) -> None:
     followed = Followed(Model())
     with pytest.raises(ConfigError, match=words):
-        followed.overlap.follow(model, check, [*followed.called])
+        followed.overlap.hook_model(model, check, [*followed.called])
     assert len(followed.overlap.models) == 1
 
 
 def test_weights_that_are_hidden_hold_nan_until_they_are_waited_for() -> None:
     followed = Followed(Model())
-    followed.overlap.follow(followed.model, True, [*followed.called])
+    followed.overlap.hook_model(followed.model, True, [*followed.called])
     first, second, *_ = bounds = [*followed.weights.bound.values()]
     before = [bound.parameter.detach().clone() for bound in bounds]
     waited: list[list[int]] = []
     followed.engine.wait_for = waited.append  # type: ignore[attr-defined]
-    copies = followed.overlap.hide([first, second])
+    copies = followed.overlap.bind_hidden_copies([first, second])
     assert followed.engine.said() == [("bind_weight", n, t.data_ptr()) for n, t in enumerate(copies)]
     assert [bool(bound.parameter.isnan().all()) for bound in bounds[:3]] == [True, True, False]
     copies[0].add_(1)  # the step

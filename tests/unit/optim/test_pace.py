@@ -51,8 +51,8 @@ def test_an_iteration(caller: Caller, waits: list[Any], typical_s: tuple[float, 
     caller.at(10.0, "end_call", 9.0)
     for wait in (wait for wait in waits if wait[0] < 13.0):
         caller.waits(*wait)
-    caller.at(13.0, "arrived")
-    caller.at(14.0, "arrived")  # the second says nothing
+    caller.at(13.0, "note_arrival")
+    caller.at(14.0, "note_arrival")  # the second says nothing
     for wait in (wait for wait in waits if wait[0] > 13.0):
         caller.waits(*wait)
     assert caller.at(18.0, "begin_step") == 18.0
@@ -65,7 +65,7 @@ def test_intervals_are_forward_backward_and_waits_that_are_long_enough(caller: C
     assert caller.pace.intervals == []
     caller.waits(10.0, 10.0 + LEAST_WAIT_S / 2)
     caller.waits(11.0, 12.0)
-    caller.at(13.0, "arrived")
+    caller.at(13.0, "note_arrival")
     seen = [(each.label, each.started_s, each.finished_s) for each in caller.pace.intervals]
     assert seen == [("forward", 10.0, 13.0), ("waits for weights", 11.0, 12.0)]
     caller.at(18.0, "begin_step")
@@ -79,14 +79,14 @@ def test_intervals_are_forward_backward_and_waits_that_are_long_enough(caller: C
 def test_what_is_typical_is_the_median_of_the_last_iterations(caller: Caller) -> None:
     for forward_s in (90.0, 1.0, 2.0, 3.0, 50.0, 60.0):
         caller.at(0.0, "end_call", 0.0)
-        caller.at(forward_s, "arrived")
+        caller.at(forward_s, "note_arrival")
         caller.at(2 * forward_s, "begin_step")
     assert HISTORY == 5
     assert caller.pace.typical_s == (3.0, 3.0)
 
 
 def test_a_step_that_none_went_before_says_nothing(caller: Caller) -> None:
-    caller.at(1.0, "arrived")
+    caller.at(1.0, "note_arrival")
     assert caller.at(2.0, "begin_step") == 2.0
     assert caller.pace.typical_s is None
     caller.at(3.0, "end_call", 2.0)
@@ -104,6 +104,6 @@ def test_a_wait_that_raises_counts(caller: Caller) -> None:
     caller.at(0.0, "end_call", 0.0)
     with pytest.raises(KeyboardInterrupt):
         fails()
-    caller.at(3.0, "arrived")
+    caller.at(3.0, "note_arrival")
     caller.at(4.0, "begin_step")
     assert caller.pace.typical_s == (1.0, 1.0)

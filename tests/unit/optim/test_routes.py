@@ -109,7 +109,7 @@ def test_a_gradient_in_another_order_is_copied_to_its_slot(stride: tuple[int, in
     routed.parameter.grad = torch.arange(100.0).as_strided((5, 20), stride)
     expected = routed.parameter.grad.clone()
     address = routed.parameter.grad.data_ptr()
-    routed.route.arrived(routed.bound)
+    routed.route.handle_arrival(routed.bound)
     in_place = stride == (20, 1)
     wanted = ("arrived", 0, address if in_place else routed.memory.data_ptr(), FP32)
     assert routed.engine.said() == [*([] if in_place else [("take_memory",)]), wanted]  # before it is copied there
@@ -127,7 +127,7 @@ def test_a_gradient_in_another_order_is_copied_to_its_slot(stride: tuple[int, in
 def test_a_gradient_that_is_part_of_a_graph_stays(spoil: Callable[[torch.Tensor], torch.Tensor], said: int) -> None:
     routed = Routed()
     gradient = routed.parameter.grad = spoil(torch.ones(NUMEL))
-    routed.route.arrived(routed.bound)
+    routed.route.handle_arrival(routed.bound)
     assert len(routed.engine.said()) == said
     assert (routed.parameter.grad is gradient) == (said == 0)
 
@@ -145,7 +145,7 @@ def test_a_gradient_of_another_dtype(slot: Any, weight: Any, gradient: Any, said
     routed = Routed(weight=weight, dtype=slot)
     routed.parameter.grad_dtype = None
     routed.parameter.grad = torch.ones(NUMEL, dtype=gradient)
-    routed.route.arrived(routed.bound)
+    routed.route.handle_arrival(routed.bound)
     assert [dtype for *_, dtype in routed.engine.said()] == said
     assert routed.parameter.grad.dtype == (slot if said else gradient)
 
@@ -205,7 +205,7 @@ def test_a_gradient_is_bound_where_it_lies_when_the_step_begins(kind: type[Route
     assert routed.route.bind() == [routed.bound]
     assert routed.engine.said() == [("bind", 0, gradient.data_ptr(), FP32, False)]
     assert [tensor.data_ptr() for tensor in routed.route.tensors_read()] == [gradient.data_ptr()]
-    routed.route.release()
+    routed.route.drop_references()
     assert routed.route.tensors_read() == []
 
 
@@ -288,7 +288,7 @@ class Copied:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
         monkeypatch.setattr(shards, "copies_gradients_to_host", lambda parameter: True)
-        monkeypatch.setattr(shards, "unsharders", lambda model: self.groups)
+        monkeypatch.setattr(shards, "fsdp_groups", lambda model: self.groups)
         self.engine = RecordedEngine()
         self.engine.speculates = True
         parameters = [torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(count)]
@@ -304,7 +304,7 @@ class Copied:
             assert not bound.parameter._post_accumulate_grad_hooks  # for which FSDP2 would wait
         self.route.is_deaf = True
         for _ in range(2):  # the second time changes nothing
-            assert self.route.follow(torch.nn.Module())
+            assert self.route.hook_copied_groups(torch.nn.Module())
         assert not self.route.is_deaf
 
     def said(self) -> list[int]:
@@ -360,7 +360,7 @@ def test_copies_that_have_not_come_are_looked_at_when_backward_ends(monkeypatch:
 def test_copies_of_gradients_that_are_dropped_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = Copied(monkeypatch)
     copied.groups[0].post_backward()
-    copied.route.forget()
+    copied.route.forget_departed()
     copied.events[0].is_reached = True
     copied.groups[1].post_backward()
     assert copied.said() == []

@@ -65,7 +65,7 @@ def test_factors_are_multiplied_and_norms_have_them() -> None:
     assert scaling.unscaled(25.0) == pytest.approx(0.3125, rel=1e-5)
     scaling.clip_to(0.1, 0.2, ids(bounds))
     assert scaling.clip == once * (0.1 / (0.2 + 1e-6))
-    scaling.forget()
+    scaling.reset()
     assert (scaling.loss_scale, scaling.clip, scaling.scaled_ids) == (1.0, 1.0, {})
 
 
@@ -98,7 +98,7 @@ def drop(scaling: Scaling, bound: BoundParameter) -> None:
 def arrive_onto(scaling: Scaling, bound: BoundParameter, builds_graph: bool = False) -> None:
     bound.parameter.grad.add_(1)
     bound.arrivals += 1
-    scaling.arrived(bound, bound.parameter.grad, builds_graph)
+    scaling.note_arrival(bound, bound.parameter.grad, builds_graph)
 
 
 def arrive_beside(scaling: Scaling, bound: BoundParameter, builds_graph: bool = False) -> None:
@@ -111,7 +111,7 @@ def arrive_with_a_graph(scaling: Scaling, bound: BoundParameter) -> None:
 
 
 def add_where_it_has_left(scaling: Scaling, bound: BoundParameter) -> None:
-    scaling.added(bound)
+    scaling.note_addition(bound)
 
 
 def zero_then_arrive_onto(scaling: Scaling, bound: BoundParameter) -> None:
