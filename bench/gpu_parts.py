@@ -25,7 +25,7 @@ from typing import Any
 
 from _gpu_backward import AddedAtOnce, Calls, LeavesAlways, backward_s, passing_s
 from _gpu_node import NODE, budgets_of, changed, layout_of
-from _harness import Row, RunVisit, main
+from _harness import Row, Run, main
 from _worker import gpu_share
 
 import offload.predict.timing as timing
@@ -395,7 +395,7 @@ def cases(smoke: bool) -> list[Case]:
     return [Case(model, name, **how) for model in chosen for name, how in circumstances.items()]
 
 
-def measure(run: RunVisit) -> None:
+def measure(run: Run) -> None:
     rows, parts = [], {}
     for part in PARTS:
         name = part.__name__.replace("_", " ")

@@ -36,7 +36,7 @@ def assert_replays(machine: Recorded) -> None:
         again.handle(event)
         operations += again.take_operations()
     assert operations == machine.operations
-    for name in ("plan", "failed", "finished_sweep", "moved", "phases", "slots", "in_flight"):
+    for name in ("plan", "failed", "finished_sweep", "changed_subgroups", "phases", "slots", "in_flight"):
         assert getattr(again, name) == getattr(machine, name), name
     # An error of the machine's own is equal to no other.
     assert repr((again.broken, again.saver.finished_save)) == repr((machine.broken, machine.saver.finished_save))

@@ -167,7 +167,7 @@ class ActivationsOnPaths:
             for tensor in chain(self._model.parameters(), self._model.buffers())
             if tensor.layout is torch.strided  # other layouts are never written
         }
-        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.get())
+        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
         hooks.__enter__()
         self._hooks.append(hooks)
         return self

@@ -211,7 +211,7 @@ MADE = (
         "unpinned-when-gone",
         "an arena is unmapped before it is unpinned",
         "an error that nobody sees, and a registration of addresses that belong to somebody else next",
-        instead(GpuLanes, "give_back", _unpins_what_is_gone),
+        instead(GpuLanes, "free_arena", _unpins_what_is_gone),
         found_by="tests/unit/test_accelerator.py::test_memory_is_unpinned_while_it_is_there",
         is_late=True,
     ),

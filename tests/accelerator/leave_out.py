@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m accelerator.leave_out [--all] [report]
 
-The calls are those of `follow`, `give_up` and `record_stream` in `offload/` and `integrations/`. Each is left out in
+The calls are those of `follow`, `record_use` and `record_stream` in `offload/` and `integrations/`. Each is left out in
 all of the trainings of `workloads.py`, over the seeds, until one of them does not end as on the CPU. What is found
 already is in the report, which is written after each call: run again, this goes on where it was. The report of this
 tree is `left_out.json`; calls that are new, or in another function, are tried again.
@@ -44,7 +44,7 @@ FIRST = (
 )
 """Trainings that are tried first: together they find most."""
 
-NAMES = {"follow": 2, "give_up": 1, "record_stream": 1}
+NAMES = {"follow": 2, "record_use": 1, "record_stream": 1}
 """What is left out, with the number of arguments: other things are called the same."""
 
 ELSEWHERE = ("offload/checkpoint/", "offload/measure/")
@@ -65,7 +65,7 @@ UNNOTICED: dict[str, str] = {
     "GpuGradients.fetch_final: self.lanes.device.follow(lane, known(mark, 'a gradient on a device has no mark'))": (
         "an update that has read a gradient too early has read another than the step finds, and is revoked"
     ),
-    "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
+    "GpuLanes.copy_to_device: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
         "who replaces state at home has its weights fetched first, behind the update"
     ),
     "GpuLanes.save: self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))": (
@@ -77,7 +77,7 @@ UNNOTICED: dict[str, str] = {
     "GpuLanes.restore: self.device.follow(DeviceLane.CALLER, mark)": (
         "none of the trainings has activations on paths; test_activations.py has"
     ),
-    "Overlap._show: self._holder.device.give_up(copy)": (
+    "Overlap._show: self._holder.device.record_use(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),
     "PieceCopies._take: device.follow(lane, device.mark(other, timed=False))": (
@@ -183,7 +183,9 @@ def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     assert "offload" not in sys.modules
     sys.meta_path.insert(0, _Changing())
     lanes = importlib.import_module("offload.device.lanes")
-    assert ACTIVE in lanes.GpuLanes.run.__code__.co_consts, "calls cannot be left out: other code is imported"
+    assert ACTIVE in lanes.GpuLanes.enqueue_update.__code__.co_consts, (
+        "calls cannot be left out: other code is imported"
+    )
     return {call.place: lambda place=call.place: without(place) for call in calls()}  # type: ignore[misc]
 
 

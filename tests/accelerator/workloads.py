@@ -616,7 +616,7 @@ def host(run: Run) -> None:
 
 def sent(uploads: Uploads, words: npt.NDArray[np.int64]) -> ArgumentTable:
     """Return a table that has been sent, for the current stream."""
-    table = uploads.take(words.size)
+    table = uploads.get_table(words.size)
     table.words[: words.size] = words
     uploads.send(table, words.size)
     return table
@@ -645,10 +645,10 @@ def tables(run: Run) -> None:
 
     uploads = Uploads(torch.device(run.device), replace(backend, event=event), copies)
     with late.held(lane), Host.working_on(lane):
-        with contextlib.suppress(KeyboardInterrupt), uploads.lend(sent(uploads, words)) as there:
+        with contextlib.suppress(KeyboardInterrupt), uploads.in_use(sent(uploads, words)) as there:
             found.copy_(there[:1000])
         del there
-        with uploads.lend(sent(uploads, words + 5000)):
+        with uploads.in_use(sent(uploads, words + 5000)):
             copies.synchronize()
     lane.synchronize()
     run.keep("words", found)

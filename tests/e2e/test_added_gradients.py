@@ -145,7 +145,7 @@ def _taken_again(optimizer: Any, patch: pytest.MonkeyPatch) -> None:
         held.go.set()
         plain()
 
-    for name in ("finish", "forget"):
+    for name in ("finish", "wait_and_clear_error"):
         patch.setattr(what, name, partial(let_go, getattr(what, name)))
 
 
@@ -254,7 +254,7 @@ def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
             accumulate(parameters, 1)
             for parameter, gradient in zip(parameters, gradients(parameters, 1), strict=True):
                 parameter.grad = gradient
-                optimizer._route.arrived(optimizer._weights.bound[parameter])
+                optimizer._route.handle_arrival(optimizer._weights.bound[parameter])
             interrupted(optimizer.engine.gradients.settle)
             if interrupted.has_fired:
                 optimizer.engine.gradients.settle()

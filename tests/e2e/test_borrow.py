@@ -265,7 +265,7 @@ def test_a_step_that_is_aborted_leaves_nothing_borrowed(tmp_path: Path, nth: int
     with OnDevice(parameters, device=device, offload=borrowing(tmp_path, placement=0.5)) as optimizer:
         train(optimizer, parameters, range(1))
         of_engine: Any = optimizer.engine._parts.lanes
-        left, plain = nth, of_engine.run
+        left, plain = nth, of_engine.enqueue_update
 
         def run(*arguments: Any) -> None:
             nonlocal left
@@ -274,7 +274,7 @@ def test_a_step_that_is_aborted_leaves_nothing_borrowed(tmp_path: Path, nth: int
             left -= 1
             plain(*arguments)
 
-        of_engine.run = run
+        of_engine.enqueue_update = run
         with pytest.raises(offload.StepAbortedError):
             train(optimizer, parameters, range(1, 2))
         assert device.taken_bytes == 0

@@ -169,7 +169,7 @@ def test_memory_that_runs_out_on_the_way_changes_nothing(keep_grads: bool, monke
         def refuse(*arguments: Any, **options: Any) -> Any:
             raise OffloadError("no memory for an arena")
 
-        monkeypatch.setattr(optimizer.engine._parts.memory, "arena", refuse)
+        monkeypatch.setattr(optimizer.engine._parts.memory, "allocate_arena", refuse)
         train(optimizer, parameters, range(FIRST + 2))
         monkeypatch.undo()
         assert optimizer.engine.plan is before

@@ -96,10 +96,12 @@ def _forget(lanes: GpuLanes, wanted: DeviceLane, when: str) -> None:
 
 PLANTED: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "an update does not wait for the copy to the GPU": lambda parts, _: _forget(
-        parts.lanes, DeviceLane.UPDATE, "run"
+        parts.lanes, DeviceLane.UPDATE, "enqueue_update"
     ),
     "a copy back does not wait for the update": lambda parts, _: _forget(parts.lanes, DeviceLane.D2H, "copy_out"),
-    "the CPU does not wait for its gradients": lambda parts, _: setattr(parts.lanes, "inputs", lambda subgroup: None),
+    "the CPU does not wait for its gradients": lambda parts, _: setattr(
+        parts.lanes, "inputs_mark", lambda subgroup: None
+    ),
     "a weight slot is used again while it is pushed": lambda parts, _: setattr(
         parts.lanes, "await_push", lambda operation: parts.queue.post(operation.op)
     ),
@@ -179,7 +181,7 @@ def train_behind(
                 [span(kept[-1], writes=True)],
             )
             if not optimizer.engine.config.keep_grads:
-                optimizer._route.arrived(optimizer._weights.bound[parameter])
+                optimizer._route.handle_arrival(optimizer._weights.bound[parameter])
         if clip:  # which waits for the gradients
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -227,7 +229,7 @@ def test_a_checkpoint_takes_buffers_only_for_state_in_gpu_memory(
     tmp_path: Path, gpu_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, ask = [], HostMemory.ensure_checkpoint_buffers
-    monkeypatch.setattr(HostMemory, "checkpoint_buffers", lambda *of: asked.append(of) or ask(*of))
+    monkeypatch.setattr(HostMemory, "ensure_checkpoint_buffers", lambda *of: asked.append(of) or ask(*of))
     parameters, chosen = weights(dtype=torch.bfloat16), config(tmp_path, gpu_memory=gpu_memory)
     with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=chosen) as optimizer:
         train(optimizer, parameters, range(2))
@@ -448,7 +450,7 @@ def arrive(
             lambda at=at, value=value: ctypes.memmove(at, value.data_ptr(), value.nbytes),
             [(at, at + nbytes, True)],
         )
-        optimizer._route.arrived(optimizer._weights.bound[parameter])
+        optimizer._route.handle_arrival(optimizer._weights.bound[parameter])
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -1060,7 +1062,7 @@ def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkey
         train(optimizer, parameters, range(2))
         monkeypatch.setattr("offload.gradients.gpu.FETCHED_AHEAD", 0)
         gradients, late = optimizer.engine._parts.gradients, []
-        plain = gradients.bring
+        plain = gradients.fetch_for_visit
         copies = watched_copies(optimizer.engine._parts.lanes.device)
 
         def bring(subgroup: int) -> None:
@@ -1068,7 +1070,7 @@ def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkey
             plain(subgroup)
             late.extend([subgroup] * (len(copies) > before))
 
-        monkeypatch.setattr(gradients, "bring", bring)
+        monkeypatch.setattr(gradients, "fetch_for_visit", bring)
         cached = set(optimizer.engine._parts.machine.slots)
         train(optimizer, parameters, range(2, 3))
         plan = optimizer.engine.plan

@@ -203,7 +203,7 @@ def test_what_a_backward_pass_asks_of_the_device(tmp_path: Path) -> None:
 def arrive(optimizer: offload.AdamW, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """As from a hook, outside of any backward pass of torch's."""
     parameter.grad = gradient
-    optimizer._route.arrived(optimizer._weights.bound[parameter])
+    optimizer._route.handle_arrival(optimizer._weights.bound[parameter])
 
 
 def sums_asked(device: Counting) -> int:

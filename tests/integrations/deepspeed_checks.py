@@ -669,7 +669,7 @@ def weights_that_have_no_file_are_refused_before_anything_changes(folder: Path) 
     with training(case, ours=True) as engine:
         train(engine, case, 0, 1)
         failed = offload.TierError("read", tier="file", path=str(folder))
-        with unittest.mock.patch.object(MappedFile, "bring", side_effect=failed), pytest.raises(offload.TierError):
+        with unittest.mock.patch.object(MappedFile, "fault_in", side_effect=failed), pytest.raises(offload.TierError):
             engine(micro_batch(engine, 0, 0))
 
 

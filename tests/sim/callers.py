@@ -570,7 +570,7 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def fill(
+    def make_table(
         self,
         run: RunVisit,
         address: int,
@@ -776,7 +776,7 @@ class Backwards(Forwards):
         parts.plan = self.plan
         parts.tables = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
-        parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
+        parts.memory.allocate_arena = lambda nbytes: SimpleNamespace(address=1 << 40)
         parts.memory.free_arena = lambda arena: None
         parts.memory.slot_address = lambda slot: 0
         parts.saves.pending = None
@@ -784,7 +784,7 @@ class Backwards(Forwards):
 
     # The engine's side
 
-    def open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
+    def make_open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
         """Return an open sweep."""
         self.executor.set_visitor(visitor)
         self.sweeps += 1
@@ -803,7 +803,7 @@ class Backwards(Forwards):
 
     def begin_visit(self, run: RunVisit) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.fill`
+            self.executor.visitor(run)  # makes a table: see `Tables.make_table`
         else:
             self.visitors[run.op] = self.executor.visitor
 

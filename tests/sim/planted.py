@@ -682,7 +682,7 @@ class ForgetsWhatWasConfirmed(Filtered):
     def handle(self, event):
         super().handle(event)
         if (sweep := begun(event)) is not None and not sweep.is_open:
-            self.moved.clear()
+            self.changed_subgroups.clear()
 
 
 class TakesRoomOfCheckpoints(TileIndex):

@@ -59,7 +59,7 @@ def taken(device: SimulatedDevice, buffer_bytes: int) -> Block:
 def copies_of(device: SimulatedDevice, buffer_bytes: int = BUFFER_BYTES) -> PieceCopies:
     made = PieceCopies(device, device)
     if buffer_bytes:
-        made.adopt(taken(device, buffer_bytes))
+        made.replace_buffers(taken(device, buffer_bytes))
     return made
 
 
@@ -242,11 +242,11 @@ def test_buffers_that_have_been_used_are_given_back_as_they_were_taken(host: Are
     for times in range(PIECE_BUFFERS):
         block = taken(device, BUFFER_BYTES)
         copies = PieceCopies(device, device)
-        assert copies.adopt(block).nbytes == 0
+        assert copies.replace_buffers(block).nbytes == 0
         for _ in range(times):
             copies.to_host(rows)
         wait(device)
-        assert copies.adopt(taken(device, 2 * BUFFER_BYTES)) is block
+        assert copies.replace_buffers(taken(device, 2 * BUFFER_BYTES)) is block
     device.close()
 
 
@@ -255,10 +255,10 @@ def test_buffers_that_have_gone_are_used_again_where_they_have_come(host: Arena)
     device = Counting(lazy=True)
     memory, places = DeviceMemory(device), device.allocate(1 << 16)
     rows = as_pieces([(places + 256 * n, host.address + 256 * n, 64) for n in range(8)])
-    (block,), copies = memory.take(PIECE_BUFFERS * BUFFER_BYTES), PieceCopies(device, device)
-    copies.adopt(block)
+    (block,), copies = memory.allocate(PIECE_BUFFERS * BUFFER_BYTES), PieceCopies(device, device)
+    copies.replace_buffers(block)
     found = []
-    for change in (lambda: None, memory.give_back, memory.reallocate_all):
+    for change in (lambda: None, memory.free_all, memory.reallocate_all):
         change()
         device.calls.clear()
         before, block_address = device.taken_bytes, block.address
@@ -274,14 +274,14 @@ def test_buffers_that_have_gone_are_used_again_where_they_have_come(host: Arena)
 def test_blocks_come_together_or_not_at_all() -> None:
     device = SimulatedDevice(1 << 16)
     memory = DeviceMemory(device)
-    kept, none = memory.take(1 << 15, 0)
+    kept, none = memory.allocate(1 << 15, 0)
     assert kept.address > 0
     assert none.address == 0
     with pytest.raises(OffloadError):
-        memory.take(1 << 12, 1 << 16)
+        memory.allocate(1 << 12, 1 << 16)
     assert device.taken_bytes == 1 << 15
-    memory.give_back()
-    memory.give_back()
+    memory.free_all()
+    memory.free_all()
     assert device.taken_bytes == kept.address == 0
     other = device.allocate(1 << 16)
     with pytest.raises(OffloadError):

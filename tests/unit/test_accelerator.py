@@ -238,15 +238,15 @@ def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(events: Any) -
         torch.accelerator.synchronize()
         before = len(events)
         with late.held(lane), backends.working_on(lane):
-            with uploads.lend(sent(uploads, words)) as there:
+            with uploads.in_use(sent(uploads, words)) as there:
                 found.copy_(there[:1000])
             copies.synchronize()  # the table is there, though its lane waits
             assert not lane.query()
-            with uploads.lend(sent(uploads, words)):  # in other memory, as its work has not been done
+            with uploads.in_use(sent(uploads, words)):  # in other memory, as its work has not been done
                 assert len(events) == before + 2
         lane.synchronize()
         assert found.tolist() == words.tolist()
-        with backends.working_on(lane), uploads.lend(sent(uploads, words)):  # in the same memory
+        with backends.working_on(lane), uploads.in_use(sent(uploads, words)):  # in the same memory
             assert len(events) == before + 2
 
 
@@ -289,14 +289,14 @@ def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
     budgets = Budgets(nbytes, gpu_staging_bytes=nbytes, weights_on_gpu=True)
     plan = choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e11, 1e11)), 1.0)
     lanes.device.prepare_thread()
-    lanes.adopt(plan, Layout((), ()), 0)
+    lanes.allocate_for(plan, Layout((), ()), 0)
     lanes.use_plan(plan)
     arena = lanes.arena(nbytes)
     table = trial_table(EXACT_ADAMW, arena.address, 4096)
 
     def visit() -> None:
         lanes.copy_in(Transfer(1, 0, "state", "fetch", 0, nbytes, 0), arena.address, table, 0.0)
-        lanes.run(RunVisit(2, 1, Visit(0, gpu=True), None, False, 0), None, 0.0)
+        lanes.enqueue_update(RunVisit(2, 1, Visit(0, gpu=True), None, False, 0), None, 0.0)
         lanes.copy_out(Transfer(3, 0, "state", "flush", 0, nbytes, 0), arena.address, 0.0)
 
     found = {}
@@ -378,7 +378,7 @@ def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(device: module.Ac
         with late.held(reader):
             with backends.working_on(reader):
                 copy.copy_(tensor)
-                device.give_up(tensor)
+                device.record_use(tensor)
             del tensor
             torch.full((1 << 20,), 8.0, device=here())
         reader.synchronize()
@@ -449,7 +449,7 @@ def test_no_table_is_filled_anew_while_it_waits_to_be_read(events: Any) -> None:
         torch.accelerator.synchronize()
         with late.held(lane), backends.working_on(lane):
             for words, row in zip(tables, found, strict=True):
-                with uploads.lend(sent(uploads, words)) as there:
+                with uploads.in_use(sent(uploads, words)) as there:
                     row.copy_(there[:600])
         lane.synchronize()
         assert np.array_equal(found.cpu().numpy(), np.stack(tables))
@@ -463,7 +463,7 @@ def test_tables_of_several_threads_are_in_no_memory_at_once(events: Any) -> None
         torch.accelerator.set_device_index(INDEX)
         for turn in range(100):
             words = np.arange(600) + 1000 * number + turn
-            with uploads.lend(sent(uploads, words)) as there:
+            with uploads.in_use(sent(uploads, words)) as there:
                 for _ in range(2):
                     time.sleep(0)  # others' turn
                     if not np.array_equal(there[:600].cpu().numpy(), words):

@@ -386,8 +386,8 @@ class SimulatedDevice:
                 block.ends = [self.put(lane, "mark", lambda: None, (), 0) for lane in users]
                 block.unused.append(block)
 
-    def give_up(self, tensor: torch.Tensor) -> None:
-        """See `Device.give_up`."""
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """See `Device.record_use`."""
         block = self._blocks.get(tensor.data_ptr())
         if block is not None and self._unused[self._caller, block.memory.nbytes] is not block.unused:
             block.users.add(self._caller)
