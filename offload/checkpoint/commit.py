@@ -210,10 +210,7 @@ class CommitJob:
         self.undone = False
 
     def _run(self) -> None:
-        """Write the checkpoint's small files in the order that the module describes; undo that if it fails.
-
-        Then tell the caller and the mirror, resolve doubts, and release older checkpoints; a failure is logged.
-        """
+        """Write the files in the module's order, or undo that if it fails; then release older checkpoints."""
         folder, manifest = self.folder, self.manifest
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
@@ -297,20 +294,13 @@ class CommitJob:
         ask: str = "the other ranks say",
         find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """Wait for what `missing` returns, in words, until it returns "".
+        """Wait until `missing`, which returns in words what is missing, returns "".
 
-        Args:
-            missing: Says what is waited for.
-            ask: Ends the error's "see what ...": who can tell why it does not come.
-            find_ended: Returns the ranks without which it will not come, as their processes have ended.
-
-        Raises:
-            CheckpointError: A rank has ended, the wait has taken too long, or the session has broken.
+        Raise `CheckpointError` if the wait is in vain, as `find_ended` returns ranks, or is given up; it refers users
+        to what `ask` names.
         """
-        silence = waits.Silence()
-        last_what = ""
-        until_s = time.monotonic() + self.timeout_s
-        pause_s = 0.01
+        silence, last_what = waits.Silence(), ""
+        until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
         try:
             while True:
                 ended = find_ended()
@@ -318,7 +308,7 @@ class CommitJob:
                 if not what:
                     break
                 self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
-                if what != last_what:  # something has come, so the log need not be told yet
+                if what != last_what:  # something has come
                     silence.end()
                 if ended:
                     story = f"{self.folder.path} was not committed: rank {', '.join(map(str, ended))} has ended"
@@ -337,10 +327,7 @@ class CommitJob:
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
     def _resolve_doubt(self) -> None:
-        """Delete checkpoints in doubt that rank 0 has given up, as this `COMMIT` says; confirm those that are there.
-
-        Deleted ones are added to `released`, as are those that rank 0 has committed and released since.
-        """
+        """Delete checkpoints in doubt that rank 0 has given up, as `COMMIT` says, or released; confirm others."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)

@@ -72,11 +72,7 @@ DAMAGED = Marker(depth=0)
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
-    """Mark a folder as not whole from now on; the folder is made if there is none.
-
-    Args:
-        folder: The folder.
-        belongs: Gives the marker's `depth`, `beside` and `shared`.
+    """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
 
     Raises:
         CheckpointError: The folder cannot be written to.
@@ -126,10 +122,7 @@ def mark_of(folder: str) -> Mark:
 
 
 def marked_around(folder: str) -> tuple[str, Mark]:
-    """Return the nearest folder with a marker, and its mark; ("", NONE) if no folder has one.
-
-    The search begins with `folder` itself, and goes on to the folder above it, up to the root.
-    """
+    """Return the first folder that has a marker, of `folder` and those above it, and its mark; else ("", NONE)."""
     while folder:
         mark = mark_of(folder)
         if mark is not Mark.NONE:
@@ -147,9 +140,7 @@ def is_interrupted(folder: str) -> bool:
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return whether a folder is whole, and the content of its marker, which may be `DAMAGED`.
-
-    The folder may be one of a bucket. A marker that names files outside of the run's folder counts as damaged.
+    """Return whether a folder, which may be one of a bucket, is whole; and its marker, which may be `DAMAGED`.
 
     Raises:
         CheckpointError: The marker cannot be read.
@@ -195,10 +186,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
 
 def _rename_aside(folder: str, wanted: str) -> str | None:
-    """Rename a folder to `wanted`, or to `wanted.1` and so on if that name is in use.
-
-    Return the new name; None if another process was first, or no name is free.
-    """
+    """Rename a folder to `wanted`, or `wanted.1` and so on; return the new name, None if another was first."""
     for number in range(1000):
         target = f"{wanted}.{number}" if number else wanted
         with contextlib.suppress(OSError):  # the target is a folder that has files: try the next number

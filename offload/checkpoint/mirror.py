@@ -170,10 +170,7 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun.
-
-        A checkpoint in a framework's folder that is being saved is not queued: it is mirrored with this folder.
-        """
+        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `RankPart`."""
         if self._path is None:
             return
         source = os.fspath(saved.path)
@@ -182,7 +179,7 @@ class Mirror:
             log.warning(
                 "%s is not mirrored, as %s is a whole folder: save in a new `checkpoint_folder`", source, around
             )
-        elif mark is Mark.NONE or is_interrupted(around):
+        elif mark is Mark.NONE or is_interrupted(around):  # else it goes with the folder that it is in
             self.queue_task(Task(source, _part_of(saved, self._target(source), is_new), is_new=is_new))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
@@ -306,10 +303,7 @@ class Mirror:
             raise self._error
 
     def close(self, patience_s: float, settle_s: float) -> None:
-        """Wait up to `patience_s` for what is left to mirror, then end the mirror's thread, waiting up to `settle_s`.
-
-        A session that loads a checkpoint that is not mirrored yet goes on with that.
-        """
+        """Wait up to `patience_s` for what is left to mirror, then end the thread, within `settle_s`."""
         if not self._thread.started:
             return
         if self._tasks and patience_s:
@@ -348,10 +342,7 @@ class Mirror:
             self._finish_task(task, CheckpointError("the session was closed"))
 
     def _take_next(self) -> Task | None:
-        """Return the task to do next, which stays in the queue; None if there is none, or mirroring is paused.
-
-        On rank 0 this decides that the task is mirrored: it is taken from then on.
-        """
+        """Return the queue's first task, if there is one; on rank 0 it is taken from then on, unless paused."""
         with self._lock:
             task = self._tasks[0] if self._tasks else None
             if task is not None and task.is_first and not task.is_taken:
@@ -580,9 +571,7 @@ class RankPartCopy:
         return self.source.manifests[0]
 
     def begin(self) -> None:
-        """Find what an earlier session has copied, and write the progress file: this rank has begun.
-
-        Stores of it that cannot be used are deleted; on rank 0 failure files of earlier copies are, too.
+        """Find what an earlier session has copied, delete what of it is useless, and note that this rank has begun.
 
         Raises:
             CheckpointError: Another session is copying this part.
@@ -667,10 +656,7 @@ class RankPartCopy:
         self.part.folder.delete(self.part.progress_name())
 
     def _manifest_of_copy(self) -> Manifest:
-        """Return the manifest with the tiles that have been copied, where they lie in the mirror.
-
-        They were copied in the manifest's order, one after the other in each store.
-        """
+        """Return the manifest with the tiles that have been copied, in its order, where they lie in the mirror."""
         manifest, stores = self.manifest, self.progress.stores
         tiles: dict[TileId, TileRef] = {}
         remaining = iter(manifest.tiles.items())

@@ -105,6 +105,10 @@ class _TilePart(NamedTuple):
     source_bytes: slice
     items: slice
 
+    def bytes_of_run(self, form: Format) -> slice:
+        """Return which of the run's stored bytes they are."""
+        return slice(self.items.start * form.item_bytes, self.items.stop * form.item_bytes)
+
 
 def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePart]:
     """Yield the parts of tiles that hold a run of elements of stored tensor `number`, which has format `form`."""
@@ -119,10 +123,6 @@ def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePa
         yield _TilePart(TileId(run.subgroup.index, number, tile), source_bytes, slice(done, done + count))
         item += count
         done += count
-
-
-def _bytes_of_items(items: slice, form: Format) -> slice:
-    return slice(items.start * form.item_bytes, items.stop * form.item_bytes)
 
 
 def _ceil_div(count: int, divisor: int) -> int:
@@ -298,10 +298,7 @@ class Checkpoint:
         return list(self._parts)
 
     def names_of(self, rank: int, ranks: int) -> list[str] | None:
-        """Return the parameters that a rank of `ranks` has saved; those of rank 0 if that has saved for all.
-
-        None if another number of ranks has saved.
-        """
+        """Return the parameters that a rank of `ranks` has saved, or rank 0 for it; None if other `ranks` saved."""
         if ranks == 1:
             return self.names
         if len(self.manifests) != ranks:
@@ -441,30 +438,27 @@ class Checkpoint:
             return self._add_uses_of_planes(uses, rank, name, run, planes)
         (number,) = planes.values()
         form = subgroup.kept[number].format
-        for tile, source_bytes, items in _tile_parts(run, form, number):
+        for part in _tile_parts(run, form, number):
             if form.item_numel == 1:
-                copy = partial(_copy_decoded, source_bytes, form, run.out[items])
+                copy = partial(_copy_decoded, part.source_bytes, form, run.out[part.items])
             else:  # packed state is read as it is
-                copy = partial(_copy_bytes, source_bytes, run.out.view(torch.uint8)[_bytes_of_items(items, form)])
-            uses.setdefault((rank, tile), []).append(copy)
+                copy = partial(_copy_bytes, part.source_bytes, run.out.view(torch.uint8)[part.bytes_of_run(form)])
+            uses.setdefault((rank, part.tile), []).append(copy)
         return lambda: None
 
     def _add_uses_of_planes(
         self, uses: _Uses, rank: int, name: str, run: _ElementRun, planes: Mapping[str, int]
     ) -> Callable[[], None]:
-        """Do as `_add_uses` for a tensor that is stored in several planes, such as codes and their scales.
-
-        The planes' bytes are collected first; the returned function decodes the tensor from all of them.
-        """
+        """Do so for a tensor in several planes, such as codes and scales; the returned function decodes it."""
         subgroup = run.subgroup
         stored = {}
         for plane, number in planes.items():
             form = subgroup.kept[number].format
             parts = list(_tile_parts(run, form, number))
             plane_bytes = torch.empty(parts[-1].items.stop * form.item_bytes, dtype=torch.uint8, device="cpu")
-            for tile, source_bytes, items in parts:
-                copy = partial(_copy_bytes, source_bytes, plane_bytes[_bytes_of_items(items, form)])
-                uses.setdefault((rank, tile), []).append(copy)
+            for part in parts:
+                copy = partial(_copy_bytes, part.source_bytes, plane_bytes[part.bytes_of_run(form)])
+                uses.setdefault((rank, part.tile), []).append(copy)
             stored[plane] = plane_bytes.view(stored_dtype(form))
         return lambda: stored_in(subgroup.state, name, stored, run.first_index).read(run.out)
 
@@ -506,10 +500,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is not copied: no answer for {format_seconds(STALL_S)} from {what}")
 
     def _move_tiles(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> _Flight | None:
-        """Read tiles into buffers and write them to a sink, until all is done or a device stalls.
-
-        Return the last write that has ended; the caller has the sink make all of them durable.
-        """
+        """Read tiles and write them to a sink, until all is done or a device stalls; return the last write."""
         self._ensure_buffers()
         self._cache.clear()
         to_read = deque(tiles)
@@ -621,10 +612,9 @@ class Checkpoint:
                     self._set_store_path(rank, number, place.name)
 
     def _find_store(self, rank: int, number: int, candidates: Sequence[str]) -> None:
-        """Change a rank's manifest to name the path, of `candidates`, that a store of it lies on.
+        """Have a rank's manifest name the path that has a store, if one of `candidates` has it.
 
-        All stores of a session have one name, so the right one is found by reading a tile of it. If none is found,
-        the manifest stays as it is.
+        It is found by reading a tile of it, as all stores of a session have one name.
         """
         saved_path = self.manifests[rank].stores[number].path
         tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
@@ -750,10 +740,7 @@ class Checkpoint:
         return self._buffers_address + buffer * self._buffer_bytes
 
     def _ensure_buffers(self) -> None:
-        """Divide the lent memory into buffers of the largest tile's size, if that is not done yet.
-
-        If there is no lent memory, or too little for one buffer, allocate some.
-        """
+        """Divide the lent memory, or allocated memory if it is too small, into buffers of the largest tile's size."""
         if self._buffer_count:
             return
         most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
@@ -782,10 +769,7 @@ class Checkpoint:
             pass
 
     def _tiles(self, keys: Iterable[_TileKey]) -> Iterator[tuple[_TileKey, int]]:
-        """Read tiles; yield each with the number of the buffer that holds it until the next tile is asked for.
-
-        Tiles that are in memory already come first.
-        """
+        """Read tiles; yield each, those in memory first, with the buffer that holds it until the next one."""
         self._ensure_buffers()
         todo = []
         for key in keys:

@@ -108,13 +108,6 @@ class _StoreLocks:
             release_lock(lock)
 
 
-class Sink(NamedTuple):
-    """The store in a checkpoint's own folder that a copy is written to."""
-
-    store: uuid.UUID
-    tier: Tier
-
-
 @dataclass(slots=True)
 class PendingSave:
     """A checkpoint that is being written.
@@ -137,7 +130,7 @@ class PendingSave:
     folder: Folder
     request: SaveRequest
     manifest: Manifest
-    sink: Sink | None
+    sink: tuple[uuid.UUID, Tier] | None
     keep: int = sys.maxsize
     done: waits.Latch = field(default_factory=waits.Latch)
     error: CheckpointError | None = None
@@ -284,13 +277,10 @@ class Saves:
                 self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
     def _request_of_part(self, whole: WholeFolder, rank: int) -> SaveRequest:
-        """Return the request of the save whose checkpoint is in a framework's folder, for this rank's part of it.
-
-        It is this session's own request if this session has saved it last: that knows which ranks have ended.
-        """
+        """Return the request of the save whose checkpoint is in a framework's folder, for this rank's part of it."""
         path = whole.source(whole.checkpoint)
         commit = read_commit(open_folder(path))
-        if self.last is not None and self.last.request.id == commit.id:
+        if self.last is not None and self.last.request.id == commit.id:  # which knows what ranks have ended
             return replace(self.last.request, path=path)
         return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
 
@@ -324,24 +314,26 @@ class Saves:
             self._buffers = address, plan.largest_tile_bytes  # until the save has ended
         self._last_number += 1
         self._last_steps = *self._last_steps[-1:], manifest.step
-        sink = sink_number = None
+        sink: tuple[uuid.UUID, Tier] | None = None
+        sink_number: int | None = None
         if is_copy:
             sink = self._open_sink(folder, manifest)
+            _, tier = sink
             sink_number = len(self.stores)
-            self._other_tiers[sink_number] = sink.tier
+            self._other_tiers[sink_number] = tier
         save = Save(self._last_number, sink_number, is_empty)
         keep = sys.maxsize if self._keeps_all else self._keep
         self.pending = PendingSave(save, folder, request, manifest, sink, keep)
         return self.pending
 
-    def _open_sink(self, folder: Folder, manifest: Manifest) -> Sink:
+    def _open_sink(self, folder: Folder, manifest: Manifest) -> tuple[uuid.UUID, Tier]:
         """Make a new store in a checkpoint's folder, for a copy of all its tiles."""
         store = uuid.uuid4()
         tiles = [tile for subgroup in manifest.layout.subgroups for tile in all_tiles(subgroup)]
         total_bytes = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
         extent_bytes = max(1 << 20, min(total_bytes, 256 << 20))
         options = StoreOptions(extent_bytes=extent_bytes, io_backend=self._io_backend)
-        return Sink(store, open_tier(folder.path, store, self._queue, options=options))
+        return store, open_tier(folder.path, store, self._queue, options=options)
 
     def is_expected(self, step: int) -> bool:
         """Return whether a save is due after a step, if saves come at equal intervals: that of the last two."""
@@ -369,9 +361,7 @@ class Saves:
         invariant(pending.save.number == operation.number, "a commit of another save")
         self._close_foreign_stores()  # the last tiles there have been flushed for this save
         pending.records = operation.records
-        thread = threading.Thread(
-            target=self._run_commit, args=(pending, operation), name="offload-commit", daemon=True
-        )
+        thread = threading.Thread(target=self._run_job, args=(pending, operation), name="offload-commit", daemon=True)
         thread.start()  # raises if the system has no more threads; `pending.thread` stays None then
         pending.thread = thread
 
@@ -397,10 +387,11 @@ class Saves:
             error = self._await_commit(pending, error)
         if pending.sink is not None:
             # It stays in `_other_tiers`: a session that breaks still gets completions of writes to a closed sink.
+            _, tier = pending.sink
             if error is None or self.named_records:
-                pending.sink.tier.keep({record.location.offset for record in pending.records.values()})
+                tier.keep({record.location.offset for record in pending.records.values()})
             if not broke:  # else closing may hang; it is closed with the session
-                pending.sink.tier.close()
+                tier.close()
         save_numbers: list[int] = []
         if error is None and pending.job is not None:
             checkpoint = pending.job.checkpoint
@@ -429,10 +420,7 @@ class Saves:
         return None if pending.job.committed else error
 
     def _note_committed(self, pending: PendingSave, job: CommitJob, checkpoint: KeptCheckpoint) -> list[int]:
-        """Keep a committed checkpoint, and have it mirrored; forget those that its commit has released.
-
-        Return the numbers of the saves whose slots the machine is to release.
-        """
+        """Keep a committed checkpoint, and have it mirrored; return the saves that the commit has released."""
         self._undecided_ids.clear()
         self.last_folder = pending.folder.path
         committed = sorted([*job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
@@ -459,10 +447,9 @@ class Saves:
             threading.Thread(target=pending.request.on_done, args=(error,), name="offload-saved", daemon=True).start()
 
     def release(self, folder: str, *, after_mirror: bool = False) -> list[int]:
-        """Release the kept checkpoint that is in a folder.
+        """Release the kept checkpoint in a folder, or, if none is there any more, all that were saved to this folder.
 
-        If none is there any more, release every checkpoint that was saved to this folder: the caller has deleted
-        them. On the engine thread, with nothing pending.
+        On the engine thread, with nothing pending.
 
         Args:
             folder: The folder of the checkpoint.
@@ -562,13 +549,8 @@ class Saves:
     def release_older(self, before: PendingSave | None) -> list[int]:
         """Release older checkpoints that a save under `keeping_all` has kept, except those in use.
 
-        Nothing is released unless the last save is newer than `before`, has succeeded, and is not a `copy`.
-
-        Args:
-            before: The last save before the context `keeping_all`.
-
-        Returns:
-            Numbers of the saves whose slots the machine is to release.
+        Nothing is released unless the last save is newer than `before`, the last one before that context, has
+        succeeded, and is not a `copy`. Return the numbers of the saves whose slots the machine is to release.
         """
         save_numbers = list[int]()
         if self.last is None or self.last is before or self.last.request.copy or self.last.error is not None:
@@ -600,7 +582,7 @@ class Saves:
 
     # On the committing thread
 
-    def _run_commit(self, pending: PendingSave, commit: Commit) -> None:
+    def _run_job(self, pending: PendingSave, commit: Commit) -> None:
         """Commit a save, and post the outcome to the engine thread; an error is kept for `commit_error`."""
         job = None
         code = 0
@@ -647,8 +629,12 @@ class Saves:
         path_numbers = sorted({record.location.path for record in records.values()})
         stores = []
         for path_number in path_numbers:
-            path, store = self.stores[path_number] if pending.sink is None else (None, pending.sink.store)
-            stores.append(StoreRef(store, path))
+            if pending.sink is None:
+                path, store = self.stores[path_number]
+                stores.append(StoreRef(store, path))
+            else:
+                store, _ = pending.sink
+                stores.append(StoreRef(store, None))
         store_numbers = {path_number: number for number, path_number in enumerate(path_numbers)}
         return replace(
             pending.manifest,
@@ -699,13 +685,8 @@ class Saves:
     ) -> _StoreLocks | None:
         """Lock all stores of a checkpoint, and update their pins; return None if one store cannot be locked.
 
-        With a session, stores that it can reuse are opened for writing, which locks them, too.
-
-        Args:
-            stores: The stores.
-            checkpoint: The checkpoint.
-            session: The session, if it is to write to the stores.
-            empty: Numbers of paths where the session has written nothing yet, so that it can give its own store up.
+        With a session, stores that it can reuse are opened for writing, which locks them, too. It can on paths whose
+        numbers are in `empty`: there it has written nothing yet, and gives its own store up.
         """
         if self._is_only_read(stores, checkpoint):
             return None
@@ -762,9 +743,10 @@ class Saves:
     def take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, session: Session, rank: int, ranks: int
     ) -> Takeover:
-        """Go on from a checkpoint's state where it lies: write to its stores where possible, else read from them.
+        """Replace this session's stores by those of a checkpoint, and return what of it was taken over.
 
-        On the engine thread, with nothing in flight. Where one rank has saved for all, only that rank writes to them.
+        Stores that can be written to replace this session's own; the others are only read. On the engine thread, with
+        nothing in flight. Where one rank has saved for all, only that rank writes to the stores.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.
@@ -865,12 +847,11 @@ class Saves:
                 if is_interrupted(kept.folder):
                     self._interrupted_numbers.add(self._last_number)
         stores = _places_of(manifest)
-        self.kept.append(
-            KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, loaded_number, locked.locks)
-        )
+        loaded = KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, loaded_number, locked.locks)
+        self.kept.append(loaded)
 
     def _close_foreign_stores(self) -> None:
-        """Close the foreign stores; not a sink, whose number is above theirs."""
+        """Close the foreign stores, whose numbers are below a sink's."""
         for number in [number for number in self._other_tiers if number < len(self.stores)]:
             self._other_tiers.pop(number).close()
 

@@ -108,10 +108,7 @@ def unpin(folder: Folder, id: str) -> None:
 
 
 def begun_name(folder: Folder, id: str) -> str:
-    """Return the name of the file that says that a save by one rank is not committed yet.
-
-    "" for a folder without an identity, such as a bucket's: no such file is written there.
-    """
+    """Return the name of the file that says that a save by one rank is not committed; "" where none is written."""
     identity = folder.identity()
     return f"{TEMPORARY}{id}-{identity}" if identity else ""
 
@@ -333,16 +330,8 @@ def leftover_bytes(paths: Sequence[str]) -> int:
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Return who uses and reads a store, and which pins keep it.
-
-    Args:
-        store: The store.
-        locked: Whether the caller has the store's lock, which then does not count as use.
-    """
-    nbytes = 0
-    used_by: int | None = None
-    being_read = False
-    opened_by = problem = ""
+    """Return who uses and reads a store, and which pins keep it; with `locked`, the caller's own lock is no use."""
+    nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
     pins: tuple[Pin, ...] = ()
     missing: tuple[Pin, ...] = ()
     try:
@@ -372,10 +361,7 @@ def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
 
 
 def _pins_of_copy_around(store: str) -> list[Pin]:
-    """Return the pin that a store in a self-contained checkpoint's folder has to have; none for another store.
-
-    Older versions of this package gave such stores no pin.
-    """
+    """Return the pin that a store in a self-contained checkpoint's folder has to have: older ones have none."""
     folder, _, name = store.rpartition("/")
     around = open_folder(folder)
     if around.read(COMMIT_NAME) is None:

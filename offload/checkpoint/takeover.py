@@ -29,9 +29,9 @@ Place = tuple[str, uuid.UUID]
 def manifest_in_place(
     checkpoint: Checkpoint, layout: Layout, names: Sequence[str], rank: int, ranks: int
 ) -> Manifest | None:
-    """Return the manifest of this rank's state if the saved tiles are those of this layout, so that they can be reused.
+    """Return the manifest of this rank's state if the saved tiles are those of this layout, to be reused; else None.
 
-    Else None; also for a self-contained copy, whose owner may move or delete it. `names` are those of this layout's
+    None for a self-contained copy, too: its owner may move or delete it. `names` are those of this layout's
     parameters in the checkpoint.
     """
     manifests = checkpoint.manifests
@@ -109,14 +109,9 @@ def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
 ) -> list[PinnedTiles] | None:
-    """Return the tiles that checkpoints have in a store, which the caller has locked.
+    """Return the tiles that checkpoints have in a store, which the caller has locked; `number` is its path's.
 
-    Args:
-        path: The store's path.
-        store: The store.
-        number: The number of its path.
-        checkpoint: The checkpoint to go on from; it is open here, and so reads the store, too.
-        layout: This session's layout.
+    `checkpoint`, the one to go on from, is open here, and so reads the store, too. `layout` is this session's.
 
     Returns:
         None if it is not certain which slots are free, so that none may be written to: a pin's checkpoint is
@@ -158,6 +153,6 @@ def pinned_in(
 
 
 def used_bytes(pinned: Sequence[PinnedTiles]) -> int:
-    """Return the end of the last store slot that checkpoints name; a slot is a header of a sector, and the payload."""
+    """Return the end of the last store slot that checkpoints name; a slot is a header of one sector and a payload."""
     locations = [record.location for tiles in pinned for record in tiles.records.values()]
     return max(location.offset + SECTOR_BYTES + location.nbytes for location in locations)

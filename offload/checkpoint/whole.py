@@ -30,8 +30,7 @@ from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder
 MOST_OPEN = 256
 """Most files of a folder that are open at a time; further ones are opened when their turn comes.
 
-An eighth of the files that the process may open is a second limit: training needs files, too, and two folders may be
-open at a time.
+Also no more than an eighth of what the process may open: two folders may be open, and training needs files, too.
 """
 
 NOTE_BYTES = 64 << 20
@@ -241,10 +240,7 @@ class FolderCopy:
             self.files[name] = file
 
     def begin(self) -> bool:
-        """Mark the mirror's folder as not whole; return False, with nothing done, if it is whole and stays so.
-
-        Files that an earlier, interrupted copy has left are not copied again. Files that are there and not in this
-        folder are deleted: they are of another folder of its name.
+        """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if it is to stay whole.
 
         Raises:
             CheckpointError: Another process is copying to it.
@@ -263,19 +259,17 @@ class FolderCopy:
         self._copied = unchanged if mark is Mark.BEGUN else {}
         self._write_marker(folder, BEGUN)
         folder.delete(WHOLE)
-        for name in marker.files.keys() - self.files.keys():
+        for name in marker.files.keys() - self.files.keys():  # of another folder of that name
             if name.startswith(f"{self.whole.name}/"):
                 directory, last = os.path.split(name)
                 open_folder(f"{self.mirror}/{directory}").delete(last)
         return True
 
     def _is_unchanged(self, name: str, state: tuple[int, int]) -> bool:
-        """Return whether the mirror's copy of a file, noted with `state`, need not be made again.
-
-        That of a shared file need not: later saves overwrite the file.
-        """
+        """Return whether the mirror's copy of a file, noted with `state`, need not be made again."""
         file = self.files.get(name)
-        return file is not None and (file.content is not None or file.state == state)
+        is_shared = file is not None and file.content is not None  # later saves overwrite it
+        return is_shared or (file is not None and file.state == state)
 
     def _write_marker(self, folder: Folder, mark: str) -> None:
         """Write the mirror's marker, BEGUN or WHOLE, with the files that are durable there."""
