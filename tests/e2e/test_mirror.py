@@ -571,13 +571,13 @@ def test_a_rank_that_has_not_looked_keeps_what_rank_0_mirrors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool, two: Ranks
 ) -> None:
     gate, looks = Gate(monkeypatch, tmp_path / "mirror"), threading.Event()
-    plain = mirrors.Part.has_begun
+    plain = mirrors.RankPart.has_begun
 
-    def has_begun(part: mirrors.Part) -> bool:
+    def has_begun(part: mirrors.RankPart) -> bool:
         assert looks.wait(120)
         return plain(part)
 
-    monkeypatch.setattr(mirrors.Part, "has_begun", has_begun)
+    monkeypatch.setattr(mirrors.RankPart, "has_begun", has_begun)
     for number in range(3):
         saved = two.save(tmp_path / ("ck" if one_folder else f"ck{number}"))
         if number == 0:
