@@ -238,7 +238,7 @@ class CommitJob:
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
     def _write_part(self, begun: str) -> None:
-        """Pin the stores of this rank's part, and write its files; before that the file `begun`, if it has a name."""
+        """Pin the stores of this rank's part, and write its files; before that `begun`, unless "" (`begun_name`)."""
         folder, manifest = self.folder, self.manifest
         if begun:
             folder.write(begun, b"")
@@ -378,7 +378,7 @@ class CommitJob:
             self._release(checkpoint)
         # The folder may still have the store of a copy that was saved to it before.
         delete_free([path, *self.paths] if is_first else self.paths)
-        for checkpoint in [*self.read]:
+        for checkpoint in [*self.read]:  # this session's own state is in its own stores by now
             if not self.is_needed(checkpoint):
                 drop_notes(checkpoint.stores, self.reader)
                 if delete_released(checkpoint.stores):
@@ -463,16 +463,16 @@ def release(
 
 def _report_missing(checkpoint: KeptCheckpoint) -> None:
     """Log once, noted in `is_reported`, that a checkpoint is not in its folder, and what a user can do."""
-    if not checkpoint.is_reported:
-        checkpoint.is_reported = True
-        _log.warning(
-            "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If "
-            "it was deleted, optimizer.release_checkpoint gives the room back now (a Trainer has the "
-            "optimizer in trainer.optimizer.optimizer), or `offload gc --really` when training has ended",
-            checkpoint.id,
-            checkpoint.folder,
-            ", ".join(path for path, _ in checkpoint.stores),
-        )
+    if checkpoint.is_reported:
+        return
+    checkpoint.is_reported = True
+    paths = ", ".join(path for path, _ in checkpoint.stores)
+    _log.warning(
+        "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If it was "
+        "deleted, optimizer.release_checkpoint gives the room back now (a Trainer has the optimizer in "
+        "trainer.optimizer.optimizer), or `offload gc --really` when training has ended",
+        *(checkpoint.id, checkpoint.folder, paths),
+    )
 
 
 def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.PathLike[str]) -> bool:

@@ -593,20 +593,10 @@ def _decode_layout(body: _Body, rules: Sequence[UpdateRule], state: StateSpec) -
     for row in body.subgroups:
         if row.rule is not None:
             rule_by_parameter |= {parameter: rules[row.rule] for parameter, *_ in row.segments}
+    rules_of_parameters = [rule_by_parameter.get(number) for number in range(len(body.parameters))]
     parameters = tuple(
-        Parameter(
-            p.name,
-            p.numel,
-            p.dtype,
-            p.group,
-            p.start,
-            unsharded_numel=p.full_numel,
-            shape=p.shape,
-            stride=p.stride,
-            box=p.box,
-            rule=rule_by_parameter.get(number),
-        )
-        for number, p in enumerate(body.parameters)
+        Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride, box=p.box, rule=rule)
+        for p, rule in zip(body.parameters, rules_of_parameters, strict=True)
     )
     subgroups = (_decode_subgroup(index, row, rules, state) for index, row in enumerate(body.subgroups))
     return Layout(parameters, tuple(subgroups), state)
@@ -619,8 +609,8 @@ def _decode(body: _Body) -> Manifest:
     state = _decode_state(body, rules)
     parameter_count, number_count = len(body.parameters), len(body.numbers)
     one_each = f"{parameter_count}, one for each parameter"
-    has_numbers = body.seed is None or number_count == parameter_count
-    _require(has_numbers, "the length of numbers", number_count, one_each)
+    has_all = body.seed is None or number_count == parameter_count
+    _require(has_all, "the length of numbers", number_count, one_each)
     layout = _decode_layout(body, rules, state)
     # Before anything goes through the tiles one by one: there may be absurdly many.
     count = sum(-(-subgroup.numel // subgroup.tile_numel) * len(subgroup.kept) for subgroup in layout.subgroups)

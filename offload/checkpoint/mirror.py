@@ -294,7 +294,7 @@ class Mirror:
             TimeoutError: Something is left by then.
         """
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while tasks := self._tasks:
+        while tasks := self._tasks:  # replaced, not changed, by other threads
             first = tasks[0]
             left_s = None if timeout_s is None else max(until_s - time.monotonic(), 0.0)
             if not waits.wait_for(first.done.wait, partial("{} to be mirrored".format, first.source), left_s):
@@ -352,7 +352,7 @@ class Mirror:
             return task
 
     def _finish_task(self, task: Task, cause: Exception | None) -> None:
-        """Remove a task that has ended from the queue, and keep its error for `wait`."""
+        """Remove a task that has ended from the queue, and keep its error for `wait`, in place of an earlier one."""
         with self._lock:
             was_queued = task in self._tasks
             self._tasks = tuple(queued for queued in self._tasks if queued is not task)
@@ -580,7 +580,7 @@ class RankPartCopy:
         self.progress = self._take_up_progress()
         if part.request.rank == 0:
             for name in part.folder.names():
-                if FAILURE.fullmatch(name):
+                if FAILURE.fullmatch(name):  # of an earlier copy: other ranks would give up
                     part.folder.delete(name)
         self._write_progress(*self.progress.stores)
 
@@ -669,9 +669,10 @@ class RankPartCopy:
 
     def keep(self) -> None:
         """Tell the store which slots are in use, so that `close` does not delete the tiles that are durable."""
-        last = len(self.progress.stores) - 1
+        sink_number = len(self.progress.stores) - 1
         if self.sink is not None:
-            self.sink.keep({ref.offset for ref in self._manifest_of_copy().tiles.values() if ref.store == last})
+            tiles = self._manifest_of_copy().tiles.values()
+            self.sink.keep({ref.offset for ref in tiles if ref.store == sink_number})
 
     def abandon(self) -> None:
         """Delete this rank's copied stores and progress file, unless another rank may still commit the copy."""
@@ -688,7 +689,7 @@ class RankPartCopy:
             part.folder.delete(part.progress_name())
 
     def _has_rank_0_given_up(self) -> bool:
-        """Return whether it is certain, on another rank, that rank 0 has given up and so nobody commits the copy."""
+        """Return whether rank 0, which alone can commit the copy, is known to have given up; False on rank 0."""
         part = self.part
         if part.request.rank == 0:
             return False

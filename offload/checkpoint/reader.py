@@ -303,8 +303,8 @@ class Checkpoint:
             return self.names
         if len(self.manifests) != ranks:
             return None
-        has_replicas = not any(manifest.layout.parameters for manifest in self.manifests[1:])
-        return list(self.manifests[0 if has_replicas else rank].layout.index_by_name)
+        rank_0_saved_all = not any(manifest.layout.parameters for manifest in self.manifests[1:])
+        return list(self.manifests[0 if rank_0_saved_all else rank].layout.index_by_name)
 
     def parts(self, name: str) -> list[SavedPiece]:
         """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
@@ -540,12 +540,10 @@ class Checkpoint:
     def close(self) -> None:
         """Close the stores; idempotent. If a device hangs, its stores are closed when it answers, or never."""
         self._closing.start()
-        waits.wait_for(
-            self._closing.wait,
-            lambda: f"the stores of {self.path} to be closed",
-            waits.SETTLE_S if self._flights.out else None,
-        )
-        error, self._closing.error = self._closing.error, None
+        timeout_s = waits.SETTLE_S if self._flights.out else None
+        waits.wait_for(self._closing.wait, lambda: f"the stores of {self.path} to be closed", timeout_s)
+        error = self._closing.error
+        self._closing.error = None  # so that it is raised once
         if error is not None:
             raise error
 

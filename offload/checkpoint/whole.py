@@ -155,7 +155,8 @@ class _File:
 
     def write_to(self, folder: Folder) -> None:
         """Copy the content that the file had when it was opened or read; the copy is durable when this returns."""
-        content = FileBytes(self.descriptor, self.state[0]) if self.content is None else self.content
+        nbytes, _ = self.state
+        content = FileBytes(self.descriptor, nbytes) if self.content is None else self.content
         folder.write(os.path.basename(self.path), content)
         if self.content is None and self._state() != self.state:
             raise CheckpointError(f"{self.path} was changed while it was copied")
@@ -252,9 +253,10 @@ class FolderCopy:
             is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)
             if not self._is_new or (is_same_save and unchanged.keys() == self.files.keys()):
                 return False
-        this, other = Process.this(), marker.process
-        if this and other and other != this and other.machine == this.machine and not other.has_ended():
-            raise CheckpointError(f"process {other.pid} is copying it")
+        this, copier = Process.this(), marker.process
+        is_another = this and copier and copier != this and copier.machine == this.machine
+        if copier and is_another and not copier.has_ended():
+            raise CheckpointError(f"process {copier.pid} is copying it")
         folder.prepare()
         self._copied = unchanged if mark is Mark.BEGUN else {}
         self._write_marker(folder, BEGUN)
@@ -357,8 +359,8 @@ class Seen:
     def deleted_siblings(self, whole: WholeFolder) -> list[WholeFolder]:
         """Return the siblings of a whole folder that were deleted since they were noted; each is returned once.
 
-        Siblings of a folder of the name "step_5/optim" are "step_4/optim" and so on. None is returned if the run's
-        folder cannot be read, or is another than was noted: it was moved, say, or unmounted.
+        Siblings of a folder "step_5/optim" are "step_4/optim" and so on. Nothing is returned if the run's folder
+        cannot be read, or is another than was noted: it was moved, say, or unmounted.
         """
         own_name, slash, inside = whole.name.partition("/")
         try:
