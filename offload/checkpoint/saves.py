@@ -555,7 +555,8 @@ class Saves:
         save_numbers = list[int]()
         if self.last is None or self.last is before or self.last.request.copy or self.last.error is not None:
             return save_numbers
-        for kept in self._by_release_order()[: max(0, len(self.kept) - self._keep)]:
+        excess = max(0, len(self.kept) - self._keep)
+        for kept in self._by_release_order()[:excess]:
             with contextlib.suppress(CheckpointError):  # as the log says
                 save_numbers += self.release(kept.folder, after_mirror=True)
         return save_numbers
@@ -563,8 +564,8 @@ class Saves:
     def release_deleted(self) -> list[int]:
         """Free the slots of kept checkpoints that somebody else has released, as `release_before_deletion` does.
 
-        Checkpoints that were to be released once they are mirrored are released, too, if that is so. On the engine
-        thread, with nothing pending. A checkpoint that is being read is kept for now.
+        Also of those that were to be released once they are mirrored, if they are. On the engine thread, with nothing
+        pending. A checkpoint that is being read is kept for now.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -574,9 +575,9 @@ class Saves:
             awaits_mirror = checkpoints is self._awaiting_mirror
             for kept in [*checkpoints]:
                 verdict = standing(kept.pin, "")
-                if verdict is Standing.RELEASED or (
-                    awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
-                ):
+                # One that awaits the mirror: rank 0 tries each time, the others follow once it has gone.
+                is_due = awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
+                if is_due or verdict is Standing.RELEASED:
                     self._release_from(checkpoints, kept, save_numbers, missing=awaits_mirror)
         return save_numbers
 
