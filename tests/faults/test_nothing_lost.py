@@ -616,17 +616,17 @@ def test_a_folder_s_lock_is_that_of_the_folder_that_is_there(tmp_path: Path) -> 
     folder.mkdir()
     waiting, other = FolderLock(open_folder(folder)), FolderLock(open_folder(folder))
     holder = FolderLock(open_folder(folder))
-    assert holder.take()
-    assert not waiting.take()
+    assert holder.acquire()
+    assert not waiting.acquire()
     folder.rename(tmp_path / "gone")
     folder.mkdir()
-    holder.drop()
-    assert other.take()
-    assert not waiting.take()
-    other.drop()
-    assert waiting.take()
+    holder.release()
+    assert other.acquire()
+    assert not waiting.acquire()
+    other.release()
+    assert waiting.acquire()
     shutil.rmtree(folder)
-    assert other.take()  # nothing is there to be kept
+    assert other.acquire()  # nothing is there to be kept
     for lock in (waiting, other):
         lock.release()
 
@@ -640,10 +640,10 @@ def test_a_forked_child_does_not_hold_a_folder_s_lock(tmp_path: Path) -> None:
         left = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         os._exit(any(Path(file).is_relative_to(tmp_path.resolve()) for file in left))
     assert os.waitpid(pid, 0)[1] == 0
-    assert not other.take()
+    assert not other.acquire()
     lock.release()
-    assert other.take()
-    other.drop()
+    assert other.acquire()
+    other.release()
 
 
 def test_a_checkpoint_that_never_had_its_folder_leaves_nothing(
