@@ -294,10 +294,10 @@ class CommitJob:
         ask: str = "the other ranks say",
         find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """Wait until `missing`, which returns in words what is missing, returns "".
+        """Wait until nothing is missing any more: `missing` returns in words what is, or "".
 
-        Raise `CheckpointError` if the wait is in vain, as `find_ended` returns ranks, or is given up; it refers users
-        to what `ask` names.
+        Raise `CheckpointError` if that takes too long, or if `find_ended` returns ranks: what is missing cannot come
+        then. The error tells users to see what `ask` says, such as "the other ranks say".
         """
         silence, last_what = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + self.timeout_s, 0.01

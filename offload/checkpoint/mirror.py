@@ -398,8 +398,7 @@ class Mirror:
         """On rank 0: copy a framework's folder, then delete copies of folders that were deleted from the run's.
 
         A folder that was loaded, not saved, may be a copy of another run's: a whole folder of its name in the mirror
-        stays whole, and nothing is deleted for it. The unfinished copy of an earlier task is deleted first, to make
-        room.
+        stays whole, and nothing is deleted for it. An earlier task's unfinished copy is deleted first, to make room.
         """
         if self._unfinished is not None and self._unfinished.name != files.whole.name:
             delete_copy(self._unfinished, files.mirror, is_unfinished=True)
