@@ -27,8 +27,9 @@ has to be kept:
     any rank is killed: as if it had given up, with nothing undone.
 
 For a checkpoint in doubt manifest, pins and slots are kept, as if it had been committed, and the caller gets an
-error. A session that goes on settles the doubt when its next checkpoint has been committed: that `COMMIT` names the
-ones that rank 0 has given up since the one before. A session that ends leaves the pin, which costs room but no data.
+error. A session that goes on resolves the doubt when its next checkpoint has been committed: that `COMMIT` names the
+checkpoints that rank 0 has given up since the `COMMIT` before. A session that ends leaves the pin, which costs room
+but no data.
 """
 
 from __future__ import annotations
@@ -96,13 +97,13 @@ class KeptCheckpoint:
     """A checkpoint that this session has committed (or has resumed from) and that holds slots.
 
     Attributes:
-        folder: Its folder.
+        folder: The checkpoint's folder.
         id: The save's id.
         rank: This rank.
-        stores: Path and uuid of the stores that it refers to.
+        stores: Path and uuid of the stores that the checkpoint refers to.
         save_number: The machine's number of the save; None where the machine holds no slots for it.
-        locks: Stores of it that an ended session has left and this one has locked without writing to them, each with
-            the lock; a store is deleted with its last checkpoint.
+        locks: Those of the stores that an ended session has left and this one has locked without writing to them,
+            each with the lock; a store is deleted with its last checkpoint.
         is_reported: Whether the log has said that the checkpoint is missing.
     """
 
@@ -116,7 +117,7 @@ class KeptCheckpoint:
 
     @property
     def pin(self) -> Pin:
-        """The pin that its stores have for it."""
+        """The pin that its stores have for this checkpoint."""
         return Pin(self.id, self.folder)
 
 
@@ -134,9 +135,9 @@ class CommitJob:
         paths: Paths whose leftovers are deleted: stores without a pin whose session is known to have ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
-        claim: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is mirroring, or
-            "", and begins to mirror no other until the save has ended.
-        note_mirrored: Called on other ranks, before anything is released, with the id that `claim` has returned.
+        pause_mirroring: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is
+            mirroring, or "", and begins to mirror no other until the save has ended.
+        note_mirrored: Called on other ranks, before anything is released, with the id that `COMMIT` has of that.
         is_needed: Returns whether somebody needs the slots of an older checkpoint, which is then kept.
         read: Checkpoints that this session has resumed from and reads no more, with those of their stores that have
             no lock. A checkpoint is removed from this list once these stores are deleted.
@@ -160,7 +161,7 @@ class CommitJob:
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
-    claim: Callable[[], str] = str
+    pause_mirroring: Callable[[], str] = str
     note_mirrored: Callable[[str], object] = str
     is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
     read: list[KeptCheckpoint] = field(default_factory=list)
@@ -173,13 +174,13 @@ class CommitJob:
     undone: bool = False
     awaited: str = ""
     timeout_s: float = field(default_factory=lambda: RANKS_TIMEOUT_S)
-    _is_named: bool = False  # COMMIT may name this rank's part from now on
-    _mirrored: str = ""  # the checkpoint whose files stay here until it is mirrored
+    _may_be_named: bool = False  # COMMIT may name this rank's part from now on
+    _mirrored_id: str = ""  # the checkpoint whose files stay here until it is mirrored
 
     @property
     def is_doubtful(self) -> bool:
         """Whether the commit has failed here, and another rank may have made it a checkpoint all the same."""
-        return self._is_named and not self.committed and not self.undone
+        return self._may_be_named and not self.committed and not self.undone
 
     @property
     def checkpoint(self) -> KeptCheckpoint:
@@ -197,45 +198,33 @@ class CommitJob:
         lock = FolderLock(self.folder)
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
-                self.undone = True  # if the lock cannot be had, nothing has been written
-                self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", "that one says")
-                self.undone = False
+                self._wait_for_lock(lock)
             self._run()
         finally:
             lock.release()
 
+    def _wait_for_lock(self, lock: FolderLock) -> None:
+        """Wait until no other session commits in the folder; if this raises, nothing has been written (`undone`)."""
+        self.undone = True
+        self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", "that one says")
+        self.undone = False
+
     def _run(self) -> None:
-        """Write the checkpoint's small files in the order that the module describes; undo that if it fails."""
+        """Write the files in the module's order, or undo that if it fails; then release older checkpoints."""
         folder, manifest = self.folder, self.manifest
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
-            earlier_ids = tuple(id for id in earlier_ids if id != manifest.id)  # as where two sessions mirror one
             begun = begun_name(folder, manifest.id) if manifest.ranks == 1 else ""
-            if begun:
-                folder.write(begun, b"")
-            for ref in manifest.stores:
-                pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
-            if self.extra is not None:
-                folder.write(extra_name(manifest.id, manifest.rank), self.extra)
-            self._is_named = manifest.rank > 0
-            folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
+            self._write_part(begun)
             if manifest.rank == 0:
-                self._wait(self._missing, find_ended=self._ended_too_early)
-                if self.cancelled.is_set():
-                    raise CheckpointError(f"{folder.path} was not committed: the session broke")
-                self._is_named = True
-                replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
-                self._mirrored = self.claim()
-                mirrored = self._mirrored if manifest.ranks > 1 and self._mirrored else None
-                commit = CommitRecord(manifest.id, manifest.ranks, replaced, mirrored)
-                folder.write(COMMIT_NAME, seal_commit(commit), begun=begun)
+                self._write_commit(begun, earlier_ids)
             else:
                 self._wait(
                     lambda: "" if _is_committed(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
-                    find_ended=self._ended_too_early,
+                    find_ended=self._find_ended_too_early,
                 )
         except CheckpointError:
-            if not self._is_named or (manifest.rank == 0 and self._is_commit_surely_missing()):
+            if not self._may_be_named or (manifest.rank == 0 and self._is_commit_surely_missing()):
                 self.undo()
             raise
         self.committed = True
@@ -248,27 +237,55 @@ class CommitJob:
         except Exception as error:  # the checkpoint has been committed all the same
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
+    def _write_part(self, begun: str) -> None:
+        """Pin the stores of this rank's part, and write its files; before that `begun`, unless "" (`begun_name`)."""
+        folder, manifest = self.folder, self.manifest
+        if begun:
+            folder.write(begun, b"")
+        for ref in manifest.stores:
+            pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
+        if self.extra is not None:
+            folder.write(extra_name(manifest.id, manifest.rank), self.extra)
+        self._may_be_named = manifest.rank > 0
+        folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
+
+    def _write_commit(self, begun: str, earlier_ids: Sequence[str]) -> None:
+        """On rank 0: write `COMMIT` once all manifests are there; it replaces the file `begun`."""
+        manifest = self.manifest
+        self._wait(self._describe_missing, find_ended=self._find_ended_too_early)
+        if self.cancelled.is_set():
+            raise CheckpointError(f"{self.folder.path} was not committed: the session broke")
+        self._may_be_named = True
+        earlier_ids = [id for id in earlier_ids if id != manifest.id]  # which is there if two sessions mirror one
+        replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
+        self._mirrored_id = self.pause_mirroring()
+        mirrored = self._mirrored_id if manifest.ranks > 1 and self._mirrored_id else None
+        commit = CommitRecord(manifest.id, manifest.ranks, replaced, mirrored)
+        self.folder.write(COMMIT_NAME, seal_commit(commit), begun=begun)
+
     def undo(self) -> None:
         """Delete the files and pins of this checkpoint in doubt; the caller knows that no rank will commit it."""
-        self._undo(self.folder, self.manifest.id, [self._store(ref) for ref in self.manifest.stores])
+        self._delete_uncommitted(self.folder, self.manifest.id, [self._store(ref) for ref in self.manifest.stores])
         self.undone = True
 
     def _store(self, ref: StoreRef) -> Folder:
+        """Return the folder of a store that the manifest names."""
         return store_folder(self.folder.path if ref.path is None else ref.path, ref.store)
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         """Return, in words, the ranks whose manifests are not in the folder yet; "" if all are."""
-        missing = self._without_manifest()
+        missing = self._ranks_without_manifest()
         return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
-    def _without_manifest(self) -> list[int]:
-        names, manifest = set(self.folder.names()), self.manifest
-        return [r for r in range(manifest.ranks) if manifest_name(manifest.id, r) not in names]
+    def _ranks_without_manifest(self) -> list[int]:
+        names = set(self.folder.names())
+        id, ranks = self.manifest.id, self.manifest.ranks
+        return [rank for rank in range(ranks) if manifest_name(id, rank) not in names]
 
-    def _ended_too_early(self) -> list[int]:
+    def _find_ended_too_early(self) -> list[int]:
         """Return the ranks whose processes have ended before they did what this commit needs of them."""
         ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will not come
-        missing = self._without_manifest() if ended else []
+        missing = self._ranks_without_manifest() if ended else []
         return [rank for rank in ended if rank == 0 or rank in missing]
 
     def _wait(
@@ -277,16 +294,21 @@ class CommitJob:
         ask: str = "the other ranks say",
         find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """Wait until `missing` returns ""; raise `CheckpointError` if a rank has ended or the wait is given up."""
+        """Wait until nothing is missing any more: `missing` returns in words what is, or "".
+
+        Raise `CheckpointError` if that takes too long, or if `find_ended` returns ranks: what is missing cannot come
+        then. The error tells users to see what `ask` says, such as "the other ranks say".
+        """
         silence, last_what = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
         try:
             while True:
                 ended = find_ended()
-                if not (what := missing()):
+                what = missing()
+                if not what:
                     break
                 self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
-                if what != last_what:
+                if what != last_what:  # something has come
                     silence.end()
                 if ended:
                     story = f"{self.folder.path} was not committed: rank {', '.join(map(str, ended))} has ended"
@@ -295,7 +317,8 @@ class CommitJob:
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {ask}")
                 silence.tell(lambda: self.awaited)
-                last_what, pause_s = what, min(2 * pause_s, 1.0)
+                last_what = what
+                pause_s = min(2 * pause_s, 1.0)
         finally:
             self.awaited = ""
 
@@ -304,28 +327,30 @@ class CommitJob:
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
     def _resolve_doubt(self) -> None:
-        """Find out which checkpoints in doubt were committed, and undo the others, by the ids in this `COMMIT`."""
+        """Delete checkpoints in doubt that rank 0 has given up, as `COMMIT` says, or released; confirm others."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)
             # Before its standing: rank 0 may be releasing it now, and writes that down before `COMMIT` is deleted.
             is_there = _is_committed(folder, checkpoint.id)
             verdict = standing(checkpoint.pin, "")
-            if checkpoint.id in abandoned or verdict is Standing.RELEASED:  # or committed and released since
-                self._undo(folder, checkpoint.id, [store_folder(path, store) for path, store in checkpoint.stores])
+            if checkpoint.id in abandoned or verdict is Standing.RELEASED:
+                stores = [store_folder(path, store) for path, store in checkpoint.stores]
+                self._delete_uncommitted(folder, checkpoint.id, stores)
                 self.released.append(checkpoint)
             elif is_there:
                 self.confirmed.append(checkpoint)
 
-    def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
+    def _delete_uncommitted(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
         """Delete the files and pins of an uncommitted checkpoint; a failure is logged."""
         rank = self.manifest.rank
         begun = begun_name(folder, id)
         steps: list[Callable[[], object]] = [
             *(partial(folder.delete, name) for name in names_of(id, rank)),
             *(partial(unpin, store, id) for store in stores),
-            *([partial(folder.delete, begun)] if begun else []),  # the last, as it says that the pins are nobody's
         ]
+        if begun:  # last: while this file is there, pins that are left count as released
+            steps.append(partial(folder.delete, begun))
         for step in steps:
             try:
                 step()
@@ -337,34 +362,42 @@ class CommitJob:
 
         A failure costs room, not data. Releasing can be repeated: a session may have been killed in the middle of it.
         """
-        manifest, path = self.manifest, self.folder.path
+        is_first = self.manifest.rank == 0
+        path = self.folder.path
         for checkpoint in self.older:
             if checkpoint.folder == path:
                 self._release(checkpoint)
-        try:
-            if manifest.rank == 0:
-                replaced = read_commit(self.folder).replaced
-                if read_released(self.folder)[0]:
-                    self.folder.delete(RELEASED_NAME)
-                # Not those of other ids: another save to this folder may be under way.
-                for name in self.folder.names():
-                    id = name.split("-")[1] if OWN_FILE.fullmatch(name) else ""
-                    if id in replaced and id != self._mirrored:
-                        self.folder.delete(name)
-        except CheckpointError as error:
-            _log.warning("%s", error)
+        if is_first:
+            try:
+                self._delete_replaced_files()
+            except CheckpointError as error:
+                _log.warning("%s", error)
         elsewhere = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
-        for checkpoint in elsewhere[: max(0, len(elsewhere) + 1 - self.keep)]:
+        excess = max(0, len(elsewhere) + 1 - self.keep)
+        for checkpoint in elsewhere[:excess]:
             self._release(checkpoint)
         # The folder may still have the store of a copy that was saved to it before.
-        delete_free([*([path] if manifest.rank == 0 else ()), *self.paths])
-        for checkpoint in [*self.read]:
+        delete_free([path, *self.paths] if is_first else self.paths)
+        for checkpoint in [*self.read]:  # this session's own state is in its own stores by now
             if not self.is_needed(checkpoint):
                 drop_notes(checkpoint.stores, self.reader)
                 if delete_released(checkpoint.stores):
                     self.read.remove(checkpoint)
 
+    def _delete_replaced_files(self) -> None:
+        """Delete files of checkpoints that the folder held before; one that is being mirrored keeps them."""
+        replaced = read_commit(self.folder).replaced
+        released_ids, _ = read_released(self.folder)
+        if released_ids:
+            self.folder.delete(RELEASED_NAME)
+        # Not those of other ids: another save to this folder may be under way.
+        for name in self.folder.names():
+            id = name.split("-")[1] if OWN_FILE.fullmatch(name) else ""
+            if id in replaced and id != self._mirrored_id:
+                self.folder.delete(name)
+
     def _release(self, checkpoint: KeptCheckpoint) -> None:
+        """Release a checkpoint whose place this one takes, unless somebody needs it; see `released`."""
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"
         if release(checkpoint, note, is_needed=self.is_needed):
             self.released.append(checkpoint)
@@ -409,24 +442,16 @@ def release(
         if is_needed(checkpoint):
             _log.info("%s stays for now: somebody is reading it", checkpoint.folder)
             return False
-        verdict = standing(checkpoint.pin, "") if checkpoint.rank == 0 else _standing_at_first_rank(checkpoint)
+        verdict = standing(checkpoint.pin, "") if checkpoint.rank == 0 else _await_release_by_rank_0(checkpoint)
         if verdict is Standing.HELD and checkpoint.rank > 0:
             _log.info("%s stays for now: rank 0 has not released it", checkpoint.folder)
             return False
         if verdict is Standing.MISSING and not missing:
-            if not checkpoint.is_reported:
-                checkpoint.is_reported = True
-                _log.warning(
-                    "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If "
-                    "it was deleted, optimizer.release_checkpoint gives the room back now (a Trainer has the "
-                    "optimizer in trainer.optimizer.optimizer), or `offload gc --really` when training has ended",
-                    checkpoint.id,
-                    checkpoint.folder,
-                    ", ".join(path for path, _ in checkpoint.stores),
-                )
+            _report_missing(checkpoint)
             return False
         if verdict is not Standing.MISSING:
-            _withdraw(checkpoint, note, committed=verdict is Standing.HELD)  # HELD: this is rank 0, as is seen above
+            is_committed = verdict is Standing.HELD  # then this is rank 0
+            _withdraw(checkpoint, note, committed=is_committed)
         if is_needed(checkpoint):
             return False  # somebody opened it meanwhile
         _unpin_and_delete(checkpoint)
@@ -434,6 +459,20 @@ def release(
         _log.warning("%s could not be released: %s", checkpoint.folder, error)
         return False
     return True
+
+
+def _report_missing(checkpoint: KeptCheckpoint) -> None:
+    """Log once, noted in `is_reported`, that a checkpoint is not in its folder, and what a user can do."""
+    if checkpoint.is_reported:
+        return
+    checkpoint.is_reported = True
+    paths = ", ".join(path for path, _ in checkpoint.stores)
+    _log.warning(
+        "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If it was "
+        "deleted, optimizer.release_checkpoint gives the room back now (a Trainer has the optimizer in "
+        "trainer.optimizer.optimizer), or `offload gc --really` when training has ended",
+        *(checkpoint.id, checkpoint.folder, paths),
+    )
 
 
 def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.PathLike[str]) -> bool:
@@ -459,24 +498,26 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
     if is_linked or above.path not in folders_above(target.path) or target.read(COMMIT_NAME) is None:
         return False
     id, manifests = read_manifests(target)
-    refs = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
-    pins = [pin for path, store in sorted(refs) for pin in read_pins(store_folder(path, store)) if pin.id == id]
+    stores = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+    pins = [pin for path, store in sorted(stores) for pin in read_pins(store_folder(path, store)) if pin.id == id]
     if not all(is_same(pin.folder, target.path) for pin in pins):
-        return False
+        return False  # a copy
     note = f"it was deleted, which {above.path} has noted"
-    ids = (id, *read_released(above)[0])
-    if len(ids) == 1 and above.read(RELEASED_NAME) is not None:
+    earlier_ids, _ = read_released(above)
+    if not earlier_ids and above.read(RELEASED_NAME) is not None:
         raise CheckpointError(f"{above.path}/{RELEASED_NAME} is not ours to replace: move it away")
     _withdraw(KeptCheckpoint(target.path, id, 0, (), None), note, committed=True)
-    above.write(RELEASED_NAME, seal_released(ids, "these checkpoints were deleted with their folders"))
+    above.write(RELEASED_NAME, seal_released((id, *earlier_ids), "these checkpoints were deleted with their folders"))
     return True
 
 
-def _standing_at_first_rank(checkpoint: KeptCheckpoint) -> Standing:
+def _await_release_by_rank_0(checkpoint: KeptCheckpoint) -> Standing:
     """Return the standing of a checkpoint once rank 0 has released it, or after `SETTLE_S`."""
     until_s = time.monotonic() + waits.SETTLE_S
-    while (verdict := standing(checkpoint.pin, "")) is Standing.HELD and time.monotonic() < until_s:
+    verdict = standing(checkpoint.pin, "")
+    while verdict is Standing.HELD and time.monotonic() < until_s:
         time.sleep(0.01)
+        verdict = standing(checkpoint.pin, "")
     return verdict
 
 

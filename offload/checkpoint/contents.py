@@ -67,11 +67,11 @@ def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
         CheckpointError: There is no checkpoint, or a file of it is missing, damaged, or of another checkpoint.
     """
     commit = read_commit(folder)
-    id, ranks = commit.id, commit.ranks
-    manifests = [read_manifest(folder, id, rank, ranks) for rank in range(ranks)]
-    if len({manifest.step for manifest in manifests}) > 1:
-        raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {[m.step for m in manifests]}")
-    return id, manifests
+    manifests = [read_manifest(folder, commit.id, rank, commit.ranks) for rank in range(commit.ranks)]
+    steps = [manifest.step for manifest in manifests]
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {steps}")
+    return commit.id, manifests
 
 
 def read_manifest(folder: Folder, id: str, rank: int, ranks: int) -> Manifest:

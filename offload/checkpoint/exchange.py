@@ -6,8 +6,8 @@ names that `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gi
 is ours, and is taken from the weight if it is missing on import. Other rules have their own names for the moments; a
 missing step count is 1 where the rule says so (`UpdateRule.missing_step`).
 
-Source of the format: safetensors, https://github.com/huggingface/safetensors (8 bytes of header length, in
-little-endian order, a JSON header, then the tensors' bytes in row-major order).
+The format of a file is https://github.com/huggingface/safetensors: 8 bytes of header length, in little-endian order,
+a JSON header, then the tensors' bytes in row-major order.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def export_safetensors(
                 done = 0
                 for name, kept in tensors.items():
                     for tensor in kept:
-                        for piece in in_rows(opened, name, tensor):
-                            file.write(piece)
-                            done += piece.nbytes
+                        for piece_bytes in in_rows(opened, name, tensor):
+                            file.write(piece_bytes)
+                            done += piece_bytes.nbytes
                             progress(done, end)
                     file.write(np.array(opened.step_of(name), _ITEM).tobytes())
         except OSError as cause:
@@ -81,13 +81,15 @@ def export_safetensors(
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return the header of a file of fp32 tensors, and the bytes of the tensors, which follow in this order."""
-    header, end = dict(about), 0
+    """Return the header of a file of fp32 tensors, and the bytes of all tensors, which follow in this order."""
+    header = dict(about)
+    end = 0
     for key, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * _ITEM.itemsize
+        start = end
+        end += math.prod(shape) * _ITEM.itemsize
         header[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)
+    content += b" " * (-len(content) % 8)  # so that tensors begin at multiples of 8
     return len(content).to_bytes(8, "little") + content, end
 
 
@@ -97,7 +99,8 @@ def kept_tensors(opened: Checkpoint, *, masters: bool) -> dict[str, tuple[str, .
     Raises:
         CheckpointError: State is packed, and only its class knows its tensors.
     """
-    tensors = {name: opened.rule_of(name).names[not masters :] for name in opened.names}
+    first = 0 if masters else 1  # a rule's names begin with the master
+    tensors = {name: opened.rule_of(name).names[first:] for name in opened.names}
     for name, kept in tensors.items():
         if PACKED in kept:
             kind = opened.rule_of(name).name
@@ -106,33 +109,33 @@ def kept_tensors(opened: Checkpoint, *, masters: bool) -> dict[str, tuple[str, .
 
 
 def _describe(opened: Checkpoint) -> dict[str, Any]:
+    """Return what a file says of itself beside its tensors."""
     return {"step": opened.step, "metadata": opened.metadata}
 
 
 def shape_of(opened: Checkpoint, name: str) -> tuple[int, ...]:
     """Return a parameter's shape; one dimension where its writer gave none."""
-    form = opened.shape_of(name)
-    return form[0] if form is not None else (opened.full_numel(name),)
-
-
-def _is_in_rows(opened: Checkpoint, name: str) -> bool:
-    form = opened.shape_of(name)
-    return form is None or torch.empty_strided(*form, dtype=torch.float32, device="meta").is_contiguous()
+    shape_and_stride = opened.shape_of(name)
+    if shape_and_stride is None:
+        return (opened.full_numel(name),)
+    shape, _ = shape_and_stride
+    return shape
 
 
 def in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order; a tensor with another order in memory is read whole.
+    """Yield a tensor's bytes in row-major order, in pieces; a tensor with another order in memory is read whole.
 
     Each piece is overwritten when the next is asked for.
     """
     numel = opened.full_numel(name)
-    if not _is_in_rows(opened, name):
-        whole = torch.empty(numel, dtype=torch.float32, device="cpu")
-        opened.read([Range(name, tensor, 0, whole)])
-        form = opened.shape_of(name)
-        shaped = whole.as_strided(*form) if form is not None else whole
-        yield _bytes_of(shaped.contiguous())
-        return
+    shape_and_stride = opened.shape_of(name)
+    if shape_and_stride is not None:
+        no_memory = torch.empty_strided(*shape_and_stride, dtype=torch.float32, device="meta")
+        if not no_memory.is_contiguous():
+            whole = torch.empty(numel, dtype=torch.float32, device="cpu")
+            opened.read([Range(name, tensor, 0, whole)])
+            yield _bytes_of(whole.as_strided(*shape_and_stride).contiguous())
+            return
     with contextlib.closing(Arena(PIECE_NUMEL * _ITEM.itemsize)) as arena:  # malloc would keep the memory
         for start in range(0, numel, PIECE_NUMEL):
             piece = arena.tensor(0, min(PIECE_NUMEL, numel - start), torch.float32)
@@ -151,6 +154,7 @@ class SafetensorsSource:
         self.path = os.fspath(path)
         self.last_version = 0
         self._entries: dict[str, tuple[tuple[int, ...], int]] = {}
+        """Shape of each tensor in the file, and where its bytes begin."""
         try:
             size = os.path.getsize(self.path)
             with open(self.path, "rb") as file:
@@ -160,42 +164,11 @@ class SafetensorsSource:
                 header = json.loads(file.read(length))
         except (OSError, ValueError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} cannot be read as safetensors: {cause}") from cause
-        base = 8 + length
-        about: dict[str, Any] = {}
         try:
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    about = json.loads(entry.get("offload", "{}"))
-                    continue
-                start, stop = entry["data_offsets"]
-                shape = tuple(entry["shape"])
-                sizes = [start, stop, *shape]
-                if not all(type(count) is int and 0 <= count < 1 << 62 for count in sizes) or len(sizes) > 64:
-                    raise CheckpointError(f"{self.path} is damaged: the sizes of {check_text(name)} are no sizes")
-                if entry["dtype"] != "F32" or stop - start != math.prod(shape) * 4 or stop > size - base:
-                    raise CheckpointError(f"{self.path}: {check_text(name)} is not fp32, or does not lie in the file")
-                self._entries[check_text(name)] = shape, base + start
-            if not isinstance(about, dict) or not isinstance(about.get("metadata", {}), dict):
-                raise CheckpointError(f"{self.path} is damaged: what it says of itself is no object")
-            check_metadata(about)
+            about = self._read_header(header, 8 + length, size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
-        tensors: dict[str, set[str]] = {}
-        for key in self._entries:
-            name, _, tensor = key.removeprefix("state.").rpartition(".")
-            if key.startswith("state."):
-                tensors.setdefault(name, set()).add(tensor)
-        rules = [*NAMED.values()]
-        self._rules = {
-            name: max(kept, key=lambda rule: len(rule.state))
-            for name, tensor_names in tensors.items()
-            if (kept := [rule for rule in rules if tensor_names.issuperset(rule.state)])
-        }
-        if not self._rules:
-            names = " or ".join(dict.fromkeys(rule.state[0] for rule in rules))
-            raise CheckpointError(
-                f"{self.path} holds no optimizer state: there is no state.<parameter>.{names} in it"
-            )
+        self._rules = self._find_rules()
         self.names = [*self._rules]
         counts = [self.step_of(name) for name in self.names]  # all of them, before anything is loaded
         self.step = about.get("step", max(counts))
@@ -203,20 +176,64 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path} is damaged: step is {str(self.step)[:60]}")
         self.metadata: dict[str, Any] = about.get("metadata", {})
 
+    def _read_header(self, header: Any, base: int, size: int) -> dict[str, Any]:
+        """Check a file's header and note its tensors in `_entries`; return what `_describe` has written.
+
+        `base` is where tensors begin in the file, and `size` the bytes of the file.
+        """
+        about: dict[str, Any] = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                about = json.loads(entry.get("offload", "{}"))
+                continue
+            start, stop = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            sizes = [start, stop, *shape]
+            if not all(type(count) is int and 0 <= count < 1 << 62 for count in sizes) or len(sizes) > 64:
+                raise CheckpointError(f"{self.path} is damaged: the sizes of {check_text(name)} are no sizes")
+            if entry["dtype"] != "F32" or stop - start != math.prod(shape) * 4 or stop > size - base:
+                raise CheckpointError(f"{self.path}: {check_text(name)} is not fp32, or does not lie in the file")
+            self._entries[check_text(name)] = shape, base + start
+        if not isinstance(about, dict) or not isinstance(about.get("metadata", {}), dict):
+            raise CheckpointError(f"{self.path} is damaged: what it says of itself is no object")
+        check_metadata(about)
+        return about
+
+    def _find_rules(self) -> dict[str, UpdateRule]:
+        """Return the rule of each parameter: of those whose state is there, the one with most tensors."""
+        tensors: dict[str, set[str]] = {}
+        for key in self._entries:
+            name, _, tensor = key.removeprefix("state.").rpartition(".")
+            if key.startswith("state."):
+                tensors.setdefault(name, set()).add(tensor)
+        found = {}
+        for name, tensor_names in tensors.items():
+            candidates = [rule for rule in NAMED.values() if tensor_names.issuperset(rule.state)]
+            if candidates:
+                found[name] = max(candidates, key=lambda rule: len(rule.state))
+        if not found:
+            names = " or ".join(dict.fromkeys(rule.state[0] for rule in NAMED.values()))
+            raise CheckpointError(
+                f"{self.path} holds no optimizer state: there is no state.<parameter>.{names} in it"
+            )
+        return found
+
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a parameter."""
-        return int(np.prod(self._first_of(name), dtype=np.int64))
+        return int(np.prod(self._shape_of_state(name), dtype=np.int64))
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a parameter."""
-        shape = self._first_of(name)
+        shape = self._shape_of_state(name)
         return shape, tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
 
-    def _first_of(self, name: str) -> tuple[int, ...]:
-        return self._entries[f"state.{name}.{self._rules[name].state[0]}"][0]
+    def _shape_of_state(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter's first state tensor, which is the parameter's."""
+        shape, _ = self._entries[f"state.{name}.{self._rules[name].state[0]}"]
+        return shape
 
     def rule_of(self, name: str) -> UpdateRule:
-        """Return a rule that keeps such tensors, the one with most of them."""
+        """Return the rule whose state a parameter has: of several with such tensors the one with most."""
         return self._rules[name]
 
     def keeps(self, name: str, rule: UpdateRule) -> bool:
@@ -236,8 +253,9 @@ class SafetensorsSource:
             if missing_step is not None:
                 return missing_step
             raise CheckpointError(f"{self.path}: {key} is missing")
+        _, start = self._entries[key]
         with open(self.path, "rb") as file:
-            step = float(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])
+            step = float(np.frombuffer(os.pread(file.fileno(), 4, start), _ITEM)[0])
         if not 0 <= step < 1 << 62 or step != int(step):
             raise CheckpointError(f"{self.path} is damaged: {key} is {step}")
         return int(step)
@@ -271,13 +289,16 @@ class SafetensorsSource:
                     key = f"state.{item.name}.{item.tensor}"
                     if key not in self._entries:
                         raise CheckpointError(f"{self.path}: {key} is missing")
-                    file.seek(self._entries[key][1] + item.start * _ITEM.itemsize)
+                    _, begin = self._entries[key]
+                    file.seek(begin + item.start * _ITEM.itemsize)
+                    is_never_negative = item.tensor in self._rules[item.name].roots
                     for start in range(0, item.out.numel(), READ_NUMEL):
                         out = item.out[start : start + READ_NUMEL]
-                        _fill(file, buffer[: out.numel()])
-                        if item.tensor in self._rules[item.name].roots and bool((buffer[: out.numel()] < 0).any()):
+                        values = buffer[: out.numel()]
+                        _fill(file, values)
+                        if is_never_negative and bool((values < 0).any()):
                             raise CheckpointError(f"{self.path} is damaged: {key} has negative elements")
-                        store_rounded(buffer[: out.numel()], out)
+                        store_rounded(values, out)
         except (OSError, EOFError) as cause:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause
 
@@ -294,7 +315,8 @@ def _fill(file: io.FileIO, values: torch.Tensor) -> None:
     """Fill a contiguous tensor with a file's bytes from its current position on."""
     unread = _bytes_of(values)
     while unread:
-        if not (count := file.readinto(unread)):
+        count = file.readinto(unread)
+        if not count:
             raise EOFError("it ends too early")
         unread = unread[count:]
 
@@ -318,14 +340,14 @@ def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.Path
             state = {
                 key: torch.from_numpy(source.mapped(key)).reshape(shape) for key, shape in source.tensors.items()
             }
-            with _alone():
+            with _silencing_single_process():
                 dcp.save(state, checkpoint_id=folder, no_dist=True)
     except (OSError, dcp.api.CheckpointException) as cause:
         raise CheckpointError(f"{folder} cannot be written: {cause}") from cause
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _silencing_single_process() -> Iterator[None]:
     """Silence torch's warning that there is only one process: that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -333,7 +355,7 @@ def _alone() -> Iterator[None]:
 
 
 def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[str]) -> SafetensorsSource:
-    """Copy the optimizer state of a `torch.distributed.checkpoint` folder into a file; return the file as a source.
+    """Copy the optimizer state of a `torch.distributed.checkpoint` folder to a file, and return that as a source.
 
     Args:
         path: The folder; state lies under `state.<parameter>.exp_avg` and so on, under any prefix.
@@ -349,12 +371,14 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as cause:
         raise CheckpointError(f"{os.fspath(path)} cannot be read as a distributed checkpoint: {cause}") from cause
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    keys_in_folder: dict[str, str] = {}
     for key, entry in entries.items():
         _, separator, state_name = f".{key}".partition(".state.")
         if separator and isinstance(entry, TensorStorageMetadata):
-            tensors[f"state.{state_name}"] = key, tuple(entry.size)
-    header, nbytes = _header({name: shape for name, (_, shape) in tensors.items()}, {})
+            shapes[f"state.{state_name}"] = tuple(entry.size)
+            keys_in_folder[f"state.{state_name}"] = key
+    header, nbytes = _header(shapes, {})
     with open(scratch, "wb") as file:
         file.write(header)
         try:  # a page without room would end the process, by SIGBUS
@@ -366,10 +390,11 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}
         end = len(header)
-        for key, shape in tensors.values():
-            start, end = end, end + math.prod(shape) * _ITEM.itemsize
-            state[key] = torch.from_numpy(memory[start:end].view(_ITEM)).reshape(shape)
-        with _alone():
+        for name, shape in shapes.items():
+            start = end
+            end += math.prod(shape) * _ITEM.itemsize
+            state[keys_in_folder[name]] = torch.from_numpy(memory[start:end].view(_ITEM)).reshape(shape)
+        with _silencing_single_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
         memory.flush()
     return SafetensorsSource(scratch)

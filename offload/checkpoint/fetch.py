@@ -65,7 +65,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
     if not lock.acquire():
         raise CheckpointError(f"another process brings something to {above}: wait, or name another folder")
     try:
-        _fetch(mirror, name, above, marker, show)
+        _copy_folder(mirror, name, above, marker, show)
         if mark_in(source) != (mark, marker):
             raise CheckpointError(f"{source.path} was changed while it was copied: delete what is in {above} of it")
         mark_whole(os.path.join(above, name))
@@ -73,43 +73,45 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         lock.release()
 
 
-def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
+def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
     """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole."""
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
-    sizes = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
-    files = {file: file.removeprefix(f"{BESIDE}/") if _lies_beside(file) else f"{name}/{file}" for file, _ in sizes}
-    existing = [os.path.join(above, file) for file in files.values() if os.path.lexists(os.path.join(above, file))]
+    sizes = {file: nbytes for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)}
+    targets = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file in sizes}
+    paths = {file: os.path.join(above, in_run) for file, in_run in targets.items()}
+    existing = [path for path in paths.values() if os.path.lexists(path)]
     if existing or (os.path.isdir(target) and os.listdir(target)):
-        raise CheckpointError(f"{[*existing, target][0]} is there already: name another folder, or delete it")
-    if not all(map(is_inside, files.values())):
+        first = existing[0] if existing else target
+        raise CheckpointError(f"{first} is there already: name another folder, or delete it")
+    if not all(map(is_inside, targets.values())):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
-    committed = [file.removesuffix(COMMIT_NAME) for file in files if os.path.basename(file) == COMMIT_NAME]
-    checkpoints = [inside for inside in committed if is_checkpoint(f"{mirror}/{name}/{inside}")]
-    total = sum(nbytes for _, nbytes in sizes)
-    done = 0
+    with_commit = [file.removesuffix(COMMIT_NAME) for file in sizes if os.path.basename(file) == COMMIT_NAME]
+    prefixes = [prefix for prefix in with_commit if is_checkpoint(f"{mirror}/{name}/{prefix}")]
+    total_bytes = sum(sizes.values())
+    done_bytes = 0
     mark_begun(target, marker)
-    for inside in checkpoints:
-        checkpoint = f"{name}/{inside}".rstrip("/")
+    for prefix in prefixes:
+        checkpoint = f"{name}/{prefix}".rstrip("/")
         _fetch_checkpoint(f"{mirror}/{checkpoint}", os.path.join(above, checkpoint))
-        done += sum(nbytes for file, nbytes in sizes if _is_in_checkpoint(inside, file))
-        show(done, total)
-    sizes.sort(key=lambda item: _lies_beside(item[0]))  # those beside it last, as they were written
-    for file, nbytes in sizes:
-        if not any(_is_in_checkpoint(inside, file) for inside in checkpoints):
-            path = os.path.join(above, files[file])
-            fetch_file(f"{source.path}/{file}", path, nbytes)
-            if (state := marker.files.get(files[file])) is not None:
-                os.utime(path, ns=(state[1], state[1]))  # a mirror knows by this time that it has the file
-            done += nbytes
-            show(done, total)
+        done_bytes += sum(nbytes for file, nbytes in sizes.items() if _belongs_to_checkpoint(prefix, file))
+        show(done_bytes, total_bytes)
+    for file in sorted(sizes, key=_is_beside):  # those beside it last, as they were written
+        if any(_belongs_to_checkpoint(prefix, file) for prefix in prefixes):
+            continue
+        fetch_file(f"{source.path}/{file}", paths[file], sizes[file])
+        if targets[file] in marker.files:
+            _, changed_ns = marker.files[targets[file]]
+            os.utime(paths[file], ns=(changed_ns, changed_ns))  # a mirror knows by this time that it has the file
+        done_bytes += sizes[file]
+        show(done_bytes, total_bytes)
 
 
-def _is_in_checkpoint(checkpoint: str, file: str) -> bool:
+def _belongs_to_checkpoint(prefix: str, file: str) -> bool:
     """Return whether a file belongs to the engine's checkpoint under a prefix, "" or one with "/" at its end."""
-    return file.startswith(checkpoint) and OWN.fullmatch(file.removeprefix(checkpoint)) is not None
+    return file.startswith(prefix) and OWN.fullmatch(file.removeprefix(prefix)) is not None
 
 
-def _lies_beside(file: str) -> bool:
+def _is_beside(file: str) -> bool:
     """Return whether a file that a mirror has in a folder lies beside this folder in the run's."""
     return file.startswith(f"{BESIDE}/")
 
@@ -122,7 +124,7 @@ def fetch_file(source: str, target: str, nbytes: int) -> None:
         temporary = os.path.join(os.path.dirname(target), f"{TEMPORARY}{uuid.uuid4().hex}")
         with open(temporary, "w+b") as file:
             if nbytes:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # who writes to a map is not told that the disk is full
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # if the disk were full, a write to a map would kill us
                 with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
                     open_folder(folder).read_into(last, [whole])
         os.rename(temporary, target)
@@ -134,32 +136,33 @@ def _fetch_checkpoint(source: str, target: str) -> None:
     All parts are committed together at the end, as the commit of each waits for the others'.
     """
     commit = read_commit(open_folder(source))
-    requests = [
-        SaveRequest(target, copy=True, id=commit.id, rank=rank, ranks=commit.ranks) for rank in range(commit.ranks)
-    ]
     with ExitStack() as ends:
         copies = []
-        for request in requests:  # rank 0's first: its progress file tells the others that the copy has begun
-            opened = ends.enter_context(Checkpoint(source, part=(request.id, request.rank, request.ranks)))
-            copies.append(copy := RankPartCopy(RankPart(request, source, is_new=True), opened, "auto"))
+        for rank in range(commit.ranks):  # 0 first: its progress file tells the others that the copy has begun
+            request = SaveRequest(target, copy=True, id=commit.id, rank=rank, ranks=commit.ranks)
+            opened = ends.enter_context(Checkpoint(source, part=(commit.id, rank, commit.ranks)))
+            copy = RankPartCopy(RankPart(request, source, is_new=True), opened, "auto")
+            copies.append(copy)
             copy.part.folder.prepare()
             copy.begin()
             ends.callback(copy.close)
             for _ in copy.copy():
                 pass
-        _commit(copies)
+        _commit_all(copies)
 
 
-def _commit(copies: Sequence[RankPartCopy]) -> None:
+def _commit_all(copies: Sequence[RankPartCopy]) -> None:
     """Commit the parts of all ranks, each on a thread of its own: a rank's commit waits for the others'."""
 
     def commit(copy: RankPartCopy) -> None:
+        """Commit one part; if that fails, note it, so that the other ranks' threads stop waiting."""
+        never_set = threading.Event()
         try:
-            copy.commit(copy.source.extra(0), threading.Event())
+            copy.commit(copy.source.extra(rank=0), never_set)  # the only rank that is open
         except BaseException:
             copy.part.note_failure()
             raise
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        for ended in [pool.submit(commit, copy) for copy in copies]:
-            ended.result()
+        for future in [pool.submit(commit, copy) for copy in copies]:
+            future.result()

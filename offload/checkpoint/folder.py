@@ -14,8 +14,8 @@ from offload.tiers.place import Folder
 class FolderLock:
     """A lock on a directory: while it is held, no other session commits there or releases a checkpoint there.
 
-    It ends with the process, even if forked children live on. Object stores and some network file systems have no
-    locks; there it does nothing.
+    The lock ends with the process, even if forked children live on. Object stores and some network file systems have
+    no locks; there it does nothing.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -24,13 +24,13 @@ class FolderLock:
         self._descriptor = -1
 
     def acquire(self) -> bool:
-        """Take the lock; return False if another session has it, and True if there are no locks."""
+        """Acquire the lock; return False if another session has it, and True if there are no locks."""
         if not self._has_locks:
             return True
         try:
             if self._descriptor < 0:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                _held.add(self)
+                _with_descriptor.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
                 self.release()  # the directory was replaced meanwhile, so this lock guards nothing
@@ -42,27 +42,28 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if it was acquired."""
         self._close(unlocks=True)
 
     def _close(self, *, unlocks: bool) -> None:
-        """Close the descriptor, if there is one; `unlocks` gives the lock up even if a child has the descriptor."""
-        descriptor, self._descriptor = self._descriptor, -1
+        """Close the descriptor, if there is one; `unlocks` releases the lock even if a child has the descriptor."""
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
-            _held.discard(self)
+            _with_descriptor.discard(self)
             with contextlib.suppress(OSError):
                 if unlocks:
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
-_held: set[FolderLock] = set()
+_with_descriptor: set[FolderLock] = set()
 """Locks of this process that have a descriptor."""
 
 
 def _close_in_child() -> None:
     """Close, in a forked child, the descriptors that would keep the locks beyond its parent's life."""
-    for lock in [*_held]:
+    for lock in [*_with_descriptor]:
         lock._close(unlocks=False)
 
 
@@ -70,7 +71,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_name(text: object) -> bool:
-    """Return whether the system could take a text for a path's."""
+    """Return whether a text could be the name of a path."""
     try:
         return isinstance(text, str) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

@@ -28,7 +28,7 @@ from offload.errors import CheckpointError, OffloadError
 from offload.formats import FORMATS, StateSpec
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
 from offload.protocols import SECTOR_BYTES, TileId, TileRequest
-from offload.rules import ADAMW, NAMED, described
+from offload.rules import ADAMW, NAMED, UpdateRule, described
 from offload.schedule.index import Location, TileRecord
 from offload.tiers.common import digest_of
 
@@ -52,9 +52,9 @@ OWN_FILE = re.compile(rf"manifest-{ID}-\d+\.json|(extra|model)-{ID}-\d+\.bin")
 FAILURE = re.compile(rf"failed-{ID}-\d+")
 """Names of the files by which a mirror's rank says that it has failed."""
 
-_OF_MIRRORS = rf"mirror-{ID}-\d+\.json|{FAILURE.pattern}"
+_MIRROR_FILE = rf"mirror-{ID}-\d+\.json|{FAILURE.pattern}"
 OWN = re.compile(
-    rf"({OWN_FILE.pattern}|{COMMIT_NAME}|{RELEASED_NAME}|{_OF_MIRRORS}|offload-[0-9a-f-]{{36}})(/.*)?", re.DOTALL
+    rf"({OWN_FILE.pattern}|{COMMIT_NAME}|{RELEASED_NAME}|{_MIRROR_FILE}|offload-[0-9a-f-]{{36}})(/.*)?", re.DOTALL
 )
 """Names of all that this package writes in a checkpoint's folder, and below; a framework may have its own there."""
 
@@ -156,9 +156,10 @@ class Manifest:
 
     def request(self, tile: TileId, address: int, *, verify: bool = True) -> TileRequest:
         """Return the request to read a tile to memory, or to write it unchanged to another store; `op` is 0."""
-        ref, verify = self.tiles[tile], verify and self.checksums
-        expected = ref.checksum if verify else None
-        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], expected, verify)
+        ref = self.tiles[tile]
+        verifies = verify and self.checksums
+        expected = ref.checksum if verifies else None
+        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], expected, verifies)
 
     def parameters_of(self, tile: TileId) -> str:
         """Return in words, for messages, which parameters a tile has elements of."""
@@ -205,6 +206,8 @@ def seal(kind: str, body: Mapping[str, Any]) -> bytes:
 
 
 class _Head(msgspec.Struct):
+    """The first line of a file."""
+
     format: str
     version: Size
     nbytes: Count | None = None  # a newer format may do without
@@ -246,6 +249,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 60
 
 
 def _short(value: object) -> str:
+    """Return a value in at most 60 characters, for messages."""
     text = _REPR.repr(value)  # of any depth
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -267,6 +271,8 @@ class CommitRecord(msgspec.Struct, frozen=True):
 
 
 class _Released(msgspec.Struct):
+    """The content of `RELEASED`."""
+
     ids: tuple[Id, ...]
     note: str
 
@@ -282,10 +288,11 @@ class MirrorProgress(msgspec.Struct, frozen=True):
 
 
 def check_text(value: str) -> str:
-    """Return a string that can be shown, written, and used as a name.
+    """Return a string unchanged if it can be shown, written, and used as a name.
 
     Raises:
-        ValueError: The string has halves of surrogate pairs, which JSON can express and UTF-8 cannot, or a zero.
+        ValueError: The string has a null character, or halves of surrogate pairs, which JSON allows and UTF-8 does
+            not.
     """
     if "\0" in value:
         raise ValueError("text with a zero in it")
@@ -357,10 +364,10 @@ def unseal_progress(content: bytes, where: str) -> MirrorProgress:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the content of a manifest's file.
+    """Return the content of a manifest's file, with the fields and tables of `_Body`.
 
     Raises:
-        CheckpointError: The manifest could not be read back.
+        CheckpointError: The manifest could not be read back, because of its metadata.
     """
     layout = manifest.layout
     has_rules = layout.has_rules or layout.rule.packed_words > 0
@@ -369,50 +376,49 @@ def encode(manifest: Manifest) -> bytes:
         check_metadata(manifest.metadata)
     except ValueError as cause:
         raise CheckpointError(f"a checkpoint cannot say this: {cause}") from cause
-    return seal(
-        "manifest",
-        {
-            "id": manifest.id,
-            "rank": manifest.rank,
-            "ranks": manifest.ranks,
-            "step": manifest.step,
-            "checksums": manifest.checksums,
-            "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
-            "parameters": [
-                [p.name, p.numel, int(p.dtype), p.group, step, p.start, p.unsharded_numel, p.shape, p.stride]
-                + ([p.box] if p.box is not None else [])
-                for p, step in zip(layout.parameters, manifest.steps, strict=True)
-            ],
-            "subgroups": [
-                [
-                    s.group,
-                    int(s.dtype),
-                    s.numel,
-                    s.tile_numel,
-                    [astuple(seg) for seg in s.segments],
-                    s.state.format.code,
-                    *([rules.index(s.state.rule)] if has_rules else []),
-                ]
-                for s in layout.subgroups
-            ],
-            "tiles": [
-                msgspec.structs.astuple(manifest.tiles[tile])
-                for subgroup in layout.subgroups
-                for tile, _, _ in all_tiles(subgroup)
-            ],
-            "metadata": manifest.metadata,
-            "extra": manifest.extra,
-            "rule": layout.rule.name,
-            "formats": _formats(layout.state),
-            **({"rules": [[r.name, r.packed_words, r.master_dtype] for r in rules]} if has_rules else {}),
-            **({"host": manifest.host} if manifest.host else {}),
-            **({"seed": manifest.seed, "numbers": manifest.numbers} if manifest.seed is not None else {}),
-        },
-    )
+    body: dict[str, Any] = {
+        "id": manifest.id,
+        "rank": manifest.rank,
+        "ranks": manifest.ranks,
+        "step": manifest.step,
+        "checksums": manifest.checksums,
+        "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
+        "parameters": [_parameter_row(*row) for row in zip(layout.parameters, manifest.steps, strict=True)],
+        "subgroups": [_subgroup_row(subgroup, rules if has_rules else ()) for subgroup in layout.subgroups],
+        "tiles": [msgspec.structs.astuple(manifest.tiles[tile]) for tile in manifest.tile_bytes],
+        "metadata": manifest.metadata,
+        "extra": manifest.extra,
+        "rule": layout.rule.name,
+        "formats": _formats(layout.state),
+    }
+    if has_rules:
+        body["rules"] = [[rule.name, rule.packed_words, rule.master_dtype] for rule in rules]
+    if manifest.host:
+        body["host"] = manifest.host
+    if manifest.seed is not None:
+        body |= {"seed": manifest.seed, "numbers": manifest.numbers}
+    return seal("manifest", body)
+
+
+def _parameter_row(p: Parameter, step: int) -> list[Any]:
+    """Return the columns of `_Parameter`; no `box` where there is none, as in older files."""
+    row = [p.name, p.numel, int(p.dtype), p.group, step, p.start, p.unsharded_numel, p.shape, p.stride]
+    return row if p.box is None else [*row, p.box]
+
+
+def _subgroup_row(s: Subgroup, rules: Sequence[UpdateRule]) -> list[Any]:
+    """Return the columns of `_Subgroup`; no `rule` where the manifest has no table of rules, as in older files."""
+    segments = [astuple(segment) for segment in s.segments]
+    row = [s.group, int(s.dtype), s.numel, s.tile_numel, segments, s.state.format.code]
+    return [*row, rules.index(s.state.rule)] if rules else row
 
 
 def _formats(state: StateSpec) -> dict[str, str]:
+    """Return the format of each stored tensor, by names."""
     return {tensor.name: tensor.format.name for tensor in state.stored}
+
+
+# The tables of a manifest; errors name these columns.
 
 
 class _Parameter(Row, frozen=True):
@@ -488,10 +494,17 @@ def _explain(error: str, value: Any) -> str:
     """Return msgspec's error about a body with the names of tables and columns in place of their numbers."""
     wrong, _, path = error.partition(" - at `$.")
     name = ""
-    for depth, key in enumerate(re.findall(r"\w+", path)):
-        columns = _ROWS[name.partition("[")[0]].__struct_fields__ if depth == 2 else ()
-        name += f".{columns[int(key)]}" if columns else f"[{key}]" if depth else key
-        value = value[int(key) if depth else key]
+    for depth, key in enumerate(re.findall(r"\w+", path)):  # field, row, column, and deeper
+        if depth == 0:
+            name = key
+            value = value[key]
+            continue
+        value = value[int(key)]
+        if depth == 2:
+            table, _, _ = name.partition("[")
+            name += f".{_ROWS[table].__struct_fields__[int(key)]}"
+        else:
+            name += f"[{key}]"
         if depth == 1 and isinstance(value, list) and value and isinstance(value[0], str):
             name += f" ({_short(value[0])})"
     wrong = wrong[:1].lower() + wrong[1:]
@@ -514,7 +527,7 @@ def decode(content: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where} is damaged: {str(cause).partition(' (this is a bug')[0]}") from cause
 
 
-def _must(holds: bool, name: str, value: object, allowed: str) -> None:
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise `ValueError` about a field unless a condition holds."""
     if not holds:
         raise ValueError(f"{name} is {_short(value)}; it must be {allowed}")
@@ -522,95 +535,97 @@ def _must(holds: bool, name: str, value: object, allowed: str) -> None:
 
 def _check_fields(body: _Body) -> None:
     """Check that numbers in a manifest are within the sizes and tables that they refer to."""
-    _must(body.rank < body.ranks, "rank", body.rank, f"below {body.ranks}")
+    _require(body.rank < body.ranks, "rank", body.rank, f"below {body.ranks}")
     for p in body.parameters:
         check_text(p.name)
-        _must(p.dtype != DtypeCode.NONE, f"dtype of {p.name}", int(p.dtype), "the number of an element type")
-        _must(p.numel <= p.full_numel, f"full_numel of {p.name}", p.full_numel, f"at least {p.numel}")
-        room = p.full_numel - p.numel
-        _must(p.start <= room, f"start of {p.name}", p.start, f"at most {room}")
-        whole = p.shape is None or math.prod(p.shape) == p.full_numel
-        _must(whole, f"shape of {p.name}", p.shape, f"of {p.full_numel} elements")
+        _require(p.dtype != DtypeCode.NONE, f"dtype of {p.name}", int(p.dtype), "the number of an element type")
+        _require(p.numel <= p.full_numel, f"full_numel of {p.name}", p.full_numel, f"at least {p.numel}")
+        last_start = p.full_numel - p.numel
+        _require(p.start <= last_start, f"start of {p.name}", p.start, f"at most {last_start}")
+        is_whole = p.shape is None or math.prod(p.shape) == p.full_numel
+        _require(is_whole, f"shape of {p.name}", p.shape, f"of {p.full_numel} elements")
         matches = p.stride is None or (p.shape is not None and len(p.stride) == len(p.shape))
-        _must(matches, f"stride of {p.name}", p.stride, "of as many dimensions as the shape")
+        _require(matches, f"stride of {p.name}", p.stride, "of as many dimensions as the shape")
     for index, s in enumerate(body.subgroups):
         is_there = s.rule is None or s.rule < len(body.rules)
-        _must(is_there, f"the rule of subgroup {index}", s.rule, f"below {len(body.rules)}")
-        _must(s.tile_numel <= s.numel, f"tile_numel of subgroup {index}", s.tile_numel, f"at most {s.numel}")
+        _require(is_there, f"the rule of subgroup {index}", s.rule, f"below {len(body.rules)}")
+        _require(s.tile_numel <= s.numel, f"tile_numel of subgroup {index}", s.tile_numel, f"at most {s.numel}")
         for parameter, *_ in s.segments:
             is_there = parameter < len(body.parameters)
-            _must(is_there, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
+            _require(is_there, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
 
 
-def _tiles(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
-    """Return a manifest's tiles by id: they are listed in the layout's order."""
+def _tiles_by_id(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
+    """Return a manifest's tiles by id; the file lists them in the layout's order."""
     tiles = {}
-    names = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
-    for tile, ref in zip(names, body.tiles, strict=True):
+    ids = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
+    for tile, ref in zip(ids, body.tiles, strict=True):
         is_there = ref.store < len(body.stores)
         name = f"the store of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
-        _must(is_there, name, ref.store, f"below {len(body.stores)}")
+        _require(is_there, name, ref.store, f"below {len(body.stores)}")
         tiles[tile] = ref
     return tiles
 
 
-def _decode(body: _Body) -> Manifest:
-    """Check the fields against each other, and make a manifest of them."""
-    _check_fields(body)
-    rules = [described(NAMED, check_text(r.name), r.packed_words, r.master_dtype) for r in body.rules]
+def _decode_state(body: _Body, rules: Sequence[UpdateRule]) -> StateSpec:
+    """Return the layout's state, with the first rule; raise `ValueError` if this version has no such format."""
     readable = [StateSpec(rules[0] if rules else NAMED[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
     if state is None:
         allowed = " or ".join(str(_formats(state)) for state in readable)
         raise ValueError(f"formats is {_short(body.formats)}; it must be {allowed} in this version")
-    _must(
-        body.seed is None or len(body.numbers) == len(body.parameters),
-        "the length of numbers",
-        len(body.numbers),
-        f"{len(body.parameters)}, one for each parameter",
-    )
+    return state
 
-    def subgroup(index: int, s: _Subgroup) -> Subgroup:
-        segments = tuple(Segment(*row) for row in s.segments)
-        state_spec = state if s.rule is None else StateSpec(rules[s.rule], state.format)
-        state_spec = state_spec if s.state_format is None else state_spec.stored_in(FORMATS[s.state_format])
-        return Subgroup(index, s.group, s.dtype, state_spec, s.numel, segments, s.tile_numel)
 
-    rule_of_parameter = {row[0]: rules[s.rule] for s in body.subgroups if s.rule is not None for row in s.segments}
+def _decode_subgroup(index: int, row: _Subgroup, rules: Sequence[UpdateRule], state: StateSpec) -> Subgroup:
+    """Return a subgroup from its row; `state` is the layout's."""
+    segments = tuple(Segment(*segment) for segment in row.segments)
+    if row.rule is not None:
+        state = StateSpec(rules[row.rule], state.format)
+    if row.state_format is not None:
+        state = state.stored_in(FORMATS[row.state_format])
+    return Subgroup(index, row.group, row.dtype, state, row.numel, segments, row.tile_numel)
+
+
+def _decode_layout(body: _Body, rules: Sequence[UpdateRule], state: StateSpec) -> Layout:
+    """Return the layout that a manifest describes; see `check_layout`."""
+    rule_by_parameter: dict[int, UpdateRule] = {}
+    for row in body.subgroups:
+        if row.rule is not None:
+            rule_by_parameter |= {parameter: rules[row.rule] for parameter, *_ in row.segments}
+    rules_of_parameters = [rule_by_parameter.get(number) for number in range(len(body.parameters))]
     parameters = tuple(
-        Parameter(
-            p.name,
-            p.numel,
-            p.dtype,
-            p.group,
-            p.start,
-            p.full_numel,
-            p.shape,
-            p.stride,
-            False,
-            p.box,
-            rule_of_parameter.get(n),
-        )
-        for n, p in enumerate(body.parameters)
+        Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride, box=p.box, rule=rule)
+        for p, rule in zip(body.parameters, rules_of_parameters, strict=True)
     )
-    layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), state)
+    subgroups = (_decode_subgroup(index, row, rules, state) for index, row in enumerate(body.subgroups))
+    return Layout(parameters, tuple(subgroups), state)
+
+
+def _decode(body: _Body) -> Manifest:
+    """Check the fields against each other, and make a manifest of them."""
+    _check_fields(body)
+    rules = [described(NAMED, check_text(row.name), row.packed_words, row.master_dtype) for row in body.rules]
+    state = _decode_state(body, rules)
+    parameter_count, number_count = len(body.parameters), len(body.numbers)
+    one_each = f"{parameter_count}, one for each parameter"
+    has_all = body.seed is None or number_count == parameter_count
+    _require(has_all, "the length of numbers", number_count, one_each)
+    layout = _decode_layout(body, rules, state)
     # Before anything goes through the tiles one by one: there may be absurdly many.
-    count = sum(-(-s.numel // s.tile_numel) * len(s.kept) for s in layout.subgroups)
-    _must(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")
-    _must(
-        len(layout.index_by_name) == len(body.parameters),
-        "the number of names",
-        len(layout.index_by_name),
-        f"{len(body.parameters)}, one for each parameter",
-    )
+    count = sum(-(-subgroup.numel // subgroup.tile_numel) * len(subgroup.kept) for subgroup in layout.subgroups)
+    _require(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")
+    name_count = len(layout.index_by_name)
+    _require(name_count == parameter_count, "the number of names", name_count, one_each)
     check_layout(layout)
     for store in body.stores:
         is_path = store.path is None or check_text(store.path) != ""
-        _must(is_path, "the path of a store", store.path, "a directory or s3://bucket/prefix")
+        _require(is_path, "the path of a store", store.path, "a directory or s3://bucket/prefix")
     check_metadata(body.metadata)
     if body.extra is not None:
         name = check_text(body.extra.name)
-        _must("/" not in name and name not in ("", ".", ".."), "extra", name, "a file in the checkpoint's folder")
+        is_name = "/" not in name and name not in ("", ".", "..")
+        _require(is_name, "extra", name, "a file in the checkpoint's folder")
     return Manifest(
         id=body.id,
         rank=body.rank,
@@ -619,7 +634,7 @@ def _decode(body: _Body) -> Manifest:
         layout=layout,
         steps=tuple(p.step for p in body.parameters),
         stores=body.stores,
-        tiles=_tiles(body, layout),
+        tiles=_tiles_by_id(body, layout),
         checksums=body.checksums,
         metadata=body.metadata,
         extra=body.extra,

@@ -2,7 +2,7 @@
 
 BEGUN is there: a save is under way, or was interrupted; the marker says which process began it
 WHOLE is there, alone: everything that was in the folder when it was marked is durable
-neither is: nobody knows; the folder is older than these markers, or written by something else
+neither is there: nobody knows; the folder is older than these markers, or something else has written it
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         process: Which began the save; None where the kernel does not say, and in a mirror once the copy is whole.
-        depth: How many of the last parts of the folder's path a mirror keeps; what is above them is the run's folder.
-        beside: Files that belong to the folder but lie elsewhere in the run's folder, by their names in that.
-        shared: Small files in the run's folder that every save writes over.
+        depth: How many of the last parts of the folder's path a mirror keeps. The run's folder is above these parts.
+        beside: Files that belong to the folder but lie elsewhere in the run's folder; names relative to the latter.
+        shared: Small files in the run's folder that every save overwrites.
         files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
         whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
     """
@@ -60,7 +60,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
     whole_s: float = 0.0
 
     def encode(self) -> bytes:
-        """Return it as JSON."""
+        """Return the marker as JSON."""
         return msgspec.json.encode(self)
 
 
@@ -90,10 +90,11 @@ def mark_whole(folder: str) -> None:
         CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
     """
     with saying("mark as whole", folder):
-        for above, _, names in os.walk(folder):
-            for path in (*(os.path.join(above, name) for name in names), above):
-                with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
-                    if stat.S_ISREG(mode := os.lstat(path).st_mode) or stat.S_ISDIR(mode):
+        for directory, _, names in os.walk(folder):
+            for path in (*(os.path.join(directory, name) for name in names), directory):
+                with contextlib.suppress(FileNotFoundError):  # somebody's temporary file
+                    mode = os.lstat(path).st_mode
+                    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
                         _make_durable(path)
         opened = open_folder(folder)
         mark, marker = mark_in(opened)
@@ -104,7 +105,7 @@ def mark_whole(folder: str) -> None:
 
 
 def unmark(folder: str) -> None:
-    """Delete a folder's marker of a begun save, as no process can tell when this folder is whole."""
+    """Delete a folder's marker of a begun save: for a folder of which no process can tell when it is whole."""
     open_folder(folder).delete(BEGUN)
 
 
@@ -121,23 +122,25 @@ def mark_of(folder: str) -> Mark:
 
 
 def marked_around(folder: str) -> tuple[str, Mark]:
-    """Return the first of a directory and those above it that has a marker, and which; ("", NONE) if none has."""
+    """Return the first folder that has a marker, of `folder` and those above it, and its mark; else ("", NONE)."""
     while folder:
-        if (mark := mark_of(folder)) is not Mark.NONE:
+        mark = mark_of(folder)
+        if mark is not Mark.NONE:
             return folder, mark
         above = os.path.dirname(folder)
-        folder = "" if above == folder else above
+        is_root = above == folder
+        folder = "" if is_root else above
     return "", Mark.NONE
 
 
 def is_interrupted(folder: str) -> bool:
-    """Return whether a directory is, or lies in, a folder whose save was interrupted: its process has ended."""
-    marked, mark = marked_around(folder)
-    return mark is Mark.BEGUN and _has_ended(marked)
+    """Return whether a directory is, or lies in, a folder whose save was interrupted: the saver has ended."""
+    marked_folder, mark = marked_around(folder)
+    return mark is Mark.BEGUN and _has_saver_ended(marked_folder)
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return whether a folder, of a bucket too, is whole, and the content of its marker, which may be `DAMAGED`.
+    """Return whether a folder, which may be one of a bucket, is whole; and its marker, which may be `DAMAGED`.
 
     Raises:
         CheckpointError: The marker cannot be read.
@@ -156,51 +159,54 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
     """Rename folders whose save was interrupted, so that nobody takes them for checkpoints, and log that.
 
-    Only folders are renamed whose saving process is known to have ended. Any number of processes may do this at a
-    time: when it returns in one of them, none of these folders has its old name.
+    Only folders whose saving process is known to have ended are renamed; empty folders are deleted. Several processes
+    may call this at the same time: when one call returns, all of these folders have new names.
 
     Args:
-        above: The folder that they are in; one that is not there has none.
-        names: Pattern of their names.
+        above: The folder that contains these folders. If it does not exist, nothing is done.
+        names: Pattern of the names of these folders.
         into: The folder, on the same file system, to move them to; None to leave them in `above`.
 
     Returns:
-        Their new names, of those that this process has renamed.
+        The new names of the folders that this process has renamed.
     """
-    renamed = []
+    new_names = []
     with contextlib.suppress(OSError):
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
             with contextlib.suppress(OSError):
-                os.rmdir(folder)  # an empty one, made by a save that had not begun with it
-            if mark_of(folder) is Mark.BEGUN and _has_ended(folder):
-                renamed += _renamed(folder, os.path.join(into or above, SET_ASIDE + name))
-    for folder in renamed:
-        log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", folder)
-    return renamed
+                os.rmdir(folder)  # succeeds for an empty one only: its save had not begun to write
+            if mark_of(folder) is Mark.BEGUN and _has_saver_ended(folder):
+                new_name = _rename_aside(folder, os.path.join(into or above, SET_ASIDE + name))
+                if new_name is not None:
+                    new_names.append(new_name)
+    for new_name in new_names:
+        log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", new_name)
+    return new_names
 
 
-def _renamed(folder: str, wanted: str) -> list[str]:
-    """Rename a folder to a name that is not taken; return the new name, or nothing if another process was first."""
+def _rename_aside(folder: str, wanted: str) -> str | None:
+    """Rename a folder to `wanted`, or `wanted.1` and so on; return the new name, None if another was first."""
     for number in range(1000):
         target = f"{wanted}.{number}" if number else wanted
-        with contextlib.suppress(OSError):  # there is one of that name, which has files
+        with contextlib.suppress(OSError):  # the target is a folder that has files: try the next number
             os.rename(folder, target)
-            return [target]
-        if not os.path.isdir(folder):
+            return target
+        if not os.path.isdir(folder):  # another process has renamed it
             break
-    return []
+    return None
 
 
-def _has_ended(folder: str) -> bool:
-    """Return whether the process that began a save is known to have ended."""
+def _has_saver_ended(folder: str) -> bool:
+    """Return whether the process that began the save in a folder is known to have ended."""
     with contextlib.suppress(CheckpointError):
-        process = mark_in(open_folder(folder))[1].process
-        return process is not None and process.has_ended()
+        _, marker = mark_in(open_folder(folder))
+        return marker.process is not None and marker.process.has_ended()
     return False
 
 
 def _make_durable(path: str) -> None:
+    """Wait until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

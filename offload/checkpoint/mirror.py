@@ -5,17 +5,17 @@ is copied it is not released (`is_needed`), and its manifest stays in its folder
 
 Ranks. Rank 0 decides which checkpoint is mirrored, and the others copy their parts of it once rank 0's progress file
 exists. A rank has to know the decision before it releases anything for the next checkpoint, so the `COMMIT` of that
-names it, too; between `claim` and the end of a save rank 0 begins to mirror nothing. As rank 0 may begin one while a
-newer one arrives, the others skip a checkpoint only when rank 0 has begun a newer one, or a `COMMIT` says that rank 0
-has not begun it.
+names it, too; between `pause_mirroring` and the end of a save rank 0 begins to mirror nothing. Rank 0 may begin to
+mirror a checkpoint while a newer one arrives, so the others skip a checkpoint only when rank 0 has begun a newer one,
+or a `COMMIT` says that rank 0 has not begun the one in question.
 
-Parts. Each rank copies its own part, unchanged, and commits it there. A progress file in the folder names the rank's
-stores there, and how many tiles are durable in each. After a crash the same part is continued: the other tiles are
-copied into a new store. An interrupted store is not written to again, so no kind of path has to support that. Ranks
-tell each other by such files:
+Parts. Each rank copies its own part, unchanged, and commits it in the mirror's folder. A progress file there names
+the rank's stores in that folder, and how many tiles are durable in each. After a crash the same part is continued:
+the other tiles are copied into a new store. An interrupted store is not written to again, so no kind of path has to
+support that. Ranks tell each other by such files:
 
     rank 0's progress file exists: the others are to copy their parts
-    it does not, and there is no `COMMIT`: rank 0 has given up
+    rank 0's progress file does not exist, and there is no `COMMIT`: rank 0 has given up
     a rank's failure file exists: the others are to give up; it is kept until the folder mirrors another checkpoint
 """
 
@@ -83,11 +83,11 @@ class Task:
     Attributes:
         source: The folder.
         part: None where no checkpoint of ours is in it.
-        files: None where a checkpoint is mirrored alone, and on other ranks.
+        files: The copy of the framework's files; None where a checkpoint is mirrored alone, and on other ranks.
         failure: Why the files could not be opened.
         is_new: See `RankPart`.
-        is_taken: Whether rank 0 has decided to mirror it.
-        done: Set when it has been mirrored, skipped or given up.
+        is_taken: Whether rank 0 has decided to mirror the source.
+        done: Set when the source has been mirrored, skipped or given up.
     """
 
     source: str
@@ -100,10 +100,12 @@ class Task:
 
     @property
     def id(self) -> str:
+        """The checkpoint's id; "" where there is none."""
         return "" if self.part is None else self.part.request.id
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0."""
         return self.part is None or self.part.request.rank == 0
 
 
@@ -127,22 +129,23 @@ class Mirror:
     def __init__(self, path: str | None, paths: Sequence[str], *, verify: bool, io_backend: str) -> None:
         self.copied_bytes = 0
         # Made absolute: the working directory may change.
-        self._path, self._io_backend = path and parse_place(path).name, io_backend
-        self._open = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
+        self._path = path and parse_place(path).name
+        self._io_backend = io_backend
+        self._open_checkpoint = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
         self._tasks: tuple[Task, ...] = ()
         """Checkpoints to mirror, in their order; the first may be under way."""
         self._is_mirroring_paused = False
         self._run_folders = Seen()
         self._unfinished: WholeFolder | None = None
-        """Whose copy was begun last and is not whole: it is deleted to make room for the next folder's."""
+        """The folder whose copy was begun last and is not whole: it is deleted to make room for the next one."""
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
         self._is_known = threading.Event()
         """Cleared while stores are opened or closed: `_reads` may then lack stores that the mirror reads."""
         self._is_known.set()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
-        # Not a condition: the main thread posts to it, where a Ctrl-C may come at any line.
+        # Wakes the mirror's thread. Not a condition: the main thread posts, where a Ctrl-C may come at any line.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = waits.BackgroundWork(self._run, "offload-mirror")
 
@@ -151,7 +154,7 @@ class Mirror:
         return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
-        """Return the folder that mirrors a checkpoint's."""
+        """Return the folder that mirrors a checkpoint's: of the same name, with the folder above an "optimizer"'s."""
         above, last = source.rstrip("/").split("/")[-2:]
         name = f"{above}/{last}" if last.startswith("optimizer") else last
         return f"{(self._path or '').rstrip('/')}/{name}"
@@ -160,7 +163,8 @@ class Mirror:
         """Raise `ConfigError` if a checkpoint's folder is the mirror, or would be mirrored in itself."""
         if self._path is None:
             return
-        if parse_place(folder).parts() in [parse_place(p).parts() for p in (self._path, self._target(folder))]:
+        forbidden = (self._path, self._target(folder))
+        if parse_place(folder).parts() in [parse_place(path).parts() for path in forbidden]:
             raise ConfigError("path", folder, f"save to a folder outside of {self._path}, which is the mirror")
 
     # On the engine thread, and on the committing one
@@ -170,61 +174,60 @@ class Mirror:
         if self._path is None:
             return
         source = os.fspath(saved.path)
-        marked, mark = marked_around(source)
+        around, mark = marked_around(source)
         if mark is Mark.WHOLE:
             log.warning(
-                "%s is not mirrored, as %s is a whole folder: save in a new `checkpoint_folder`", source, marked
+                "%s is not mirrored, as %s is a whole folder: save in a new `checkpoint_folder`", source, around
             )
-        elif mark is Mark.NONE or is_interrupted(marked):  # else it goes with the folder that it is in
-            self.queue_task(Task(source, self._part(saved, self._target(source), is_new), is_new=is_new))
+        elif mark is Mark.NONE or is_interrupted(around):  # else it goes with the folder that it is in
+            self.queue_task(Task(source, _part_of(saved, self._target(source), is_new), is_new=is_new))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
         """Queue a framework's folder to be mirrored next, as `offer` does a checkpoint; not one in the mirror itself.
 
-        On rank 0 its files are open when this returns, so that they may be deleted.
+        On rank 0 the folder's files are open when this returns, so that the caller may delete them.
 
         Args:
             whole: The folder; all ranks name the same.
             saved: The checkpoint in it, if there is one, as for `offer`.
-            is_first: Whether this is rank 0; only that has something to do where there is no checkpoint.
+            is_first: Whether this is rank 0; other ranks have nothing to do where there is no checkpoint.
             is_new: See `RankPart`.
         """
-        source, mirror = whole.source(), (self._path or "").rstrip("/")
+        source = whole.source()
+        mirror = (self._path or "").rstrip("/")
         if not mirror or (saved is None and not is_first):
             return
-        source_parts, mirror_parts = parse_place(source).parts(), parse_place(mirror).parts()
+        source_parts = parse_place(source).parts()
+        mirror_parts = parse_place(mirror).parts()
         if source_parts[: len(mirror_parts)] == mirror_parts:
             return
-        part = None if saved is None else self._part(saved, f"{mirror}/{whole.checkpoint}", is_new)
+        part = None if saved is None else _part_of(saved, f"{mirror}/{whole.checkpoint}", is_new)
         files = failure = None
         try:
             files = FolderCopy(whole, mirror, is_new=is_new) if is_first else None
         except OSError as cause:
             failure = cause
-        if is_new:  # a loaded one may be any folder's, of which nothing is to be deleted
+        if is_new:  # a loaded folder may be another run's, of which nothing is to be deleted
             self._run_folders.note(whole)
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
         self.queue_task(Task(source, part, files, failure, is_new))
 
-    def _part(self, saved: SaveRequest, target: str, is_new: bool) -> RankPart:
-        named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
-        return RankPart(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
-
     def queue_task(self, task: Task) -> None:
-        """Append a task to the queue, unless its checkpoint is there, and wake the mirror's thread.
+        """Append a task to the queue, and wake the mirror's thread; a task that is not needed is closed at once.
 
-        A loaded checkpoint's task is not queued if there is another one, as it is no newer and nothing waits for it.
+        Not needed is a task whose checkpoint is queued already. On rank 0, that of a loaded checkpoint is not needed
+        beside any other, as it is no newer and nothing waits for it.
         """
         with self._lock:
-            is_queued = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
-            is_queued |= not task.is_new and task.is_first and bool(self._tasks)
-            if not is_queued:
+            is_needless = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
+            is_needless |= not task.is_new and task.is_first and bool(self._tasks)
+            if not is_needless:
                 self._tasks = (*self._tasks, task)
-        if is_queued:
+        if is_needless:
             self._close_task(task)
-        elif task.is_first:  # on other ranks, as rank 0 does
+        elif task.is_first:  # other ranks skip what rank 0 has skipped, once they know
             self._skip_before(task)
         self._thread.start()
         self._news.put(None)
@@ -240,6 +243,7 @@ class Mirror:
             self._close_task(task)
 
     def _close_task(self, task: Task) -> None:
+        """Close a task's files, and tell those who wait for it; it is not in the queue any more."""
         if task.files is not None:
             task.files.close()
         task.done.set()
@@ -251,7 +255,7 @@ class Mirror:
             return next((task.id for task in self._tasks if task.is_taken and task.id), "")
 
     def resume_mirroring(self) -> None:
-        """Let mirroring begin again: the save that has called `claim` has ended."""
+        """Let mirroring begin again: the save that has called `pause_mirroring` has ended."""
         self._is_mirroring_paused = False
         self._news.put(None)
 
@@ -260,9 +264,9 @@ class Mirror:
         with self._lock:
             for task in self._tasks:
                 task.is_taken |= task.id == id
-            last = self._tasks[-1:]
-        for task in last:
-            self._skip_before(task)
+            newest = self._tasks[-1] if self._tasks else None
+        if newest is not None:
+            self._skip_before(newest)
         self._news.put(None)
 
     def has_taken(self, id: str) -> bool:
@@ -274,8 +278,7 @@ class Mirror:
         if self.has_taken(checkpoint.id):
             return True
         self._is_known.wait(KNOWN_S)
-        stores = ((place, store_folder(*place)) for place in checkpoint.stores)
-        return any(is_read(store, own=place in self._reads) for place, store in stores)
+        return any(is_read(store_folder(*place), own=place in self._reads) for place in checkpoint.stores)
 
     # On the caller's thread
 
@@ -291,15 +294,16 @@ class Mirror:
             TimeoutError: Something is left by then.
         """
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while tasks := self._tasks:
+        while tasks := self._tasks:  # replaced, not changed, by other threads
+            first = tasks[0]
             left_s = None if timeout_s is None else max(until_s - time.monotonic(), 0.0)
-            if not waits.wait_for(tasks[0].done.wait, partial("{} to be mirrored".format, tasks[0].source), left_s):
-                raise TimeoutError(f"{tasks[0].source} is not mirrored after {timeout_s} s")
+            if not waits.wait_for(first.done.wait, partial("{} to be mirrored".format, first.source), left_s):
+                raise TimeoutError(f"{first.source} is not mirrored after {timeout_s} s")
         if self._error is not None:
             raise self._error
 
     def close(self, patience_s: float, settle_s: float) -> None:
-        """Wait up to `patience_s` for what is left to mirror, then give up; a session that loads it continues."""
+        """Wait up to `patience_s` for what is left to mirror, then end the thread, within `settle_s`."""
         if not self._thread.started:
             return
         if self._tasks and patience_s:
@@ -319,7 +323,7 @@ class Mirror:
         with contextlib.suppress(psutil.Error, OSError, AttributeError):  # threads that it starts inherit this
             psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_BE, 7)
         while not self._cancelled.is_set():
-            task = self._next()
+            task = self._take_next()
             if task is None:
                 self._news.get()
                 continue
@@ -337,17 +341,18 @@ class Mirror:
         for task in self._tasks:
             self._finish_task(task, CheckpointError("the session was closed"))
 
-    def _next(self) -> Task | None:
-        """Return the task to do next, if there is one; on rank 0 it is taken from then on."""
+    def _take_next(self) -> Task | None:
+        """Return the queue's first task, if there is one; on rank 0 it is taken from then on, unless paused."""
         with self._lock:
-            task = next(iter(self._tasks), None)
+            task = self._tasks[0] if self._tasks else None
             if task is not None and task.is_first and not task.is_taken:
-                task.is_taken = not self._is_mirroring_paused
-                return task if task.is_taken else None
+                if self._is_mirroring_paused:
+                    return None
+                task.is_taken = True
             return task
 
     def _finish_task(self, task: Task, cause: Exception | None) -> None:
-        """Remove a task that has ended from the queue, and keep its error for `wait`."""
+        """Remove a task that has ended from the queue, and keep its error for `wait`, in place of an earlier one."""
         with self._lock:
             was_queued = task in self._tasks
             self._tasks = tuple(queued for queued in self._tasks if queued is not task)
@@ -360,16 +365,17 @@ class Mirror:
 
     def _wait_for_rank_0(self, task: Task) -> bool:
         """Wait until rank 0 has begun to mirror a checkpoint; return False if it has skipped it for a newer one."""
-        silence, pause_s = waits.Silence(), 0.01
+        silence = waits.Silence()
+        pause_s = 0.01
         while not task.is_taken:
             if self._cancelled.is_set():
                 raise _Interrupted
             if silence.lasts_s > RANKS_S:
                 raise CheckpointError("rank 0 has not begun to; see what it says")
-            for begun in reversed(self._tasks):
-                if begun.part is not None and begun.part.has_begun():
-                    begun.is_taken = True
-                    self._skip_before(begun)
+            for queued in reversed(self._tasks):  # newest first
+                if queued.part is not None and queued.part.has_begun():
+                    queued.is_taken = True
+                    self._skip_before(queued)
                     break
             if task not in self._tasks:
                 return False
@@ -391,8 +397,8 @@ class Mirror:
     def _mirror_files(self, task: Task, files: FolderCopy) -> None:
         """On rank 0: copy a framework's folder, then delete copies of folders that were deleted from the run's.
 
-        A folder that was loaded, not saved, may be a copy of another run's: it leaves whole what is whole there,
-        and nothing is deleted for it. What an earlier task has begun and not ended goes first, to make room.
+        A folder that was loaded, not saved, may be a copy of another run's: a whole folder of its name in the mirror
+        stays whole, and nothing is deleted for it. An earlier task's unfinished copy is deleted first, to make room.
         """
         if self._unfinished is not None and self._unfinished.name != files.whole.name:
             delete_copy(self._unfinished, files.mirror, is_unfinished=True)
@@ -404,7 +410,7 @@ class Mirror:
         has_copied_part = task.part is not None and not stays_whole and self._copy_part(task.part)
         if has_begun:
             for nbytes in files.copy():
-                self._note(nbytes)
+                self._note_copied(nbytes)
             files.commit()
         if has_begun or has_copied_part:
             log.info("%s is mirrored in %s", task.source, files.target)
@@ -421,8 +427,8 @@ class Mirror:
             except OffloadError as cause:
                 log.warning("%s stays in the mirror: %s", deleted.source(), cause)
 
-    def _note(self, nbytes: int) -> None:
-        """Count bytes that have become durable in the mirror; raise if it is being closed."""
+    def _note_copied(self, nbytes: int) -> None:
+        """Count bytes that have become durable in the mirror; raise `_Interrupted` if the mirror is being closed."""
         self.copied_bytes += nbytes
         if self._cancelled.is_set():
             raise _Interrupted
@@ -433,10 +439,35 @@ class Mirror:
         part.folder.prepare()
         if part.is_committed():
             return False
+        with self._open_part(part) as source, contextlib.ExitStack() as ends:
+            extra = source.extra(rank=0)  # the only one that is open
+            copy = RankPartCopy(part, source, self._io_backend)
+            copy.begin()
+            ends.callback(copy.close)
+            try:
+                for nbytes in copy.copy():
+                    self._note_copied(nbytes)
+                copy.commit(extra, self._cancelled)
+            except BaseException as cause:
+                if self._cancelled.is_set():
+                    copy.keep()
+                    raise _Interrupted from cause
+                if request.find_ended():  # a rank has died: a restarted run continues this copy
+                    copy.keep()
+                else:
+                    copy.abandon()
+                raise
+        return True
+
+    @contextlib.contextmanager
+    def _open_part(self, part: RankPart) -> Iterator[Checkpoint]:
+        """Open this rank's part of a checkpoint; `_reads` has the stores that it reads, while `_is_known` is set."""
+        request = part.request
         with contextlib.ExitStack() as ends:
             self._is_known.clear()
             ends.callback(self._is_known.set)
-            source = ends.enter_context(self._open(part.source, part=(request.id, request.rank, request.ranks)))
+            rank_part = (request.id, request.rank, request.ranks)
+            source = ends.enter_context(self._open_checkpoint(part.source, part=rank_part))
             (manifest,) = source.manifests
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
@@ -444,27 +475,16 @@ class Mirror:
             # Cleared before the stores are closed: another reader of them must not be taken for this one.
             ends.callback(setattr, self, "_reads", frozenset())
             ends.callback(self._is_known.clear)
-            extra = source.extra(0)
-            copy = RankPartCopy(part, source, self._io_backend)
-            copy.begin()
-            ends.callback(copy.close)
-            try:
-                for nbytes in copy.copy():
-                    self._note(nbytes)
-                copy.commit(extra, self._cancelled)
-            except BaseException as cause:
-                if self._cancelled.is_set():
-                    copy.keep()
-                    raise _Interrupted from cause
-                if part.request.find_ended():  # a rank has died: a restarted run continues this copy
-                    copy.keep()
-                else:
-                    copy.abandon()
-                raise
-        return True
+            yield source
 
 
 # One rank's part
+
+
+def _part_of(saved: SaveRequest, target: str, is_new: bool) -> RankPart:
+    """Return this rank's part of a save's checkpoint, to be copied to the folder `target`."""
+    same = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
+    return RankPart(SaveRequest(target, copy=True, **same), os.fspath(saved.path), is_new)
 
 
 @dataclass(frozen=True)
@@ -517,10 +537,11 @@ class RankPart:
                 self.folder.write(self.failure_name(self.request.rank), b"\n")
 
     def find_failed(self) -> list[int]:
-        """Return the ranks that will not do their parts."""
+        """Return the ranks that will not do their parts: they have ended, failed or, as rank 0, given up."""
         names = self.folder.names()
         failed = [rank for rank in range(self.request.ranks) if self.failure_name(rank) in names]
-        return [*self.request.find_ended(), *failed, *([] if self.progress_name(0) in names else [0])]
+        given_up = [] if self.progress_name(0) in names else [0]
+        return [*self.request.find_ended(), *failed, *given_up]
 
 
 @dataclass(slots=True)
@@ -549,66 +570,76 @@ class RankPartCopy:
         return self.source.manifests[0]
 
     def begin(self) -> None:
-        """Find what an earlier session has copied, and write the progress file: this rank has begun.
+        """Find what an earlier session has copied, delete what of it is useless, and note that this rank has begun.
 
         Raises:
             CheckpointError: Another session is copying this part.
         """
         part = self.part
-        self.progress = self._find_progress()
-        for name in part.folder.names() if part.request.rank == 0 else ():
-            if FAILURE.fullmatch(name):
-                part.folder.delete(name)
-        self._note(*self.progress.stores)
+        self.progress = self._take_up_progress()
+        if part.request.rank == 0:
+            for name in part.folder.names():
+                if FAILURE.fullmatch(name):  # of an earlier copy: other ranks would give up
+                    part.folder.delete(name)
+        self._write_progress(*self.progress.stores)
 
-    def _find_progress(self) -> MirrorProgress:
+    def _take_up_progress(self) -> MirrorProgress:
         """Return how far an earlier session has copied this part; delete its stores that cannot be used."""
-        part, path = self.part, parse_place(self.part.folder.path)
-        content, recorded, is_usable = part.folder.read(part.progress_name()), MirrorProgress(), True
-        with contextlib.suppress(CheckpointError):  # it is damaged, so all is copied again
-            recorded = unseal_progress(content, part.folder.path) if content is not None else recorded
+        part = self.part
+        mirror = parse_place(part.folder.path)
+        content = part.folder.read(part.progress_name())
+        recorded = MirrorProgress()
+        if content is not None:
+            with contextlib.suppress(CheckpointError):  # it is damaged, so all is copied again
+                recorded = unseal_progress(content, part.folder.path)
+        are_usable = True
         for store, count in recorded.stores:
-            if (pid := judge(path.store(store)).used_by) is not None:
+            pid = judge(mirror.store(store)).used_by
+            if pid is not None:
                 raise CheckpointError(f"process {pid} is copying it")
             try:
                 if count:
-                    path.open_existing(store, CompletionQueue()).close()
+                    mirror.open_existing(store, CompletionQueue()).close()
             except OffloadError:
-                is_usable = False
-        useful = tuple((store, count) for store, count in recorded.stores if count and is_usable)
-        tiles = sum(count for _, count in useful)
-        if tiles > len(self.manifest.tiles):
-            useful, tiles = (), 0
+                are_usable = False  # then none is: a store's tiles are counted on from the store before it
+        useful = tuple((store, count) for store, count in recorded.stores if count and are_usable)
+        tile_count = sum(count for _, count in useful)
+        if tile_count > len(self.manifest.tiles):
+            useful = ()
+            tile_count = 0
         for store, count in recorded.stores:
             if (store, count) not in useful:
-                remove(judge(path.store(store)))
-        if tiles:
-            log.info("%s: %d of %d tiles are there", part.folder.path, tiles, len(self.manifest.tiles))
+                remove(judge(mirror.store(store)))
+        if tile_count:
+            log.info("%s: %d of %d tiles are there", part.folder.path, tile_count, len(self.manifest.tiles))
         return MirrorProgress(useful)
 
-    def _note(self, *stores: tuple[uuid.UUID, int]) -> None:
+    def _write_progress(self, *stores: tuple[uuid.UUID, int]) -> None:
+        """Note the stores that have been written, each with the number of its durable tiles; in the mirror, too."""
         self.progress = MirrorProgress(stores)
         self.part.folder.write(self.part.progress_name(), seal_progress(self.progress))
 
     def copy(self) -> Iterator[int]:
         """Copy the tiles that are missing, batch by batch; yield the bytes of each once it is durable."""
         manifest = self.manifest
-        first = sum(count for _, count in self.progress.stores)
+        earlier_stores = self.progress.stores
+        first = sum(count for _, count in earlier_stores)
         if first == len(manifest.tiles):
             return
-        before, store, count = self.progress.stores, uuid.uuid4(), 0
-        self._note(*before, (store, 0))  # noted before it is made, so that none is left behind unnoticed
+        store = uuid.uuid4()
+        count = 0
+        self._write_progress(*earlier_stores, (store, count))  # before it is made, so that none is left unnoticed
         total_bytes = sum(map(slot_bytes, manifest.tile_bytes.values()))
         options = StoreOptions(extent_bytes=max(1 << 20, min(total_bytes, BATCH_BYTES)), io_backend=self.io_backend)
         self.sink = open_tier(self.part.folder.path, store, self.source.queue, options=options)
         for batch in _batches(manifest, first):
             self.source.copy(batch, self.sink)
             count += len(batch)
-            self._note(*before, (store, count))
+            self._write_progress(*earlier_stores, (store, count))
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit the part, as that of a self-contained copy; stop waiting for other ranks if `cancelled` is set."""
+        """Commit the part as one of a self-contained copy; stop waiting for other ranks if `cancelled` is set."""
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             content = open_folder(self.source.path).read(weights)
@@ -624,31 +655,29 @@ class RankPartCopy:
         self.part.folder.delete(self.part.progress_name())
 
     def _manifest_of_copy(self) -> Manifest:
-        """Return the manifest with the tiles that have been copied, where they are now."""
+        """Return the manifest with the tiles that have been copied, in its order, where they lie in the mirror."""
         manifest, stores = self.manifest, self.progress.stores
-        refs, tiles = iter(manifest.tiles.items()), dict[TileId, TileRef]()
+        tiles: dict[TileId, TileRef] = {}
+        remaining = iter(manifest.tiles.items())
         for number, (_, count) in enumerate(stores):
             offset = 0
-            for tile, ref in islice(refs, count):
+            for tile, ref in islice(remaining, count):
                 tiles[tile] = msgspec.structs.replace(ref, store=number, offset=offset)
                 offset += slot_bytes(manifest.tile_bytes[tile])
         return replace(manifest, stores=tuple(StoreRef(store, None) for store, _ in stores), tiles=tiles)
 
     def keep(self) -> None:
         """Tell the store which slots are in use, so that `close` does not delete the tiles that are durable."""
-        last = len(self.progress.stores) - 1
+        sink_number = len(self.progress.stores) - 1
         if self.sink is not None:
-            self.sink.keep({ref.offset for ref in self._manifest_of_copy().tiles.values() if ref.store == last})
+            tiles = self._manifest_of_copy().tiles.values()
+            self.sink.keep({ref.offset for ref in tiles if ref.store == sink_number})
 
     def abandon(self) -> None:
         """Delete this rank's copied stores and progress file, unless another rank may still commit the copy."""
         part = self.part
         if self.job is not None and self.job.is_doubtful:
-            has_ended = False
-            with contextlib.suppress(OffloadError):
-                names = part.folder.names()
-                has_ended = part.request.rank > 0 and part.progress_name(0) not in names and not part.is_committed()
-            if not has_ended:
+            if not self._has_rank_0_given_up():
                 self.keep()
                 return
             self.job.undo()
@@ -657,6 +686,15 @@ class RankPartCopy:
             for store, _ in self.progress.stores:
                 remove(judge(parse_place(part.folder.path).store(store)))
             part.folder.delete(part.progress_name())
+
+    def _has_rank_0_given_up(self) -> bool:
+        """Return whether rank 0, which alone can commit the copy, is known to have given up; False on rank 0."""
+        part = self.part
+        if part.request.rank == 0:
+            return False
+        with contextlib.suppress(OffloadError):
+            return part.progress_name(0) not in part.folder.names() and not part.is_committed()
+        return False
 
     def close(self) -> None:
         """Close the store; idempotent."""
@@ -667,12 +705,13 @@ class RankPartCopy:
 def _batches(manifest: Manifest, first: int) -> Iterator[list[tuple[TileId, int]]]:
     """Yield the tiles from number `first` on in batches of `BATCH_BYTES`, with their offsets in one store."""
     batch: list[tuple[TileId, int]] = []
-    offset = end = 0
+    offset = batch_start = 0
     for tile in islice(manifest.tiles, first, None):
         batch.append((tile, offset))
         offset += slot_bytes(manifest.tile_bytes[tile])
-        if offset - end >= BATCH_BYTES:
+        if offset - batch_start >= BATCH_BYTES:
             yield batch
-            batch, end = [], offset
+            batch = []
+            batch_start = offset
     if batch:
         yield batch

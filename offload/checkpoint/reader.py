@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_commit, read_extra, read_manifest, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import StoreRef, all_tiles
+from offload.checkpoint.manifest import StoreRef
 from offload.checkpoint.stores import is_same
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
@@ -34,7 +34,7 @@ from offload.formats import Format
 from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
 from offload.memory.arenas import Arena
-from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
+from offload.protocols import SECTOR_BYTES, Completion, Tier, TileId, TileRequest
 from offload.rules import MASTER, PACKED, UpdateRule
 from offload.tiers import parse_place, tier_error
 from offload.units import format_seconds
@@ -95,37 +95,61 @@ class _ElementRun:
     out: torch.Tensor
 
 
-def _tiles_of_element_run(run: _ElementRun, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
-    """Yield the tiles that hold a run of stored tensor `number`: the tile, bytes in it, and items of the run.
+class _TilePart(NamedTuple):
+    """What a tile has of a run of elements: bytes of the tile, and which items of the run they are.
 
     An item is what the format stores as one unit: an element, or the elements that are packed together.
     """
-    item, stop = run.offset // form.item_numel, -(-(run.offset + run.numel) // form.item_numel)
-    tile_items, done = -(-run.subgroup.tile_numel // form.item_numel), 0
+
+    tile: TileId
+    source_bytes: slice
+    items: slice
+
+    def bytes_of_run(self, form: Format) -> slice:
+        """Return which of the run's stored bytes they are."""
+        return slice(self.items.start * form.item_bytes, self.items.stop * form.item_bytes)
+
+
+def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePart]:
+    """Yield the parts of tiles that hold a run of elements of stored tensor `number`, which has format `form`."""
+    item = run.offset // form.item_numel
+    stop = _ceil_div(run.offset + run.numel, form.item_numel)
+    tile_items = _ceil_div(run.subgroup.tile_numel, form.item_numel)
+    done = 0
     while item < stop:
         tile, skipped = divmod(item, tile_items)
         count = min(stop - item, tile_items - skipped)
         source_bytes = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
-        yield TileId(run.subgroup.index, number, tile), source_bytes, slice(done, done + count)
-        item, done = item + count, done + count
+        yield _TilePart(TileId(run.subgroup.index, number, tile), source_bytes, slice(done, done + count))
+        item += count
+        done += count
 
 
-_Uses = OrderedDict[tuple[int, TileId], list[Callable[[torch.Tensor], None]]]
-"""Functions that copy from each tile, a tensor of bytes, while it is in a buffer; by rank and tile."""
+def _ceil_div(count: int, divisor: int) -> int:
+    return -(-count // divisor)
 
 
-def _copy(source: slice, out: torch.Tensor, tile: torch.Tensor) -> None:
+_TileKey = tuple[int, TileId]
+"""A tile of a checkpoint: the rank that has saved it, and its id in that rank's manifest."""
+
+_Uses = OrderedDict[_TileKey, list[Callable[[torch.Tensor], None]]]
+"""For each tile, functions that copy from it, a tensor of bytes, while it is in a buffer."""
+
+
+def _copy_bytes(source: slice, out: torch.Tensor, tile: torch.Tensor) -> None:
+    """Copy bytes of a tile, as they are, to `out`."""
     out.copy_(tile[source])
 
 
-def _copy_rounded(source: slice, form: Format, out: torch.Tensor, tile: torch.Tensor) -> None:
+def _copy_decoded(source: slice, form: Format, out: torch.Tensor, tile: torch.Tensor) -> None:
+    """Decode bytes of a tile to `out`, rounded to its dtype."""
     Stored(form, tile[source].view(stored_dtype(form))).read(out)
 
 
 class _Flight(NamedTuple):
-    """A tile that is being read into a buffer."""
+    """A tile that is being read into a buffer, or written from it."""
 
-    key: tuple[int, TileId]
+    key: _TileKey
     buffer: int
     request: TileRequest
     tier: Tier
@@ -222,14 +246,17 @@ class Checkpoint:
     ) -> None:
         self._folder = open_folder(path)
         self.path = self._folder.path
-        self._verify, self._needs_all_stores = verify, whole
+        self._verify = verify
+        self._needs_all_stores = whole
         self._tiers: dict[tuple[str, str], Tier] = {}
         self.queue = CompletionQueue()
         self._most_buffers = buffers
         self._arena: Arena | None = None
-        self._lent_memory = self._buffers = (0, 0)
-        self._buffer_bytes = 0
-        self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
+        self._lent_memory = (0, 0)
+        """Address and bytes."""
+        self._buffers_address = self._buffer_count = self._buffer_bytes = 0
+        self._cache: OrderedDict[_TileKey, int] = OrderedDict()
+        """The buffer that each tile in memory is in, least recently used first."""
         if part is None:
             self.id, self.manifests = read_manifests(self._folder)
         else:
@@ -261,7 +288,8 @@ class Checkpoint:
     def rule_of(self, name: str) -> UpdateRule:
         """Return the rule whose state a parameter has."""
         parts = self._parts[name]
-        saved = next((part for part in parts if self._piece(part).numel), parts[0])
+        with_elements = (part for part in parts if self._piece(part).numel)
+        saved = next(with_elements, parts[0])  # a piece without elements has no rule of its own
         return self.manifests[saved.rank].layout.state_of(self._piece(saved)).rule
 
     @property
@@ -275,14 +303,15 @@ class Checkpoint:
             return self.names
         if len(self.manifests) != ranks:
             return None
-        has_replicas = not any(manifest.layout.parameters for manifest in self.manifests[1:])
-        return list(self.manifests[0 if has_replicas else rank].layout.index_by_name)
+        rank_0_saved_all = not any(manifest.layout.parameters for manifest in self.manifests[1:])
+        return list(self.manifests[0 if rank_0_saved_all else rank].layout.index_by_name)
 
     def parts(self, name: str) -> list[SavedPiece]:
         """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
         return self._parts[name]
 
     def _piece(self, part: SavedPiece) -> Parameter:
+        """Return what the manifest of the saving rank says of a piece."""
         return self.manifests[part.rank].layout.parameters[part.parameter]
 
     def full_numel(self, name: str) -> int:
@@ -305,7 +334,7 @@ class Checkpoint:
         return self.manifests[0].metadata
 
     def has(self, name: str, tensor: str) -> bool:
-        """Return whether a state tensor is there: all of them are."""
+        """Return whether a state tensor is there: all that a parameter's rule has are."""
         return name in self._parts and tensor in self.rule_of(name).names
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -315,7 +344,7 @@ class Checkpoint:
 
     @property
     def rounding(self) -> tuple[int, Mapping[str, int]] | None:
-        """Seed and numbers of stochastic rounding; if ranks had different seeds, a warning and the first rank's."""
+        """The first rank's seed of stochastic rounding, and all numbers; logs a warning if ranks had other seeds."""
         numbers: dict[str, int] = {}
         for manifest in self.manifests:
             if manifest.seed is None:
@@ -357,7 +386,7 @@ class Checkpoint:
         """
         uses: _Uses = OrderedDict()
         finishers = [
-            self._plan(uses, rank, item.tensor, run) for item in ranges for rank, run in self._element_runs(item)
+            self._add_uses(uses, rank, item.tensor, run) for item in ranges for rank, run in self._element_runs(item)
         ]
         for key, buffer in self._tiles(uses):
             rank, id = key
@@ -385,52 +414,53 @@ class Checkpoint:
         Raises:
             CheckpointError: As `read`.
         """
-        rows: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         for number, piece in enumerate(pieces):
             rule = self.rule_of(piece.name)
             weight_dtype: torch.dtype = getattr(torch, piece.dtype.name.lower())
             wanted = (MASTER, *rule.state) if names is None else names
             keys = [(name, weight_dtype if name == WEIGHT else torch.float32) for name in wanted]
-            for key in keys:
-                if key not in rows:
-                    rows[key] = torch.empty(PIECE_NUMEL, dtype=key[1], device="cpu")
+            for name, dtype in keys:
+                if (name, dtype) not in buffers:
+                    buffers[name, dtype] = torch.empty(PIECE_NUMEL, dtype=dtype, device="cpu")
             for first in range(0, piece.numel, PIECE_NUMEL):
-                views = {key[0]: rows[key][: piece.numel - first] for key in keys}
+                views = {name: buffers[name, dtype][: piece.numel - first] for name, dtype in keys}
                 tensors = [(MASTER if name == WEIGHT else name, view) for name, view in views.items()]
                 self.read([Range(piece.name, name, piece.start + first, view) for name, view in tensors])
                 take(number, first, views)
 
-    def _plan(self, uses: _Uses, rank: int, name: str, run: _ElementRun) -> Callable[[], None]:
-        """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read.
-
-        A tensor stored in several planes (such as codes and their scales) is decoded by that function, from all.
-        """
+    def _add_uses(self, uses: _Uses, rank: int, name: str, run: _ElementRun) -> Callable[[], None]:
+        """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read."""
         subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
-        stored = {plane: numbers[plane] for plane in subgroup.state.format.stored_as(name) if plane in numbers}
-        if len(stored) == 1:  # the stored tensor can be decoded without others
-            (number,) = stored.values()
+        planes = {plane: numbers[plane] for plane in subgroup.state.format.stored_as(name) if plane in numbers}
+        if len(planes) != 1:
+            return self._add_uses_of_planes(uses, rank, name, run, planes)
+        (number,) = planes.values()
+        form = subgroup.kept[number].format
+        for part in _tile_parts(run, form, number):
+            if form.item_numel == 1:
+                copy = partial(_copy_decoded, part.source_bytes, form, run.out[part.items])
+            else:  # packed state is read as it is
+                copy = partial(_copy_bytes, part.source_bytes, run.out.view(torch.uint8)[part.bytes_of_run(form)])
+            uses.setdefault((rank, part.tile), []).append(copy)
+        return lambda: None
+
+    def _add_uses_of_planes(
+        self, uses: _Uses, rank: int, name: str, run: _ElementRun, planes: Mapping[str, int]
+    ) -> Callable[[], None]:
+        """Do so for a tensor in several planes, such as codes and scales; the returned function decodes it."""
+        subgroup = run.subgroup
+        stored = {}
+        for plane, number in planes.items():
             form = subgroup.kept[number].format
-            for tile, source, items in _tiles_of_element_run(run, form, number):
-                if form.item_numel == 1:
-                    copy = partial(_copy_rounded, source, form, run.out[items])
-                else:  # packed
-                    out_bytes = slice(items.start * form.item_bytes, items.stop * form.item_bytes)
-                    copy = partial(_copy, source, run.out.view(torch.uint8)[out_bytes])
-                uses.setdefault((rank, tile), []).append(copy)
-            return lambda: None
-        raw = {}
-        for plane, number in stored.items():
-            form = subgroup.kept[number].format
-            tiles = list(_tiles_of_element_run(run, form, number))
-            raw[plane] = torch.empty(tiles[-1][2].stop * form.item_bytes, dtype=torch.uint8, device="cpu")
-            for tile, source, items in tiles:
-                out = raw[plane][items.start * form.item_bytes : items.stop * form.item_bytes]
-                uses.setdefault((rank, tile), []).append(partial(_copy, source, out))
-        typed = {
-            plane: raw[plane].view(stored_dtype(subgroup.kept[number].format)) for plane, number in stored.items()
-        }
-        return lambda: stored_in(subgroup.state, name, typed, run.first_index).read(run.out)
+            parts = list(_tile_parts(run, form, number))
+            plane_bytes = torch.empty(parts[-1].items.stop * form.item_bytes, dtype=torch.uint8, device="cpu")
+            for part in parts:
+                copy = partial(_copy_bytes, part.source_bytes, plane_bytes[part.bytes_of_run(form)])
+                uses.setdefault((rank, part.tile), []).append(copy)
+            stored[plane] = plane_bytes.view(stored_dtype(form))
+        return lambda: stored_in(subgroup.state, name, stored, run.first_index).read(run.out)
 
     def use_read_buffer(self, address: int, nbytes: int) -> None:
         """Read through this memory from now on; through memory of its own if `nbytes` is 0."""
@@ -440,15 +470,13 @@ class Checkpoint:
     def verify(self) -> Iterator[tuple[int, TileId, CheckpointError | None]]:
         """Read all tiles once; yield rank, tile, and the error if the tile is damaged."""
         for rank, manifest in enumerate(self.manifests):
-            for subgroup in manifest.layout.subgroups:
-                for tile, _, _ in all_tiles(subgroup):
-                    problem: CheckpointError | None = None
-                    try:
-                        for _ in self._tiles([(rank, tile)]):
-                            pass
-                    except CheckpointError as error:
-                        problem = error
-                    yield rank, tile, problem
+            for tile in manifest.tile_bytes:
+                problem: CheckpointError | None = None
+                try:
+                    self._read_tile((rank, tile))
+                except CheckpointError as error:
+                    problem = error
+                yield rank, tile, problem
 
     def copy(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> None:
         """Copy tiles of the first manifest, unchanged, to offsets in another store; durable when this returns.
@@ -459,39 +487,10 @@ class Checkpoint:
             CheckpointError: A tile is damaged or cannot be read.
             TierError: The sink has failed.
         """
-        if not self._buffers[1]:
-            self._make_buffers()
-        self._cache.clear()
-        todo, free = deque(tiles), [*range(self._buffers[1])]
-        offsets, to_write, last_written = dict(tiles), list[_Flight](), list[_Flight]()
-
-        def next_flight() -> _Flight | None:
-            if to_write or not (todo and free):
-                return to_write.pop() if to_write else None
-            key, buffer = (0, todo.popleft()[0]), free.pop()
-            tier = self._tier(0, self.manifests[0].tiles[key[1]].store)
-            return _Flight(key, buffer, self._request(key, buffer), tier)
-
-        def start(op: int, flight: _Flight) -> None:
-            move = flight.tier.write if flight.tier is sink else flight.tier.read
-            move(flight.request._replace(op=op))
-
-        with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
-            for completion, (key, buffer, request, tier) in arrivals:
-                if completion.error and tier is sink:
-                    raise tier_error("write", completion, request, sink)
-                if completion.error:
-                    raise self._damage(key, tier_error("read", completion, request, tier)) from None
-                if tier is sink:
-                    free.append(buffer)
-                    last_written[:] = [_Flight(key, buffer, request, sink)]
-                else:
-                    written = self.manifests[0].request(key[1], request.address)
-                    to_write.append(_Flight(key, buffer, written._replace(offset=offsets[key[1]]), sink))
+        last_written = self._move_tiles(tiles, sink)
         if not self._flights.out:
-            syncs = self._flights.run(
-                lambda: last_written.pop() if last_written else None, lambda op, _: sink.sync(op)
-            )
+            to_sync = [last_written] if last_written is not None else []
+            syncs = self._flights.run(lambda: to_sync.pop() if to_sync else None, lambda op, _: sink.sync(op))
             with contextlib.closing(syncs) as arrivals:
                 for completion, _ in arrivals:
                     if completion.error:
@@ -500,21 +499,57 @@ class Checkpoint:
             what = self._flights.oldest()
             raise CheckpointError(f"{self.path} is not copied: no answer for {format_seconds(STALL_S)} from {what}")
 
+    def _move_tiles(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> _Flight | None:
+        """Read tiles and write them to a sink, until all is done or a device stalls; return the last write."""
+        self._ensure_buffers()
+        self._cache.clear()
+        to_read = deque(tiles)
+        free = [*range(self._buffer_count)]
+        offsets = dict(tiles)
+        to_write: list[_Flight] = []
+        last_written: _Flight | None = None
+
+        def next_flight() -> _Flight | None:
+            """Return a tile to write, so that its buffer becomes free, or else one to read."""
+            if to_write:
+                return to_write.pop()
+            if not (to_read and free):
+                return None
+            tile, _ = to_read.popleft()
+            return self._read_flight((0, tile), free.pop())
+
+        def start(op: int, flight: _Flight) -> None:
+            move = flight.tier.write if flight.tier is sink else flight.tier.read
+            move(flight.request._replace(op=op))
+
+        with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
+            for completion, flight in arrivals:
+                if flight.tier is sink:
+                    if completion.error:
+                        raise tier_error("write", completion, flight.request, sink)
+                    free.append(flight.buffer)
+                    last_written = flight
+                else:
+                    if completion.error:
+                        self._raise_damage(flight, completion)
+                    _, tile = flight.key
+                    request = self.manifests[0].request(tile, flight.request.address)
+                    to_write.append(flight._replace(request=request._replace(offset=offsets[tile]), tier=sink))
+        return last_written
+
     def close(self) -> None:
         """Close the stores; idempotent. If a device hangs, its stores are closed when it answers, or never."""
         self._closing.start()
-        waits.wait_for(
-            self._closing.wait,
-            lambda: f"the stores of {self.path} to be closed",
-            waits.SETTLE_S if self._flights.out else None,
-        )
-        error, self._closing.error = self._closing.error, None
+        timeout_s = waits.SETTLE_S if self._flights.out else None
+        waits.wait_for(self._closing.wait, lambda: f"the stores of {self.path} to be closed", timeout_s)
+        error = self._closing.error
+        self._closing.error = None  # so that it is raised once
         if error is not None:
             raise error
 
     def _close(self) -> None:
         """Close the stores, on a thread of its own, once opening them has ended or cannot begin any more."""
-        if self._opening.forestall():
+        if self._opening.forestall():  # it has begun
             self._opening.wait()
         with contextlib.ExitStack() as ends:
             ends.callback(self._drop_buffers)
@@ -523,7 +558,9 @@ class Checkpoint:
         self._tiers = {}
 
     def __del__(self) -> None:
-        if (closing := getattr(self, "_closing", None)) is not None:  # an interrupt came before the caller had it
+        """Close the stores if an interrupt came before the caller had this to close."""
+        closing = getattr(self, "_closing", None)
+        if closing is not None:
             closing.start()
 
     def __enter__(self) -> Checkpoint:
@@ -542,51 +579,56 @@ class Checkpoint:
     def _tier(self, rank: int, store: int) -> Tier:
         """Return the tier of a store of a rank's manifest, opened if it is not yet."""
         ref = self.manifests[rank].stores[store]
-        key = self.store_path(rank, store), ref.store.hex
+        path = self.store_path(rank, store)
+        key = path, ref.store.hex
         if key not in self._tiers:
             try:
-                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self.queue)
+                self._tiers[key] = parse_place(path).open_existing(ref.store, self.queue)
             except TierError as cause:
                 host = self.manifests[rank].host
-                where = f"{key[0]} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else key[0]
+                where = f"{path} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else path
                 what = f"{self.path} names the store offload-{ref.store} in {where}, which cannot be opened here"
                 raise CheckpointError(f"{what}: {cause}") from cause
         return self._tiers[key]
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
         """Change a rank's manifest to name the paths where its stores are now: stores and paths may have moved."""
-        directories = [parse_place(path) for path in paths]
+        places = [parse_place(path) for path in paths]
         saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
-        candidates = [*(directory.name for directory in directories), *saved_paths]
+        candidates = [*(place.name for place in places), *saved_paths]
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None:
                 continue
             is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
-            homes = parse_place(ref.path).search(ref.store, candidates)
-            elsewhere = [home for home in homes if not is_same(home, ref.path)]
+            found = parse_place(ref.path).search(ref.store, candidates)
+            elsewhere = [path for path in found if not is_same(path, ref.path)]
             if elsewhere:  # paths may have been exchanged, as by disks that are mounted in another order
                 self._find_store(rank, number, [ref.path, *elsewhere] if is_there else elsewhere)
             path = self.store_path(rank, number)
-            for directory in directories:  # so that the path has the name that it has today
-                if is_same(directory.path, path):
-                    self._set_store_path(rank, number, directory.name)
+            for place in places:  # so that the path has the name that it has today
+                if is_same(place.path, path):
+                    self._set_store_path(rank, number, place.name)
 
     def _find_store(self, rank: int, number: int, candidates: Sequence[str]) -> None:
-        """Find which of some paths has a store, by reading a tile of it: a session's stores all have one name."""
+        """Have a rank's manifest name the path that has a store, if one of `candidates` has it.
+
+        It is found by reading a tile of it, as all stores of a session have one name.
+        """
         saved_path = self.manifests[rank].stores[number].path
         tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
         try:
             for candidate in candidates:
                 self._set_store_path(rank, number, candidate)
                 with contextlib.suppress(CheckpointError):
-                    for _ in self._tiles([(rank, tile)] if tile is not None else []):
-                        pass
+                    if tile is not None:
+                        self._read_tile((rank, tile))
                     return
             self._set_store_path(rank, number, saved_path)
         finally:
             self._drop_buffers()
 
     def _set_store_path(self, rank: int, number: int, path: str | None) -> None:
+        """Change the path of a store in a rank's manifest."""
         stores = list(self.manifests[rank].stores)
         stores[number] = StoreRef(stores[number].store, path)
         self.manifests[rank] = replace(self.manifests[rank], stores=tuple(stores))
@@ -620,24 +662,24 @@ class Checkpoint:
         ranks = set()
         for piece in pieces:
             for start, numel in piece.runs(0, piece.numel):
-                out = torch.empty(numel, dtype=torch.float32, device="meta")
-                ranks |= {rank for rank, _ in self._element_runs(Range(piece.name, "", start, out))}
+                no_memory = torch.empty(numel, dtype=torch.float32, device="meta")
+                ranks |= {rank for rank, _ in self._element_runs(Range(piece.name, "", start, no_memory))}
         return ranks
 
     # Ranges to tiles
 
     def _find_parts(self) -> dict[str, list[SavedPiece]]:
-        """Return the parts of each parameter that ranks have saved; raise if ranks disagree about a parameter."""
+        """Return the pieces of each parameter that ranks have saved; raise if ranks disagree about a parameter."""
         all_parts: dict[str, list[SavedPiece]] = {}
         for rank, manifest in enumerate(self.manifests):
             for position, piece in enumerate(manifest.layout.parameters):
                 all_parts.setdefault(piece.name, []).append(SavedPiece(rank, position, piece.start))
         for name, parts in all_parts.items():
-            facts = {
-                (piece.unsharded_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
-                for part in parts
-                for manifest, piece in ((self.manifests[part.rank], self._piece(part)),)
-            }
+            facts = set()
+            for part in parts:
+                piece = self._piece(part)
+                steps = self.manifests[part.rank].steps[part.parameter]
+                facts.add((piece.unsharded_numel, piece.shape, piece.stride, steps))
             if len(facts) > 1:
                 raise CheckpointError(
                     f"{self.path} is damaged: its ranks disagree about {name}: {sorted(map(str, facts))}"
@@ -649,68 +691,84 @@ class Checkpoint:
         """Yield the runs that make up a range, each with the rank that saved it; raise if elements are missing."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
-        if item.tensor == PACKED:
-            (part,) = self._parts[item.name][:1]
-            for run in self._element_runs_of(part, 0, item.out, self._piece(part).numel):
-                yield part.rank, run
+        parts = self._parts[item.name]
+        if item.tensor == PACKED:  # `out` has all words of the parameter, whatever its number of elements
+            whole = parts[0]
+            for run in self._element_runs_of(whole, 0, item.out, self._piece(whole).numel):
+                yield whole.rank, run
             return
-        parts, at, end = self._parts[item.name], item.start, item.start + item.out.numel()
+        done, numel = 0, item.out.numel()
         number = missed = 0
-        while at < end and missed < len(parts):
+        while done < numel and missed < len(parts):
             part = parts[number]
-            located = self._piece(part).locate(at)
+            located = self._piece(part).locate(item.start + done)
             if located is None:  # try the next piece: those of neighbouring runs follow each other
-                number, missed = (number + 1) % len(parts), missed + 1
+                number = (number + 1) % len(parts)
+                missed += 1
                 continue
-            start, count = located[0], min(located[1], end - at)
-            for run in self._element_runs_of(part, start, item.out[at - item.start : at - item.start + count], count):
+            start, available = located
+            count = min(available, numel - done)
+            for run in self._element_runs_of(part, start, item.out[done : done + count], count):
                 yield part.rank, run
-            at, missed = at + count, 0
-        if at < end:
-            raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
+            done += count
+            missed = 0
+        if done < numel:
+            missing = item.start + done
+            raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {missing} on are missing")
 
     def _element_runs_of(self, part: SavedPiece, start: int, out: torch.Tensor, numel: int) -> Iterator[_ElementRun]:
-        """Yield the runs of elements of one part, `numel` from `start` on, subgroup by subgroup."""
+        """Yield the runs of elements of one saved piece, `numel` from `start` on, subgroup by subgroup."""
         layout = self.manifests[part.rank].layout
-        end = start + numel
         for subgroup_index, position in layout.places[part.parameter]:
             subgroup = layout.subgroups[subgroup_index]
             segment = subgroup.segments[position]
-            first, last = max(start, segment.start), min(end, segment.start + segment.numel)
-            if first < last:
-                offset, target_range = segment.offset + first - segment.start, slice(first - start, last - start)
-                target = out if last - first == numel else out[target_range]
-                yield _ElementRun(subgroup, offset, part.start + first, last - first, target)
+            first = max(start, segment.start)
+            end = min(start + numel, segment.start + segment.numel)
+            if first < end:
+                offset = segment.offset + first - segment.start
+                # Not a slice where all is asked for: packed state fills `out`, whose size is not `numel`.
+                target = out if end - first == numel else out[first - start : end - start]
+                yield _ElementRun(subgroup, offset, part.start + first, end - first, target)
 
     # Tiles
 
     def _address(self, buffer: int) -> int:
-        address, count = self._buffers
-        invariant(buffer < count, "a tile without a buffer")
-        return address + buffer * self._buffer_bytes
+        """Return the address of a buffer by its number."""
+        invariant(buffer < self._buffer_count, "a tile without a buffer")
+        return self._buffers_address + buffer * self._buffer_bytes
 
-    def _make_buffers(self) -> None:
-        """Divide the lent memory into buffers of the largest tile's size; take memory if it is too small or none."""
+    def _ensure_buffers(self) -> None:
+        """Divide the lent memory, or allocated memory if it is too small, into buffers of the largest tile's size."""
+        if self._buffer_count:
+            return
         most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
         self._buffer_bytes = max(most, SECTOR_BYTES)
         address, nbytes = self._lent_memory
         count = min(self._most_buffers, nbytes // self._buffer_bytes)
-        if not count:
+        if count == 0:
             count = 1 if nbytes else self._most_buffers
             self._arena = Arena(count * self._buffer_bytes)
             address = self._arena.address
-        self._buffers = address, count
+        self._buffers_address = address
+        self._buffer_count = count
 
     def _drop_buffers(self) -> None:
-        arena, self._arena, self._buffers = self._arena, None, (0, 0)
+        """Give up the buffers and what is in them; the next read makes new ones."""
+        arena = self._arena
+        self._arena = None
+        self._buffer_count = 0
         self._cache.clear()
         if arena is not None:
             arena.close()
 
-    def _tiles(self, keys: Iterable[tuple[int, TileId]]) -> Iterator[tuple[tuple[int, TileId], int]]:
-        """Yield each tile with the number of the buffer that holds it until the next tile is asked for."""
-        if not self._buffers[1]:
-            self._make_buffers()
+    def _read_tile(self, key: _TileKey) -> None:
+        """Read one tile, to verify it."""
+        for _ in self._tiles([key]):
+            pass
+
+    def _tiles(self, keys: Iterable[_TileKey]) -> Iterator[tuple[_TileKey, int]]:
+        """Read tiles; yield each, those in memory first, with the buffer that holds it until the next one."""
+        self._ensure_buffers()
         todo = []
         for key in keys:
             if key in self._cache:
@@ -721,37 +779,45 @@ class Checkpoint:
         if self._flights.out:
             raise CheckpointError(f"{self.path} cannot be read any more: open it anew")
         todo.reverse()
-        free = [buffer for buffer in range(self._buffers[1]) if buffer not in self._cache.values()]
+        free = [buffer for buffer in range(self._buffer_count) if buffer not in self._cache.values()]
 
         def next_flight() -> _Flight | None:
+            """Return the next tile to read, to a free buffer or that of the least recently used tile."""
             if not todo or not (free or self._cache):
                 return None
             key = todo.pop()
-            tier = self._tier(key[0], self.manifests[key[0]].tiles[key[1]].store)
-            buffer = free.pop() if free else self._cache.popitem(last=False)[1]
-            return _Flight(key, buffer, self._request(key, buffer), tier)
+            if free:
+                return self._read_flight(key, free.pop())
+            _, buffer = self._cache.popitem(last=False)
+            return self._read_flight(key, buffer)
 
         def start(op: int, flight: _Flight) -> None:
             flight.tier.read(flight.request._replace(op=op))
 
         with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
-            for completion, (key, buffer, request, tier) in arrivals:
+            for completion, flight in arrivals:
                 if completion.error:
-                    raise self._damage(key, tier_error("read", completion, request, tier)) from None
-                self._cache[key] = buffer
-                yield key, buffer
+                    self._raise_damage(flight, completion)
+                self._cache[flight.key] = flight.buffer
+                yield flight.key, flight.buffer
         if self._flights.out:
             what = self._flights.oldest()
             raise CheckpointError(f"{self.path} cannot be read: no answer for {format_seconds(STALL_S)} from {what}")
 
-    def _request(self, key: tuple[int, TileId], buffer: int) -> TileRequest:
-        rank, tile = key
-        return self.manifests[rank].request(tile, self._address(buffer), verify=self._verify)
-
-    def _damage(self, key: tuple[int, TileId], cause: TierError) -> CheckpointError:
-        """Return the error for a tile that cannot be read, with its parameters and its store."""
+    def _read_flight(self, key: _TileKey, buffer: int) -> _Flight:
+        """Return the read of a tile to a buffer; the tile's store is opened if it is not yet."""
         rank, tile = key
         manifest = self.manifests[rank]
-        store = manifest.stores[manifest.tiles[tile].store]
-        where = os.path.join(self.store_path(rank, manifest.tiles[tile].store), f"offload-{store.store}")
-        return CheckpointError(f"{self.path}: {manifest.parameters_of(tile)} cannot be read from {where}: {cause}")
+        tier = self._tier(rank, manifest.tiles[tile].store)
+        return _Flight(key, buffer, manifest.request(tile, self._address(buffer), verify=self._verify), tier)
+
+    def _raise_damage(self, flight: _Flight, completion: Completion) -> NoReturn:
+        """Raise the error for a tile that cannot be read, which names its parameters and its store."""
+        rank, tile = flight.key
+        manifest = self.manifests[rank]
+        number = manifest.tiles[tile].store
+        where = os.path.join(self.store_path(rank, number), f"offload-{manifest.stores[number].store}")
+        cause = tier_error("read", completion, flight.request, flight.tier)
+        raise CheckpointError(
+            f"{self.path}: {manifest.parameters_of(tile)} cannot be read from {where}: {cause}"
+        ) from None

@@ -67,9 +67,9 @@ class SaveRequest:
             ("id", isinstance(self.id, str) and re.fullmatch(ID, self.id), "use 32 digits of 0-9 and a-f"),
             ("names", isinstance(self.names, Mapping), "use a dict of names"),
         )
-        for name, is_right, allowed in checks:
+        for name, is_right, advice in checks:
             if not is_right:
-                raise ConfigError(name, getattr(self, name), allowed)
+                raise ConfigError(name, getattr(self, name), advice)
         check_int("ranks", self.ranks, 1, MAX_RANKS)
         check_int("rank", self.rank, 0, self.ranks - 1)
         for own_name, saved_name in self.names.items():

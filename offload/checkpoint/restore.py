@@ -58,49 +58,55 @@ class Restorer:
         self.anew = frozenset(number for number in unsaved if parameters[number].name in anew)
         missing = [self.names[number] for number in unsaved if number not in self.anew]
         if missing:
-            # Parameters that were given without names are named by their positions.
-            is_positional, is_saved_positional = (
-                any(name.startswith("param_groups[") for name in n) for n in (self.names, source.names)
-            )
-            hint = (
-                "; one was made from parameters(), the other from named_parameters()"
-                if is_positional != is_saved_positional
-                else ""
-            )
+            raise CheckpointError(f"{source.path} is of another model: {self._describe_missing(missing)}")
+        for number, parameter in enumerate(parameters):
+            if number not in self.anew:
+                self._check_saved(self.names[number], parameter)
+
+    def _describe_missing(self, missing: Sequence[str]) -> str:
+        """Say which parameters the checkpoint lacks, and why that may be: the models' names are of two kinds."""
+
+        def has_positions(names: Sequence[str]) -> bool:
+            """Return whether parameters were given without names, which are named by their positions."""
+            return any(name.startswith("param_groups[") for name in names)
+
+        saved_names = self._source.names
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        hint = ""
+        if has_positions(self.names) != has_positions(saved_names):
+            hint = "; one was made from parameters(), the other from named_parameters()"
+        return f"it has no {', '.join(missing[:3])}{more}; it has {', '.join(saved_names[:3])}, ...{hint}"
+
+    def _check_saved(self, name: str, parameter: Parameter) -> None:
+        """Raise `CheckpointError` unless a parameter is saved, as `name`, with the same size and rule."""
+        source = self._source
+        saved_rule = source.rule_of(name)
+        rule = self._views.plan.layout.state_of(parameter).rule
+        if source.full_numel(name) and not source.keeps(name, rule):  # what has no elements has no rule there
+            size = " with state of another size" if saved_rule.name == rule.name else ""
             raise CheckpointError(
-                f"{source.path} is of another model: it has no {', '.join(missing[:3])}"
-                f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
-                f"it has {', '.join(source.names[:3])}, ...{hint}"
+                f"{source.path} has state of the rule {saved_rule.name!r}, and this optimizer's is "
+                f"{rule.name!r}{size} ({name})"
             )
-        layout = views.plan.layout
-        for number, (name, parameter) in enumerate(zip(self.names, parameters, strict=True)):
-            if number in self.anew:
-                continue
-            saved_rule, rule = source.rule_of(name), layout.state_of(parameter).rule
-            if source.full_numel(name) and not source.keeps(name, rule):  # what has no elements has no rule there
-                size = " with state of another size" if saved_rule.name == rule.name else ""
-                raise CheckpointError(
-                    f"{source.path} has state of the rule {saved_rule.name!r}, and this optimizer's is "
-                    f"{rule.name!r}{size} ({name})"
-                )
-            if source.full_numel(name) != parameter.unsharded_numel:
-                raise CheckpointError(
-                    f"{source.path} is of another model: {name} has {source.full_numel(name)} elements there "
-                    f"and {parameter.unsharded_numel} here"
-                )
+        if source.full_numel(name) != parameter.unsharded_numel:
+            raise CheckpointError(
+                f"{source.path} is of another model: {name} has {source.full_numel(name)} elements there "
+                f"and {parameter.unsharded_numel} here"
+            )
 
     def restore_step_counts(self) -> None:
         """Copy the step counts, and seed and numbers of stochastic rounding."""
-        counts = ((number in self.anew, name) for number, name in enumerate(self.names))
-        self._tables.steps[:] = [0 if is_anew else self._source.step_of(name) for is_anew, name in counts]
+        self._tables.steps[:] = [
+            0 if position in self.anew else self._source.step_of(name) for position, name in enumerate(self.names)
+        ]
         rounding = self._source.rounding
         if rounding is not None:
             self._tables.seed, numbers = rounding
             own_numbers = zip(self.names, self._tables.numbers, strict=True)
-            self._tables.numbers[:] = [numbers.get(name, number) for name, number in own_numbers]
+            self._tables.numbers[:] = [numbers.get(name, own_number) for name, own_number in own_numbers]
 
     def restore(self, run: RunVisit) -> None:
-        """Copy a subgroup's state, and derive its weights from it."""
+        """Copy a visited subgroup's state, and derive its weights from it."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as exits:
             views = [
@@ -112,7 +118,10 @@ class Restorer:
     def _read_segments(
         self, subgroup: int, views_by_segment: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
     ) -> None:
-        """Read what is saved of all segments, at once, so that each tile is read once; fill in what is not."""
+        """Read what is saved of all segments, at once, so that each tile is read once.
+
+        The rest is filled in: state that begins anew with zeros, missing masters from weights.
+        """
         self._source.read(
             [
                 item
@@ -135,24 +144,25 @@ class Restorer:
         return segment.parameter not in self.anew and self._source.has(self.names[segment.parameter], name)
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
-        """Yield the ranges of a saved tensor that make up a segment's part of it."""
+        """Yield the ranges of a saved tensor that make up a segment's part of it, which is read to `out`."""
+        saved_name = self.names[segment.parameter]
         if name == PACKED:  # of a whole parameter
-            yield Range(self.names[segment.parameter], name, 0, out)
+            yield Range(saved_name, name, 0, out)
             return
-        at = 0
+        done = 0
         for start, numel in self._parameters[segment.parameter].runs(segment.start, segment.numel):
-            yield Range(self.names[segment.parameter], name, start, out[at : at + numel])
-            at += numel
+            yield Range(saved_name, name, start, out[done : done + numel])
+            done += numel
 
     def derive_weights(self, subgroup: Subgroup) -> None:
-        """Make the weights of a subgroup whose state stays where the checkpoint has it."""
+        """Make the weights of a subgroup from its saved masters; its state stays where the checkpoint has it."""
         number = subgroup.index
         view = View(0, self._lanes.image(0))  # with nothing in flight, all weight slots are free
         self._source.read(
             [
                 item
                 for segment in subgroup.segments
-                for item in self._ranges(segment, "master", self._views.weight(number, segment, view))
+                for item in self._ranges(segment, MASTER, self._views.weight(number, segment, view))
             ]
         )
         if view.weights_address is not None:

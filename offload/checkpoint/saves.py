@@ -19,14 +19,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.contents import read_commit
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, extra_name
+from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, all_tiles, extra_name
 from offload.checkpoint.marker import Mark, is_interrupted, marked_around
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
@@ -63,33 +63,47 @@ NOT_MIRRORED = "offload.not_mirrored"
 
 
 class Session(Protocol):
-    """Lets a resumed session continue in a store that an earlier session left, instead of in its own empty one."""
+    """What a takeover needs of a resumed session, which may go on in an earlier session's store, not in its own."""
 
     plan: Plan
 
     def reopen_tier(self, number: int, store: uuid.UUID, used_bytes: int) -> Tier:
-        """Open a store for writing; raises an `OffloadError` if it cannot.
+        """Open a store of an earlier session for writing; raise an `OffloadError` if that fails.
 
         Args:
-            number: That of its path.
-            store: Its id.
-            used_bytes: The bytes at its start that are divided into slots already.
+            number: The number of the store's path.
+            store: The store's id.
+            used_bytes: The bytes at the store's start that are divided into slots already.
         """
 
     def replace_tier(self, number: int, tier: Tier) -> None:
-        """Put an opened store in the place of the new one, which is deleted."""
+        """Use an opened store in place of the session's own new one on that path, which is deleted."""
+
+
+class _ReopenedStore(NamedTuple):
+    """A store of an ended session that this one has locked and opened for writing, with the tiles pinned in it."""
+
+    store: uuid.UUID
+    tier: Tier
+    pinned: list[PinnedTiles]
 
 
 @dataclass(slots=True)
 class _StoreLocks:
-    """Stores of ended sessions that this one has locked: `tiers` are open for writing, by path number."""
+    """Stores of ended sessions that this one has locked.
 
-    tiers: dict[int, tuple[uuid.UUID, Tier, list[PinnedTiles]]] = field(default_factory=dict)
+    Attributes:
+        reopened: Those that are open for writing, by path number.
+        locks: The others, which are only read: path, store and lock.
+    """
+
+    reopened: dict[int, _ReopenedStore] = field(default_factory=dict)
     locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
 
-    def give_up(self) -> None:
-        for _, tier, _ in self.tiers.values():
-            tier.close()
+    def release(self) -> None:
+        """Close and unlock all of them."""
+        for reopened in self.reopened.values():
+            reopened.tier.close()
         for _, _, lock in self.locks:
             release_lock(lock)
 
@@ -127,7 +141,7 @@ class PendingSave:
     records: Mapping[TileId, TileRecord] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Stop waiting for other ranks after so many seconds; the earliest of several limits counts."""
+        """Wait for other ranks for at most so many seconds from now; of several limits the earliest counts."""
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -138,9 +152,9 @@ class PendingSave:
         """
         if threading.current_thread() is self.thread:
             raise CheckpointError("on_commit is part of a checkpoint, and cannot wait for it: use on_done")
-        return waits.wait_for(self.done.wait, self._awaited, timeout_s)
+        return waits.wait_for(self.done.wait, self._describe_wait, timeout_s)
 
-    def _awaited(self) -> str:
+    def _describe_wait(self) -> str:
         """Return what the save waits for, for the log; "" if the committing thread logs that itself."""
         job = self.job
         if job is not None and job.awaited:
@@ -156,7 +170,7 @@ class Saves:
         config: The user's.
         queue: The session's completion queue.
         stores: Path and store of each path number.
-        others: Tiers beyond the session's own, by path number: the sink and foreign stores.
+        others: Tiers beyond the session's own, by path number, which this adds to: the sink and foreign stores.
         memory: Host memory, for copy buffers.
         views: Gather tiles that do not lie in memory as they are stored: of masters that are weights, and on a GPU.
         settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
@@ -194,15 +208,18 @@ class Saves:
         self._other_tiers = others
         self._memory = memory
         self._views = views
-        self._keep, self._keeps_all = config.checkpoints, False
+        self._keep = config.checkpoints
+        self._keeps_all = False
         self._io_backend = config.io_backend
         self._settle_s = settle_s
         paths = [path for path, _ in stores]
         self._is_mirrored = config.mirror is not None
         self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
+        """Address of the first copy buffer, and bytes of each."""
         self._last_number = 0
-        self._steps: tuple[int, ...] = ()
+        self._last_steps: tuple[int, ...] = ()
+        """The steps of the last two saves."""
         self.named_records: Mapping[TileId, TileRecord] = {}
         """Tiles of a checkpoint whose commit was under way when the session broke: their slots are not freed."""
         self._commit_error: BaseException | None = None
@@ -214,7 +231,7 @@ class Saves:
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
     def begin(self, request: SaveRequest) -> None:
-        """Note that the caller asks for a save; on the caller's thread, with nothing pending.
+        """Check and note a save that the caller asks for; on the caller's thread, with nothing pending.
 
         Raises:
             ConfigError: The checkpoint would be saved to the mirror itself.
@@ -222,6 +239,7 @@ class Saves:
         if not request.copy:
             self.mirror.check(os.fspath(request.path))
         if request.ranks > 1:  # one rank alone is never in doubt
+            # `COMMIT` names at most `MAX_RELEASED` ids, and has to name checkpoints that it replaces, too.
             self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], request.id]
 
     def wait_for_pending(self) -> None:
@@ -237,7 +255,7 @@ class Saves:
 
     @property
     def has_leaving(self) -> bool:
-        """Whether checkpoints that callers have released are kept until they are mirrored."""
+        """Whether checkpoints that callers have released are still kept, until they are mirrored."""
         return bool(self._awaiting_mirror)
 
     def mirror_folder(self, folder: str, rank: int, ranks: int, *, is_new: bool) -> None:
@@ -249,7 +267,7 @@ class Saves:
             return
         try:
             whole = WholeFolder.at(folder)
-            saved = self._saved_in(whole, rank, ranks) if whole.checkpoint else None
+            saved = self._request_of_part(whole, rank) if whole.checkpoint else None
             if saved is not None and saved.ranks != ranks:
                 raise CheckpointError(f"as many ranks go on with that as have saved it, {saved.ranks}")
             self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
@@ -258,11 +276,11 @@ class Saves:
             if is_new:
                 self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
-    def _saved_in(self, whole: WholeFolder, rank: int, ranks: int) -> SaveRequest:
-        """Return the save of which this rank mirrors a part: that of the checkpoint in a framework's folder."""
+    def _request_of_part(self, whole: WholeFolder, rank: int) -> SaveRequest:
+        """Return the request of the save whose checkpoint is in a framework's folder, for this rank's part of it."""
         path = whole.source(whole.checkpoint)
         commit = read_commit(open_folder(path))
-        if self.last is not None and self.last.request.id == commit.id:
+        if self.last is not None and self.last.request.id == commit.id:  # which knows what ranks have ended
             return replace(self.last.request, path=path)
         return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
 
@@ -288,41 +306,41 @@ class Saves:
             TierError: A store for the copy cannot be made in the folder.
             OffloadError: There is no memory for copy buffers.
         """
-        empty = not manifest.layout.parameters
-        copy = request.copy and not empty
-        if copy or needs_buffers:
+        is_empty = not manifest.layout.parameters
+        is_copy = request.copy and not is_empty
+        if is_copy or needs_buffers:
             plan = self._views.plan  # which has come since the manifest was made, if state was added
             address, _ = self._memory.ensure_checkpoint_buffers(plan)
             self._buffers = address, plan.largest_tile_bytes  # until the save has ended
-        sink = None
         self._last_number += 1
-        self._steps = *self._steps[-1:], manifest.step
-        number = len(self.stores)
-        if copy:
-            store = uuid.uuid4()
-            tiles = [tile for s in manifest.layout.subgroups for tile in s.tiles + s.weight_tiles]
-            total = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
-            sink = (
-                store,
-                open_tier(
-                    folder.path,
-                    store,
-                    self._queue,
-                    options=StoreOptions(
-                        extent_bytes=max(1 << 20, min(total, 256 << 20)), io_backend=self._io_backend
-                    ),
-                ),
-            )
-            self._other_tiers[number] = sink[1]
-        save = Save(self._last_number, number if copy else None, empty)
-        self.pending = PendingSave(
-            save, folder, request, manifest, sink, sys.maxsize if self._keeps_all else self._keep
-        )
+        self._last_steps = *self._last_steps[-1:], manifest.step
+        sink: tuple[uuid.UUID, Tier] | None = None
+        sink_number: int | None = None
+        if is_copy:
+            sink = self._open_sink(folder, manifest)
+            _, tier = sink
+            sink_number = len(self.stores)
+            self._other_tiers[sink_number] = tier
+        save = Save(self._last_number, sink_number, is_empty)
+        keep = sys.maxsize if self._keeps_all else self._keep
+        self.pending = PendingSave(save, folder, request, manifest, sink, keep)
         return self.pending
 
+    def _open_sink(self, folder: Folder, manifest: Manifest) -> tuple[uuid.UUID, Tier]:
+        """Make a new store in a checkpoint's folder, for a copy of all its tiles."""
+        store = uuid.uuid4()
+        tiles = [tile for subgroup in manifest.layout.subgroups for tile in all_tiles(subgroup)]
+        total_bytes = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
+        extent_bytes = max(1 << 20, min(total_bytes, 256 << 20))
+        options = StoreOptions(extent_bytes=extent_bytes, io_backend=self._io_backend)
+        return store, open_tier(folder.path, store, self._queue, options=options)
+
     def is_expected(self, step: int) -> bool:
-        """Return whether a save is due after a step, if saves come at intervals like the last one."""
-        return len(self._steps) == 2 and step == 2 * self._steps[1] - self._steps[0]
+        """Return whether a save is due after a step, if saves come at equal intervals: that of the last two."""
+        if len(self._last_steps) < 2:
+            return False
+        before, last = self._last_steps
+        return step == last + (last - before)
 
     # On the engine thread: what the executor needs
 
@@ -343,12 +361,12 @@ class Saves:
         invariant(pending.save.number == operation.number, "a commit of another save")
         self._close_foreign_stores()  # the last tiles there have been flushed for this save
         pending.records = operation.records
-        thread = threading.Thread(target=self._run, args=(pending, operation), name="offload-commit", daemon=True)
+        thread = threading.Thread(target=self._run_job, args=(pending, operation), name="offload-commit", daemon=True)
         thread.start()  # raises if the system has no more threads; `pending.thread` stays None then
         pending.thread = thread
 
     def commit_error(self) -> Exception:
-        """Return why the last commit has failed."""
+        """Return why the last commit has failed, as an `Exception` even if another `BaseException` ended it."""
         error = self._commit_error
         return error if isinstance(error, Exception) else CheckpointError(f"the commit was cut short: {error!r}")
 
@@ -365,62 +383,77 @@ class Saves:
         pending = self.pending
         if pending is None:
             return []
-        save_numbers: list[int] = []
         if error is not None and pending.thread is not None:
-            # The session may have broken during the commit: then the outcome of the commit counts.
-            pending.cancelled.set()
-            pending.thread.join(self._settle_s)
-            if pending.job is not None and pending.job.committed:
-                error = None
-            if pending.job is not None and not pending.job.undone:
-                self.named_records = pending.records
+            error = self._await_commit(pending, error)
         if pending.sink is not None:
-            # It stays in `_others` when it is closed: a session that breaks still gets completions of writes to it.
+            # It stays in `_other_tiers`: a session that breaks still gets completions of writes to a closed sink.
+            _, tier = pending.sink
             if error is None or self.named_records:
-                pending.sink[1].keep({record.location.offset for record in pending.records.values()})
+                tier.keep({record.location.offset for record in pending.records.values()})
             if not broke:  # else closing may hang; it is closed with the session
-                pending.sink[1].close()
+                tier.close()
+        save_numbers: list[int] = []
         if error is None and pending.job is not None:
             checkpoint = pending.job.checkpoint
             checkpoint.save_number = None if pending.request.copy else pending.save.number
-            if not pending.job.committed:
+            if pending.job.committed:
+                save_numbers = self._note_committed(pending, pending.job, checkpoint)
+            else:
                 error = self.commit_error()
                 self._doubtful.append(checkpoint)
                 self._undecided_ids = [id for id in self._undecided_ids if id != checkpoint.id]
-            else:
-                self._undecided_ids.clear()
-                self.last_folder = pending.folder.path
-                released = pending.job.released
-                save_numbers = [kept.save_number for kept in released if kept.save_number is not None]
-                committed = sorted([*pending.job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
-                self.kept = [kept for kept in committed if kept not in released]
-                self._newer = [kept for kept in self._newer if kept not in released]
-                self._doubtful = [d for d in self._doubtful if d not in (*pending.job.confirmed, *released)]
-                if not pending.request.copy:
-                    self.kept.append(checkpoint)
-                    if pending.request.mirrored:
-                        self.mirror.offer(pending.request)
         self.mirror.resume_mirroring()
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
+        self._note_end(pending, error)
+        return save_numbers
+
+    def _await_commit(self, pending: PendingSave, error: BaseException) -> BaseException | None:
+        """Stop the commit of a session that has broken during it; return `error`, or None if it was committed."""
+        pending.cancelled.set()
+        known(pending.thread, "a commit without a thread").join(self._settle_s)
+        if pending.job is None:
+            return error
+        if not pending.job.undone:
+            self.named_records = pending.records
+        return None if pending.job.committed else error
+
+    def _note_committed(self, pending: PendingSave, job: CommitJob, checkpoint: KeptCheckpoint) -> list[int]:
+        """Keep a committed checkpoint, and have it mirrored; return the saves that the commit has released."""
+        self._undecided_ids.clear()
+        self.last_folder = pending.folder.path
+        committed = sorted([*job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
+        self.kept = [kept for kept in committed if kept not in job.released]
+        self._newer = [kept for kept in self._newer if kept not in job.released]
+        decided = (*job.confirmed, *job.released)
+        self._doubtful = [doubtful for doubtful in self._doubtful if doubtful not in decided]
+        if not pending.request.copy:
+            self.kept.append(checkpoint)
+            if pending.request.mirrored:
+                self.mirror.offer(pending.request)
+        return [kept.save_number for kept in job.released if kept.save_number is not None]
+
+    def _note_end(self, pending: PendingSave, error: CheckpointError | None) -> None:
+        """Make the pending save `last`, with its error if it failed; tell those who wait for it, and `on_done`."""
         self._buffers = 0, 0
-        pending.error, pending.job, pending.records = error, None, {}
+        pending.error = error
+        pending.job = None
+        pending.records = {}
         pending.request = replace(pending.request, extra=None)  # until the next save
         self.last, self.pending = pending, None
         pending.done.set()
         if pending.request.on_done is not None:
             threading.Thread(target=pending.request.on_done, args=(error,), name="offload-saved", daemon=True).start()
-        return save_numbers
 
     def release(self, folder: str, *, after_mirror: bool = False) -> list[int]:
-        """Release the kept checkpoint in a folder; if none is there any more, all that were saved to the folder.
+        """Release the kept checkpoint in a folder, or, if none is there any more, all that were saved to this folder.
 
         On the engine thread, with nothing pending.
 
         Args:
             folder: The folder of the checkpoint.
-            after_mirror: Release one that is being mirrored later: at a save after it has been mirrored.
+            after_mirror: Do not release a checkpoint yet that is being mirrored: a save after that releases it.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -435,15 +468,19 @@ class Saves:
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = list[int]()
         for kept in present or candidates:
-            # Rank 0 may be mirroring it, with more to copy than this one.
-            is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
-            if after_mirror and (self.mirror.has_taken(kept.id) or (self._is_mirrored and not is_first)):
+            if after_mirror and self._must_wait_for_mirror(kept):
                 self.kept.remove(kept)
                 self._awaiting_mirror.append(kept)
-                continue
-            if not self._release_from(self.kept, kept, save_numbers, missing=not present):
+            elif not self._release_from(self.kept, kept, save_numbers, missing=not present):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
         return save_numbers
+
+    def _must_wait_for_mirror(self, kept: KeptCheckpoint) -> bool:
+        """Return whether a checkpoint is being mirrored, here or possibly on rank 0, which may have more to copy."""
+        if self.mirror.has_taken(kept.id):
+            return True
+        is_held_by_rank_0 = kept.rank > 0 and standing(kept.pin, "") is Standing.HELD
+        return self._is_mirrored and is_held_by_rank_0
 
     def _release_from(
         self,
@@ -456,28 +493,32 @@ class Saves:
     ) -> bool:
         """Release a checkpoint of a list, unless it is in use; see `commit.release`. Return whether it is released.
 
-        It is removed from the list then, and the number of its save, if it has one, is added to `save_numbers`.
+        Then it is removed from the list, and the number of its save, if it has one, is added to `save_numbers`.
         """
         is_released = release(kept, note, missing=missing, is_needed=self.mirror.is_needed)
         if is_released:
             checkpoints.remove(kept)
-            save_numbers += [kept.save_number] if kept.save_number is not None else []
+            if kept.save_number is not None:
+                save_numbers.append(kept.save_number)
         return is_released
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
         """Keep all checkpoints while this context lasts: saves that begin in it release no older ones.
 
-        Those that were made in a context that an exception ends are parts of no whole folder, and are released first.
+        If an exception ends the context, the framework's folder will never be whole. Checkpoints that were made in
+        the context are parts of it, and are released before others.
         """
-        first, was_keeping, self._keeps_all = self._last_number + 1, self._keeps_all, True
+        first_number = self._last_number + 1
+        was_keeping_all = self._keeps_all
+        self._keeps_all = True
         try:
             yield
         except BaseException:
-            self._interrupted_numbers |= {*range(first, self._last_number + 1)}
+            self._interrupted_numbers |= {*range(first_number, self._last_number + 1)}
             raise
         finally:
-            self._keeps_all = was_keeping
+            self._keeps_all = was_keeping_all
 
     @property
     def has_interrupted(self) -> bool:
@@ -485,7 +526,7 @@ class Saves:
         return bool(self._interrupted_numbers)
 
     def release_interrupted(self) -> list[int]:
-        """Release checkpoints of folders whose save was interrupted, as far as more are kept than are to be.
+        """Release checkpoints of folders whose save was interrupted, until no more are kept than the user wants.
 
         On the engine thread, with nothing pending: the next save has no room otherwise.
 
@@ -502,27 +543,29 @@ class Saves:
         return save_numbers
 
     def _by_release_order(self) -> list[KeptCheckpoint]:
-        """Return the kept checkpoints in the order in which they are released."""
+        """Return the kept checkpoints in the order in which they are released: those of interrupted saves first."""
         return sorted(self.kept, key=lambda kept: kept.save_number not in self._interrupted_numbers)
 
     def release_older(self, before: PendingSave | None) -> list[int]:
         """Release older checkpoints that a save under `keeping_all` has kept, except those in use.
 
-        Args:
-            before: The last save before that context; if none without `copy` has ended well since, none is released.
+        Nothing is released unless the last save is newer than `before`, the last one before that context, has
+        succeeded, and is not a `copy`. Return the numbers of the saves whose slots the machine is to release.
         """
         save_numbers = list[int]()
         if self.last is None or self.last is before or self.last.request.copy or self.last.error is not None:
             return save_numbers
-        for kept in self._by_release_order()[: max(0, len(self.kept) - self._keep)]:
+        excess = max(0, len(self.kept) - self._keep)
+        for kept in self._by_release_order()[:excess]:
             with contextlib.suppress(CheckpointError):  # as the log says
                 save_numbers += self.release(kept.folder, after_mirror=True)
         return save_numbers
 
     def release_deleted(self) -> list[int]:
-        """Free the slots of kept checkpoints that were released outside of this session, as before a deletion.
+        """Free the slots of kept checkpoints that somebody else has released, as `release_before_deletion` does.
 
-        On the engine thread, with nothing pending. A checkpoint that is being read is kept for now.
+        Also of those that were to be released once they are mirrored, if they are. On the engine thread, with nothing
+        pending. A checkpoint that is being read is kept for now.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -532,66 +575,74 @@ class Saves:
             awaits_mirror = checkpoints is self._awaiting_mirror
             for kept in [*checkpoints]:
                 verdict = standing(kept.pin, "")
-                if verdict is Standing.RELEASED or (
-                    awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
-                ):
+                # One that awaits the mirror: rank 0 tries each time, the others follow once it has gone.
+                is_due = awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
+                if is_due or verdict is Standing.RELEASED:
                     self._release_from(checkpoints, kept, save_numbers, missing=awaits_mirror)
         return save_numbers
 
     # On the committing thread
 
-    def _run(self, pending: PendingSave, commit: Commit) -> None:
+    def _run_job(self, pending: PendingSave, commit: Commit) -> None:
         """Commit a save, and post the outcome to the engine thread; an error is kept for `commit_error`."""
-        job, error = None, 0
+        job = None
+        code = 0
         try:
-            job = pending.job = self._job(pending, commit.records)
+            job = pending.job = self._make_job(pending, commit.records)
             job.run()
         except BaseException as cause:
             self._commit_error = cause
             # A checkpoint that others may still commit is kept like one that was committed.
-            error = 0 if job is not None and job.is_doubtful else -1
-        self._queue.post(commit.op, error)
+            code = 0 if job is not None and job.is_doubtful else -1
+        self._queue.post(commit.op, code)
 
-    def _job(self, pending: PendingSave, records: Mapping[TileId, TileRecord]) -> CommitJob:
-        """Return the job that commits a save, with the manifest of tiles that lie where `records` say."""
+    def _make_job(self, pending: PendingSave, records: Mapping[TileId, TileRecord]) -> CommitJob:
+        """Return the job that commits a save whose tiles lie where `records` say; calls the caller's `extra`."""
         request = pending.request
-        path_numbers = sorted({record.location.path for record in records.values()})
-        refs = [
-            StoreRef(pending.sink[0], None)
-            if pending.sink is not None
-            else StoreRef(self.stores[path][1], self.stores[path][0])
-            for path in path_numbers
-        ]
-        numbers = {path: number for number, path in enumerate(path_numbers)}
         extra = request.extra() if callable(request.extra) else request.extra
-        manifest = replace(
-            pending.manifest,
-            stores=tuple(refs),
-            metadata={**pending.manifest.metadata, **({} if request.mirrored else {NOT_MIRRORED: True})},
-            tiles={tile: TileRef.of(numbers[record.location.path], record) for tile, record in records.items()},
-            extra=None if extra is None else FileRef.of(extra_name(request.id, request.rank), extra),
-        )
-        # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self._by_release_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
-        keep = len(older) + 1 if request.copy else pending.keep
-        paths = [path for path, _ in self.stores[: self._path_count]] if not request.copy else []
+        own_paths = [path for path, _ in self.stores[: self._path_count]]
         return CommitJob(
             pending.folder,
             request,
-            manifest,
+            self._manifest_with_tiles(pending, records, extra),
             extra,
             older,
-            keep,
-            pending.cancelled,
-            paths,
+            # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
+            keep=len(older) + 1 if request.copy else pending.keep,
+            cancelled=pending.cancelled,
+            paths=[] if request.copy else own_paths,
             ranks_until_s=lambda: pending.ranks_until_s,
-            claim=self.mirror.pause_mirroring,
+            pause_mirroring=self.mirror.pause_mirroring,
             note_mirrored=self.mirror.note_mirrored,
             is_needed=self.mirror.is_needed,
-            read=self._read_checkpoints if not request.copy else [],
+            read=[] if request.copy else self._read_checkpoints,
             reader=self._note_name,
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != request.id),
+        )
+
+    def _manifest_with_tiles(
+        self, pending: PendingSave, records: Mapping[TileId, TileRecord], extra: bytes | None
+    ) -> Manifest:
+        """Return the manifest of a pending save with what is known only now: its tiles, their stores, and `extra`."""
+        request = pending.request
+        path_numbers = sorted({record.location.path for record in records.values()})
+        stores = []
+        for path_number in path_numbers:
+            if pending.sink is None:
+                path, store = self.stores[path_number]
+                stores.append(StoreRef(store, path))
+            else:
+                store, _ = pending.sink
+                stores.append(StoreRef(store, None))
+        store_numbers = {path_number: number for number, path_number in enumerate(path_numbers)}
+        return replace(
+            pending.manifest,
+            stores=tuple(stores),
+            metadata={**pending.manifest.metadata, **({} if request.mirrored else {NOT_MIRRORED: True})},
+            tiles={tile: TileRef.of(store_numbers[record.location.path], record) for tile, record in records.items()},
+            extra=None if extra is None else FileRef.of(extra_name(request.id, request.rank), extra),
         )
 
     # Resuming, with nothing pending
@@ -606,18 +657,18 @@ class Saves:
         self._mirror_loaded(checkpoint, rank, ranks)
         if len(checkpoint.manifests) != ranks or any(kept.id == checkpoint.id for kept in self.kept):
             return
-        stores = tuple((ref.path, ref.store) for ref in checkpoint.manifests[rank].stores if ref.path is not None)
+        stores = _places_of(checkpoint.manifests[rank])
         if not stores:
             return
-        locked = self._lock(stores, checkpoint)
+        locked = self._lock_stores(stores, checkpoint)
         if locked is not None:
             self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
-        marked, mark = marked_around(checkpoint.path)
+        marked_folder, mark = marked_around(checkpoint.path)
         if mark is Mark.WHOLE:
-            self.mirror_folder(marked, rank, ranks, is_new=False)
+            self.mirror_folder(marked_folder, rank, ranks, is_new=False)
             return
         if NOT_MIRRORED in checkpoint.metadata:
             return
@@ -626,38 +677,32 @@ class Saves:
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
             self.mirror.offer(saved, is_new=False)
 
-    def _lock(
+    def _lock_stores(
         self,
         stores: Sequence[Place],
         checkpoint: Checkpoint,
         session: Session | None = None,
         empty: Collection[int] = (),
     ) -> _StoreLocks | None:
-        """Lock all stores of a checkpoint; with a session, open for writing those that it can reuse instead.
+        """Lock all stores of a checkpoint, and update their pins; return None if one store cannot be locked.
 
-        It can on `empty` paths, where it has written nothing yet and gives its own store up. None if one store cannot
-        be locked.
+        With a session, stores that it can reuse are opened for writing, which locks them, too. It can on paths whose
+        numbers are in `empty`: there it has written nothing yet, and gives its own store up.
         """
+        if self._is_only_read(stores, checkpoint):
+            return None
         locked = _StoreLocks()
-        try:
-            is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
-        except CheckpointError as error:
-            log.info("%s: its stores are only read: %s", checkpoint.path, error)
-            return None
-        if is_copy:
-            log.info("%s is a copy of a checkpoint that is elsewhere, too: its stores are only read", checkpoint.path)
-            return None
         for path, store in stores:
             own_stores = enumerate(self.stores[: self._path_count])
             number = next((number for number, (own_path, _) in own_stores if own_path == path), None)
-            if session is not None and number is not None and number in empty and number not in locked.tiers:
-                reopened = self._open_store(number, path, store, checkpoint, session)
+            if session is not None and number is not None and number in empty and number not in locked.reopened:
+                reopened = self._reopen_store(number, path, store, checkpoint, session)
                 if reopened is not None:
-                    locked.tiers[number] = reopened
+                    locked.reopened[number] = reopened
                     continue
             lock = store_folder(path, store).acquire_lock()
             if lock is None:
-                locked.give_up()
+                locked.release()
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
                 return None
             locked.locks += ((path, store, lock),)
@@ -667,10 +712,21 @@ class Saves:
                 unpin_released(path, store)
         return locked
 
-    def _open_store(
+    def _is_only_read(self, stores: Sequence[Place], checkpoint: Checkpoint) -> bool:
+        """Return whether stores must not be locked, as the original of this copy needs them; the log says why."""
+        try:
+            is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
+        except CheckpointError as error:
+            log.info("%s: its stores are only read: %s", checkpoint.path, error)
+            return True
+        if is_copy:
+            log.info("%s is a copy of a checkpoint that is elsewhere, too: its stores are only read", checkpoint.path)
+        return is_copy
+
+    def _reopen_store(
         self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, session: Session
-    ) -> tuple[uuid.UUID, Tier, list[PinnedTiles]] | None:
-        """Open a store for writing, and return its pinned tiles; None if it may only be read."""
+    ) -> _ReopenedStore | None:
+        """Open a store for writing, and return it with its pinned tiles; None if it may only be read."""
         layout = session.plan.layout
         pinned = pinned_in(path, store, number, checkpoint, layout)
         if pinned is None:
@@ -683,88 +739,120 @@ class Saves:
         if pinned_in(path, store, number, checkpoint, layout) != pinned:  # it changed before it was locked
             tier.close()
             return None
-        return store, tier, pinned
+        return _ReopenedStore(store, tier, pinned)
 
     def take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, session: Session, rank: int, ranks: int
     ) -> Takeover:
-        """Go on from a checkpoint's state where it lies: write to its stores where possible, else read from them.
+        """Replace this session's stores by those of a checkpoint, and return what of it was taken over.
 
-        On the engine thread, with nothing in flight. Where one rank has saved for all, only that rank writes to them.
+        Stores that can be written to replace this session's own; the others are only read. On the engine thread, with
+        nothing in flight. Where one rank has saved for all, only that rank writes to the stores.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.
         """
         self.last_folder = checkpoint.path
         takeover = Takeover()
-        own_numbers = {path_store: number for number, path_store in enumerate(self.stores[: self._path_count])}
-        stores = dict.fromkeys((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
-        numbers = {path_store: own_numbers[path_store] for path_store in stores if path_store in own_numbers}
-        elsewhere = [path_store for path_store in stores if path_store not in own_numbers]
-        empty = [number for number in range(self._path_count) if index.is_empty(number)]
-        locked = self._lock(elsewhere, checkpoint, session, empty) if manifest.rank == rank else None
-        if locked is not None and locked.tiers:
-            trial = deepcopy(index)
-            for number, (_, tier, pinned) in locked.tiers.items():
-                end = used_bytes(pinned)
-                takeover.limit_bytes[number] = end + min(index.limit_bytes(number), tier.free_bytes())
-                counts = Counter(record.location for one in pinned for record in one.records.values())
-                trial.replace_store(number, takeover.limit_bytes[number], counts)
-            if not trial.has_planned_room():
-                locked.give_up()
-                takeover.limit_bytes.clear()
-                locked = self._lock(elsewhere, checkpoint)
-        tiers = locked.tiers if locked is not None else {}
-        numbers.update({(self.stores[number][0], store): number for number, (store, _, _) in tiers.items()})
-        foreign: dict[int, Tier] = {}
-        try:
-            for path_store in elsewhere:
-                if path_store not in numbers:
-                    number = numbers[path_store] = len(self.stores) + len(foreign)
-                    path, store = path_store
-                    foreign[number] = parse_place(path).open_existing(store, self._queue)
-        except BaseException:
-            for tier in foreign.values():
-                tier.close()
-            if locked is not None:
-                locked.give_up()
-            raise
-        self.stores += [path_store for path_store in elsewhere if numbers[path_store] in foreign]
-        read = [path_store for path_store in elsewhere if numbers[path_store] in foreign]
-        without_locks = tuple(path_store for path_store in read if not parse_place(path_store[0]).has_locks)
+        own_numbers = {place: number for number, place in enumerate(self.stores[: self._path_count])}
+        places = dict.fromkeys(_places_of(manifest))
+        numbers = {place: own_numbers[place] for place in places if place in own_numbers}
+        elsewhere = [place for place in places if place not in own_numbers]
+        locked = None
+        if manifest.rank == rank:
+            locked = self._lock_for_takeover(elsewhere, checkpoint, index, session, takeover)
+        all_reopened = {} if locked is None else locked.reopened
+        for number, reopened in all_reopened.items():
+            path, _ = self.stores[number]
+            numbers[path, reopened.store] = number
+        foreign_places = [place for place in elsewhere if place not in numbers]
+        foreign_tiers = self._open_foreign_stores(foreign_places, locked)
+        numbers.update(zip(foreign_places, foreign_tiers, strict=True))
+        self.stores += foreign_places
+        without_locks = tuple((path, store) for path, store in foreign_places if not parse_place(path).has_locks)
         if without_locks:
             note_reading(without_locks, self._note_name)
             self._read_checkpoints.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
-        self._other_tiers.update(foreign)
-        for number, (store, tier, _) in tiers.items():
-            session.replace_tier(number, tier)
-            self.stores[number] = self.stores[number][0], store
+        self._other_tiers.update(foreign_tiers)
+        for number, reopened in all_reopened.items():
+            session.replace_tier(number, reopened.tier)
+            path, _ = self.stores[number]
+            self.stores[number] = path, reopened.store
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)
         if locked is not None and elsewhere:
             self._keep_all(checkpoint, manifest, locked, takeover)
         return takeover
 
+    def _lock_for_takeover(
+        self, stores: Sequence[Place], checkpoint: Checkpoint, index: TileIndex, session: Session, takeover: Takeover
+    ) -> _StoreLocks | None:
+        """Lock a checkpoint's stores, and open those for writing that the session can reuse; see `_lock_stores`.
+
+        How far each opened store may grow is noted in `takeover`. If the plan would not have room in them, which a
+        copy of the index tells, no store is opened for writing.
+        """
+        empty = [number for number in range(self._path_count) if index.is_empty(number)]
+        locked = self._lock_stores(stores, checkpoint, session, empty)
+        if locked is None or not locked.reopened:
+            return locked
+        trial = deepcopy(index)
+        for number, (_, tier, pinned) in locked.reopened.items():
+            limit_bytes = used_bytes(pinned) + min(index.limit_bytes(number), tier.free_bytes())
+            takeover.limit_bytes[number] = limit_bytes
+            counts = Counter(record.location for tiles in pinned for record in tiles.records.values())
+            trial.replace_store(number, limit_bytes, counts)
+        if trial.has_planned_room():
+            return locked
+        locked.release()
+        takeover.limit_bytes.clear()
+        return self._lock_stores(stores, checkpoint)
+
+    def _open_foreign_stores(self, places: Sequence[Place], locked: _StoreLocks | None) -> dict[int, Tier]:
+        """Open stores that are only read; return them by their new path numbers. If it fails, release `locked`."""
+        foreign_tiers: dict[int, Tier] = {}
+        try:
+            for number, (path, store) in enumerate(places, len(self.stores)):
+                foreign_tiers[number] = parse_place(path).open_existing(store, self._queue)
+        except BaseException:
+            for tier in foreign_tiers.values():
+                tier.close()
+            if locked is not None:
+                locked.release()
+            raise
+        return foreign_tiers
+
     def _keep_all(self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover) -> None:
-        """Keep the checkpoints that have tiles in stores that were taken over; later saves release older ones."""
-        by_id: dict[str, list[PinnedTiles]] = {}
-        for one in sorted((one for _, _, tiles in locked.tiers.values() for one in tiles), key=lambda one: one.step):
-            by_id.setdefault(one.id, []).append(one)
-        own_stores = {(path, store) for path, store in self.stores[: self._path_count]}
-        for id, pinned in by_id.items():
+        """Keep the loaded checkpoint, and others that have tiles in stores that were taken over.
+
+        Each gets the number of a save, under which `takeover` has its tiles. Later saves release the kept ones; one
+        that has tiles in further stores is not kept.
+        """
+        all_pinned = [tiles for _, _, pinned in locked.reopened.values() for tiles in pinned]
+        pinned_by_id: dict[str, list[PinnedTiles]] = {}
+        for tiles in sorted(all_pinned, key=lambda tiles: tiles.step):
+            pinned_by_id.setdefault(tiles.id, []).append(tiles)
+        own_stores = {*self.stores[: self._path_count]}
+        loaded_number = None
+        for id, pinned in pinned_by_id.items():
             self._last_number += 1
-            takeover.pinned_records[self._last_number] = dict(item for one in pinned for item in one.records.items())
-            stores = tuple((ref.path, ref.store) for ref in pinned[0].manifest.stores if ref.path is not None)
-            if id != checkpoint.id and own_stores.issuperset(stores):
-                kept = KeptCheckpoint(pinned[0].folder, id, pinned[0].manifest.rank, stores, self._last_number)
-                (self.kept if pinned[0].step <= manifest.step else self._newer).append(kept)
+            records = dict(item for tiles in pinned for item in tiles.records.items())
+            takeover.pinned_records[self._last_number] = records
+            first = pinned[0]
+            stores = _places_of(first.manifest)
+            if id == checkpoint.id:
+                loaded_number = self._last_number
+            elif own_stores.issuperset(stores):
+                kept = KeptCheckpoint(first.folder, id, first.manifest.rank, stores, self._last_number)
+                (self.kept if first.step <= manifest.step else self._newer).append(kept)
                 if is_interrupted(kept.folder):
                     self._interrupted_numbers.add(self._last_number)
-        number = next((n for n, id in zip(takeover.pinned_records, by_id, strict=True) if id == checkpoint.id), None)
-        stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
-        self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, number, locked.locks))
+        stores = _places_of(manifest)
+        loaded = KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, loaded_number, locked.locks)
+        self.kept.append(loaded)
 
     def _close_foreign_stores(self) -> None:
+        """Close the foreign stores, whose numbers are below a sink's."""
         for number in [number for number in self._other_tiers if number < len(self.stores)]:
             self._other_tiers.pop(number).close()
 
@@ -778,6 +866,11 @@ class Saves:
             for _, _, lock in checkpoint.locks:
                 release_lock(lock)
         self.kept.clear()
+
+
+def _places_of(manifest: Manifest) -> tuple[Place, ...]:
+    """Return path and uuid of the stores that a manifest names, without one in the checkpoint's own folder."""
+    return tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
 
 
 def check_mirror(config: OffloadConfig) -> None:

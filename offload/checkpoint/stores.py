@@ -1,7 +1,7 @@
 """Stores, the pins that keep them, and which stores may be freed.
 
-Each store lists the checkpoints that refer to it, in `pins.json`: a pin is the id and the folder of a checkpoint. It
-is durable before the checkpoint is committed.
+Each store lists the checkpoints that refer to it, in `pins.json`: a pin is the id and the folder of a checkpoint. The
+pin is durable before the checkpoint is committed.
 
 Before anything is freed (after a commit, by `offload gc`, in a resume that takes a store over, or when a session uses
 slots again), `standing` is asked about each pin, or `judge` about a store with its pins. The rule: **a pin ends only
@@ -11,10 +11,10 @@ or an empty folder, is no evidence: the name may mean another folder by now (ano
 that cannot be decided is kept, and reported as missing: a person may delete its store. Before a checkpoint is deleted
 with its folder, a `RELEASED` has to be written in one of the two folders above it, where it counts, too.
 
-A save by one rank that was killed before its `COMMIT` ends a pin, too. From before the pin on, its folder has a file
-(`begun_name`) until `COMMIT` replaces that, in one rename, so no checkpoint has both. The session that was to write
-`COMMIT` had the store's lock. The file's name has the folder's inode, so that it means nothing in a copy of the
-folder that was made during the save.
+The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file (`begun_name`)
+to its folder before it pins a store; `COMMIT` replaces this file in one rename, so no checkpoint has both. The
+session that was to write `COMMIT` had the store's lock. The file's name has the folder's inode, so that the file
+means nothing in a copy of the folder that was made during the save.
 """
 
 from __future__ import annotations
@@ -114,11 +114,12 @@ def begun_name(folder: Folder, id: str) -> str:
 
 
 def standing(pin: Pin, store: str) -> Standing:
-    """Return the standing of a pin's checkpoint. One that cannot be read counts as held: it may be repaired.
+    """Return the standing of a pin's checkpoint. A checkpoint that cannot be read counts as held: it may be repaired.
 
     Args:
-        pin: A pin of the store. While its checkpoint is being committed it counts as released: the store is in use.
-        store: The store's directory, or prefix of a bucket.
+        pin: A pin of the store. While its checkpoint is being committed it may count as released, which frees
+            nothing, as the store is in use.
+        store: The store's directory, or prefix of a bucket. "" will do if the pin's folder is not `HERE`.
     """
     if not pin.id:
         return Standing.MISSING
@@ -132,9 +133,9 @@ def standing(pin: Pin, store: str) -> Standing:
                 return Standing.HELD
             released_ids = commit.replaced
         else:
-            released_ids = read_released(opened)[0]
+            released_ids, _ = read_released(opened)
         begun = begun_name(opened, pin.id)
-        if begun and opened.read(begun) is not None:
+        if begun and opened.read(begun) is not None:  # the save was killed before its `COMMIT`
             return Standing.RELEASED
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
@@ -152,7 +153,8 @@ def _is_named_above(folder: str, id: str) -> bool:
     """Return whether a `RELEASED` in one of the two folders above a checkpoint's names it."""
     for above in folders_above(folder):
         with contextlib.suppress(ConfigError, CheckpointError, ValueError):  # what cannot be read names nothing
-            if id in read_released(open_folder(above))[0]:
+            released_ids, _ = read_released(open_folder(above))
+            if id in released_ids:
                 return True
     return False
 
@@ -160,15 +162,17 @@ def _is_named_above(folder: str, id: str) -> bool:
 def released_before(folder: Folder) -> tuple[str, ...]:
     """Return the ids of the checkpoints that a folder has held before a commit to it, newest first.
 
-    The first is the one that the commit replaces, unless that is a copy: replacing a copy releases nothing.
+    The first is the one that the commit replaces. It is left out if it is a copy of a checkpoint that is elsewhere:
+    otherwise, replacing the copy would release the original, which has the same id.
 
     Raises:
-        CheckpointError: Its `COMMIT` is not ours to replace.
+        CheckpointError: The folder's `COMMIT` is not ours to replace.
     """
     commit = commit_to_replace(folder)
     if commit is None:
-        return read_released(folder)[0]
-    return (commit.id, *commit.replaced) if not _is_copy(folder) else commit.replaced
+        released_ids, _ = read_released(folder)
+        return released_ids
+    return commit.replaced if _is_copy(folder) else (commit.id, *commit.replaced)
 
 
 def commit_to_replace(folder: Folder) -> CommitRecord | None:
@@ -188,24 +192,22 @@ def _is_copy(folder: Folder) -> bool:
     """Return whether the checkpoint in a folder is a copy of one that the pins of its stores find elsewhere."""
     with contextlib.suppress(CheckpointError):  # the checkpoint is damaged, or its stores are gone
         id, manifests = read_manifests(folder)
-        refs = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
-        return any(is_elsewhere(id, folder.path, path, store) for path, store in sorted(refs))
+        stores = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+        return any(is_elsewhere(id, folder.path, path, store) for path, store in sorted(stores))
     return False
 
 
 def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
-    """Return whether a store's pin says that a checkpoint is in another folder than `folder`, and it is there.
+    """Return whether a store is pinned for the same checkpoint in another folder than `folder`, and it is there.
 
     Then `folder` is a copy of that folder, and both need the store.
 
     Raises:
         CheckpointError: The pins cannot be read.
     """
-    pinned = store_folder(path, store)
-    return any(
-        pin.id == id and not is_same(pin.folder, folder) and standing(pin, pinned.path) is Standing.HELD
-        for pin in read_pins(pinned)
-    )
+    opened = store_folder(path, store)
+    pins_elsewhere = (pin for pin in read_pins(opened) if pin.id == id and not is_same(pin.folder, folder))
+    return any(standing(pin, opened.path) is Standing.HELD for pin in pins_elsewhere)
 
 
 def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
@@ -214,17 +216,18 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     Raises:
         CheckpointError: The pins cannot be read or written.
     """
-    pinned = store_folder(path, store)
-    pins = read_pins(pinned)
+    opened = store_folder(path, store)
+    pins = read_pins(opened)
     new_pins = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
     if new_pins != pins:
-        write_pins(pinned, new_pins)
+        write_pins(opened, new_pins)
 
 
 def unpin_released(path: str, store: uuid.UUID) -> None:
     """Delete the pins of released checkpoints from a store, whose lock the caller has.
 
-    It is done at once, as the `RELEASED` that names the checkpoints may be deleted.
+    Call this as soon as a store is locked: without the `RELEASED` that names a checkpoint, which may be deleted at
+    any time, nobody can tell any more that the checkpoint was released.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
@@ -244,7 +247,7 @@ def is_same(left: str, right: str) -> bool:
 
 
 def is_read(store: Folder, *, own: int = 0) -> bool:
-    """Return whether a store is known to be read by more than its owner and `own` readers of the caller."""
+    """Return whether a store is known to have more readers than its owner and the caller's own, `own` of them."""
     with contextlib.suppress(OSError):
         return store.is_read(own=own)
     return False
@@ -258,16 +261,16 @@ class Leftover:
     """A store, and whether anybody needs it.
 
     Attributes:
-        path: Its directory.
-        nbytes: Bytes that it takes.
-        used_by: Pid of the process that has its lock, or None.
-        being_read: Whether some process reads it.
+        path: The store's directory.
+        nbytes: Bytes that the store takes.
+        used_by: Pid of the process that has the store's lock; None if none has.
+        being_read: Whether some process reads the store.
         pins: Pins of checkpoints that are in their folders.
         missing: Pins of checkpoints that may be deleted, never committed, moved, or hidden by a mount.
-        problem: Why it cannot be judged; "" if it can.
-        opened_by: In an object store, who has opened the store and may still use it; "" if known to have ended, and
-            where stores have locks.
-        folder: Its folder.
+        problem: Why the store cannot be judged; "" if it can.
+        opened_by: In an object store, the session that has opened the store and may still use it; "" if that is known
+            to have ended, and where stores have locks.
+        folder: The store's folder.
     """
 
     path: str
@@ -282,12 +285,12 @@ class Leftover:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no process uses or reads the store, and no checkpoint that is in its folder needs it."""
+        """Whether no process uses or reads the store, and no checkpoint that is in its folder needs the store."""
         return not (self.used_by is not None or self.being_read or self.pins or self.problem)
 
     @property
     def is_free(self) -> bool:
-        """Whether it may be deleted with no word from a person: surely unused and unread, and every pin released."""
+        """Whether the store may be deleted without asking a person: surely unused and unread, every pin released."""
         return self.may_go()
 
     def may_go(self, *, missing: bool = False, ended: bool = False) -> bool:
@@ -301,7 +304,7 @@ class Leftover:
 
 
 def find_stores(path: str) -> list[Leftover]:
-    """Return all stores on a path, those of ranks (`rank-<r>`) included, in order of their names.
+    """Return all stores on a path, in order of their names; those in folders of ranks (`rank-<r>`) are included.
 
     Raises:
         ConfigError: `path` is not a directory that can be read, or not a bucket that can be used.
@@ -319,15 +322,15 @@ def find_stores(path: str) -> list[Leftover]:
 def leftover_bytes(paths: Sequence[str]) -> int:
     """Return the bytes of stores on `paths` that nobody has locked: their sessions have ended."""
     total_bytes = 0
-    for parsed in map(parse_place, paths):
+    for place in map(parse_place, paths):
         with contextlib.suppress(OSError):
-            for store in parsed.stores(ranks=False) if parsed.has_locks else ():
+            for store in place.stores(ranks=False) if place.has_locks else ():
                 total_bytes += store.nbytes() if store.used_by() is None else 0
     return total_bytes
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Find out who uses and reads a store, and which pins keep it; a lock of the caller (`locked`) is no use."""
+    """Return who uses and reads a store, and which pins keep it; with `locked`, the caller's own lock is no use."""
     nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
     pins: tuple[Pin, ...] = ()
     missing: tuple[Pin, ...] = ()
@@ -346,17 +349,19 @@ def judge(store: Folder, *, locked: bool = False) -> Leftover:
 
 def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
     """Return the pins whose checkpoints are in their folders, and those whose checkpoints are missing."""
-    pins, name = read_pins(store), store.label
+    pins = read_pins(store)
+    name = store.label
     if not any(pin.folder == HERE for pin in pins):
         pins += _pins_of_copy_around(name)
-    parent = name.rpartition("/")[0]
+    parent, _, _ = name.rpartition("/")
     verdicts = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
     held_pins = tuple(pin for pin, verdict in verdicts if verdict is Standing.HELD)
-    return held_pins, tuple(pin for pin, verdict in verdicts if verdict is Standing.MISSING)
+    missing_pins = tuple(pin for pin, verdict in verdicts if verdict is Standing.MISSING)
+    return held_pins, missing_pins
 
 
 def _pins_of_copy_around(store: str) -> list[Pin]:
-    """Return the pin that the self-contained checkpoint around a store would have: older ones have none."""
+    """Return the pin that a store in a self-contained checkpoint's folder has to have: older ones have none."""
     folder, _, name = store.rpartition("/")
     around = open_folder(folder)
     if around.read(COMMIT_NAME) is None:
@@ -366,16 +371,17 @@ def _pins_of_copy_around(store: str) -> list[Pin]:
     except CheckpointError:
         return [Pin("", HERE)]  # it is damaged or not ours: nobody can tell which stores it names
     refs = [ref for manifest in manifests for ref in manifest.stores]
-    return [Pin(id, HERE)] if any(ref.path is None and f"offload-{ref.store}" == name for ref in refs) else []
+    is_named = any(ref.path is None and f"offload-{ref.store}" == name for ref in refs)
+    return [Pin(id, HERE)] if is_named else []
 
 
 def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) -> bool:
     """Delete a store that may be freed, under its lock; return whether it is deleted.
 
-    The store is judged again under the lock. One without a lock file may be on a file system without locks, and is
-    deleted only if it is empty. One that is just being made looks like a leftover until its session has locked it;
-    the session then makes it again. Only files that stores are made of are deleted. For `missing` and `ended` see
-    `Leftover.may_go`.
+    The store is judged again under the lock. A store without a lock file may be on a file system without locks, and
+    is deleted only if it is empty. A store that is just being made looks like a leftover until its session has locked
+    it; if it is deleted, the session makes it again. Only files that stores are made of are deleted. For `missing`
+    and `ended` see `Leftover.may_go`.
     """
     store = leftover.folder
     lock = store.acquire_lock()
@@ -389,9 +395,10 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
 
 
 def delete_free(paths: Iterable[str]) -> None:
-    """Delete the stores on some paths that `offload gc` would: their sessions have ended, no checkpoint needs them.
+    """Delete the stores on some paths whose sessions have ended and that no checkpoint needs, as `offload gc` does.
 
-    Not where stores have no locks: nothing tells there that a session has ended, so a person has to delete them.
+    On paths whose stores have no locks nothing is deleted: nothing tells there that a session has ended, so a person
+    has to delete them.
 
     Raises:
         ConfigError: A path cannot be read.
@@ -403,7 +410,7 @@ def delete_free(paths: Iterable[str]) -> None:
 
 
 def note_reading(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
-    """Write into stores without locks that this session reads them; where it may not write, it reads all the same."""
+    """Note in stores without locks that this session reads them. Failures are ignored: writing may be forbidden."""
     content = json.dumps(describe_user()).encode()
     for path, store in stores:
         with contextlib.suppress(CheckpointError):
@@ -421,22 +428,22 @@ def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
     """Delete, of some stores without locks, those that no checkpoint needs any more and that nobody may use.
 
     Returns:
-        Whether all of them are deleted.
+        Whether none of them is left.
 
     Raises:
         CheckpointError: Pins cannot be read or written.
     """
-    remaining = 0
+    remaining_count = 0
     for path, store in stores:
         unpin_released(path, store)
         opened = store_folder(path, store)
-        if not opened.names():
+        if not opened.names():  # deleted before
             continue
         if not read_pins(opened) and delete_unused(opened):
             _log.info("deleted %s, which a session that has ended left behind", opened.path)
         else:
-            remaining += 1
-    return not remaining
+            remaining_count += 1
+    return remaining_count == 0
 
 
 def delete_unused(store: Folder, *, missing: bool = False, ended: bool = False) -> bool:

@@ -1,9 +1,9 @@
 """Taking over a checkpoint where it lies, instead of copying its state.
 
-Its tiles are this session's newest versions from then on. A store whose session has ended, on one of this session's
-paths, becomes this session's own: new versions go to the slots in it that no checkpoint names. Tiles in other stores
-are only read, until they are next flushed or saved; they go to this session's stores then, so that a checkpoint
-refers to stores of its own session alone. For as long as that takes, a store is locked or marked as being read.
+The checkpoint's tiles are this session's newest versions from then on. A store whose session has ended, on one of
+this session's paths, becomes this session's own: new versions go to the slots in it that no checkpoint names. Tiles
+in other stores are only read until they are next flushed or saved. Then they go to this session's stores, so that a
+checkpoint refers to stores of its own session alone. Until then these stores are locked or marked as being read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Place = tuple[str, uuid.UUID]
 def manifest_in_place(
     checkpoint: Checkpoint, layout: Layout, names: Sequence[str], rank: int, ranks: int
 ) -> Manifest | None:
-    """Return the manifest of this rank's state if its tiles are those of this layout, so that they can be reused.
+    """Return the manifest of this rank's state if the saved tiles are those of this layout, to be reused; else None.
 
     None for a self-contained copy, too: its owner may move or delete it. `names` are those of this layout's
     parameters in the checkpoint.
@@ -43,16 +43,16 @@ def manifest_in_place(
         return None
     saved = manifest.layout
 
-    def places(layout: Layout) -> list[tuple[object, ...]]:
+    def pieces_without_names(layout: Layout) -> list[tuple[object, ...]]:
         return [(p.numel, p.dtype, p.start, p.unsharded_numel, p.box) for p in layout.parameters]
 
     is_alike = (
         saved.subgroups == layout.subgroups
-        and [p.name for p in saved.parameters] == list(names)
-        and places(saved) == places(layout)
-        and all(manifest.stores[ref.store].path is not None for ref in manifest.tiles.values())
+        and [parameter.name for parameter in saved.parameters] == list(names)
+        and pieces_without_names(saved) == pieces_without_names(layout)
     )
-    return manifest if is_alike else None
+    is_copy = any(manifest.stores[ref.store].path is None for ref in manifest.tiles.values())
+    return manifest if is_alike and not is_copy else None
 
 
 @dataclass(slots=True)
@@ -89,20 +89,21 @@ def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId,
     """Return the records of a manifest's tiles in some stores, given the path number of each."""
     records = {}
     for tile, ref in manifest.tiles.items():
-        store = manifest.stores[ref.store]
-        number = None if store.path is None else numbers.get((store.path, store.store))
+        named = manifest.stores[ref.store]
+        number = None if named.path is None else numbers.get((named.path, named.store))
         if number is not None:
             records[tile] = ref.record(number, manifest.tile_bytes[tile])
     return records
 
 
 def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
-    """Return a manifest that names a store's directory `path`, where it has another name for the same directory."""
+    """Return a manifest that calls a store's directory `path`, if it has another name for the same directory."""
 
-    def locate(ref: StoreRef) -> StoreRef:
-        return StoreRef(store, path) if ref.store == store and ref.path and is_same(ref.path, path) else ref
+    def rename(ref: StoreRef) -> StoreRef:
+        is_meant = ref.store == store and ref.path and is_same(ref.path, path)
+        return StoreRef(store, path) if is_meant else ref
 
-    return replace(manifest, stores=tuple(map(locate, manifest.stores)))
+    return replace(manifest, stores=tuple(map(rename, manifest.stores)))
 
 
 def pinned_in(
@@ -110,7 +111,7 @@ def pinned_in(
 ) -> list[PinnedTiles] | None:
     """Return the tiles that checkpoints have in a store, which the caller has locked; `number` is its path's.
 
-    The checkpoint to go on from is open here, and so reads the store, too.
+    `checkpoint`, the one to go on from, is open here, and so reads the store, too. `layout` is this session's.
 
     Returns:
         None if it is not certain which slots are free, so that none may be written to: a pin's checkpoint is
@@ -134,24 +135,24 @@ def pinned_in(
                 id, manifests = read_manifests(open_folder(folder))
                 if id != pin.id:
                     return None
-            count = len(pinned)
+            of_pin = []
             for manifest in (relocated(manifest, path, store) for manifest in manifests):
                 records = records_in(manifest, {(path, store): number})
                 if records and manifest.layout.subgroups != layout.subgroups:
                     return None
                 if records:
-                    pinned.append(PinnedTiles(pin.id, folder, manifest, records))
-            if len(pinned) == count:
+                    of_pin.append(PinnedTiles(pin.id, folder, manifest, records))
+            if not of_pin:
                 return None
+            pinned += of_pin
         if has_released and opened.is_read(own=1):  # `checkpoint` is the one reader of our own
             return None
     except (OSError, CheckpointError):
         return None
-    if checkpoint.id not in [one.id for one in pinned]:
-        return None
-    return pinned
+    return pinned if checkpoint.id in [tiles.id for tiles in pinned] else None
 
 
 def used_bytes(pinned: Sequence[PinnedTiles]) -> int:
-    """Return the end of the last slot that checkpoints name."""
-    return max(r.location.offset + r.location.nbytes + SECTOR_BYTES for one in pinned for r in one.records.values())
+    """Return the end of the last store slot that checkpoints name; a slot is a header of one sector and a payload."""
+    locations = [record.location for tiles in pinned for record in tiles.records.values()]
+    return max(location.offset + SECTOR_BYTES + location.nbytes for location in locations)

@@ -16,7 +16,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
     """Write all bytes to a place in a file, given its descriptor."""
     while data:
         written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset += written
 
 
 def write_tensor(file: int, tensor: torch.Tensor, offset: int) -> None:
@@ -67,6 +68,7 @@ class _Storages(pickle.Pickler):
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> str | None:
+        """Called by `dump` for each object: note a storage, and keep its bytes out of the pickle."""
         storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
         if not isinstance(storage, torch.UntypedStorage):
             return None
@@ -75,7 +77,7 @@ class _Storages(pickle.Pickler):
 
 
 def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
-    """Return the storages in an object by their address; none if the object cannot be pickled a second time."""
+    """Return the storages in an object by their address; {} if the object cannot be pickled a second time."""
     pickler = _Storages()
     with contextlib.suppress(Exception):
         pickler.dump(pickled)
@@ -99,26 +101,40 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
         OSError: If the file cannot be written.
     """
     storages = _storages(pickled)
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
-        records = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
-        entries = [records[number] for number in map(str, range(len(records))) if number in records]
-        if [record.file_size for record in entries] != [storage.nbytes() for storage in storages.values()]:
-            return None
-        places = {}
-        for key, record in zip(storages, entries, strict=True):
-            headers.seek(record.header_offset + 26)
-            places[key] = record.header_offset + 30 + sum(struct.unpack("<HH", headers.read(4)))
-    runs: dict[int, list[tuple[int, int]]] = {key: [] for key in storages}
+    places = _find_places(path, storages)
+    if places is None:
+        return None
+    holes: dict[int, list[tuple[int, int]]] = {address: [] for address in storages}
     for tensor in left_out:
         first = int(tensor.storage_offset()) * tensor.itemsize
-        runs.get(tensor.untyped_storage()._cdata, []).append((first, first + tensor.nbytes))
+        holes.get(tensor.untyped_storage()._cdata, []).append((first, first + tensor.nbytes))
     with writable(path) as file:
-        for key, storage in storages.items():
-            elements = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+        for address, storage in storages.items():
+            content = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            nbytes = storage.nbytes()
             done = 0
-            for first, last in [*sorted(runs[key]), (storage.nbytes(),) * 2]:
-                write_tensor(file, elements[done:first], places[key] + done)
-                done = max(done, last)
+            for first, end in [*sorted(holes[address]), (nbytes, nbytes)]:
+                write_tensor(file, content[done:first], places[address] + done)
+                done = max(done, end)
+    return places
+
+
+def _find_places(path: str, storages: Mapping[int, torch.UntypedStorage]) -> Places | None:
+    """Return where storages begin in a file of `torch.save`; None if the file has not these storages.
+
+    They are entries "data/0", "data/1" and so on of a zip file, uncompressed. A local header of a zip file has 30
+    bytes, of which the last four are the lengths of name and extra field, which follow before the content.
+    """
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
+        entries = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
+        in_order = [entries[number] for number in map(str, range(len(entries))) if number in entries]
+        if [entry.file_size for entry in in_order] != [storage.nbytes() for storage in storages.values()]:
+            return None
+        places = {}
+        for address, entry in zip(storages, in_order, strict=True):
+            headers.seek(entry.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", headers.read(4))
+            places[address] = entry.header_offset + 30 + name_bytes + extra_bytes
     return places
 
 

@@ -50,14 +50,14 @@ UNFINISHED = ".offload-"
 class WholeFolder:
     """A folder that a framework has written.
 
-    Names are relative to the run's folder, and the same relative to the mirror, except those of files beside it.
+    Names are relative to the run's folder. In the mirror files have the same names, except those beside the folder.
 
     Attributes:
-        above: The run's folder: that which the framework writes all folders of one training run to.
+        above: The run's folder: the one that the framework writes all folders of one training run to.
         name: Name of the folder, in which the marker lies.
         checkpoint: Name of the folder with the engine's checkpoint, which is copied as such; "" for none.
-        belongs: What the marker says of files beside the folder: they are copied last, in their order, then the
-            shared ones, with the content that they have when this is opened.
+        belongs: What the marker says of files beside the folder. They are copied last, in their order, then the
+            shared files, with the content that they have when the copy begins.
     """
 
     above: str
@@ -78,14 +78,14 @@ class WholeFolder:
         if len(checkpoints) > 1:
             listed = ", ".join(sorted(os.path.relpath(directory, folder) for directory in checkpoints))
             raise CheckpointError(f"it has checkpoints of several optimizers, {listed}")
-        belongs = mark_in(open_folder(folder))[1]
+        _, belongs = mark_in(open_folder(folder))
         if belongs is DAMAGED:
             raise CheckpointError("its marker is damaged")
         above = folder
         for _ in range(belongs.depth):
             above = os.path.dirname(above)
-        name, *inside = (os.path.relpath(directory, above) for directory in (folder, *checkpoints))
-        return cls(above, name, "".join(inside), belongs)
+        checkpoint = os.path.relpath(checkpoints[0], above) if checkpoints else ""
+        return cls(above, os.path.relpath(folder, above), checkpoint, belongs)
 
     def source(self, name: str = "") -> str:
         """Return the path of a file or folder by its name; that of the folder itself if no name is given."""
@@ -100,18 +100,25 @@ class WholeFolder:
             OSError: A directory cannot be read.
         """
         paths = []
-        for above, names, files in os.walk(self.source(), onerror=_unless_gone):
-            inside = os.path.relpath(above, self.above)
-            names[:] = [name for name in names if not name.startswith(UNFINISHED)]
-            if inside == self.checkpoint:
-                names[:], files = ([name for name in listed if not OWN.fullmatch(name)] for listed in (names, files))
-            paths += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
-        without_markers = sorted(path for path in paths if os.path.basename(path) not in (BEGUN, WHOLE))
-        return [*without_markers, *self.belongs.beside, *self.belongs.shared]
+        for directory, folders, files in os.walk(self.source(), onerror=_raise_unless_gone):
+            name = os.path.relpath(directory, self.above)
+            is_checkpoint_folder = name == self.checkpoint
+            # In place: the walk does not enter folders that are removed from the list.
+            folders[:] = [
+                folder
+                for folder in folders
+                if not (folder.startswith(UNFINISHED) or (is_checkpoint_folder and OWN.fullmatch(folder)))
+            ]
+            for file in files:
+                is_own = is_checkpoint_folder and OWN.fullmatch(file)
+                if not (is_own or file.startswith(TEMPORARY) or file in (BEGUN, WHOLE)):
+                    paths.append(f"{name}/{file}")
+        return [*sorted(paths), *self.belongs.beside, *self.belongs.shared]
 
 
-def _unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # somebody's temporary one
+def _raise_unless_gone(error: OSError) -> None:
+    """Raise an error of `os.walk`, unless the directory has gone: it was somebody's temporary one."""
+    if not isinstance(error, FileNotFoundError):
         raise error
 
 
@@ -147,18 +154,20 @@ class _File:
         return self.descriptor >= 0
 
     def write_to(self, folder: Folder) -> None:
-        """Copy the file's content of when it was opened or read; it is durable when this returns."""
-        content = FileBytes(self.descriptor, self.state[0]) if self.content is None else self.content
+        """Copy the content that the file had when it was opened or read; the copy is durable when this returns."""
+        nbytes, _ = self.state
+        content = FileBytes(self.descriptor, nbytes) if self.content is None else self.content
         folder.write(os.path.basename(self.path), content)
         if self.content is None and self._state() != self.state:
             raise CheckpointError(f"{self.path} was changed while it was copied")
 
     def read(self) -> None:
-        """Read the file now, if it can be copied: another save may write over it before it is copied."""
+        """Read the file now, if it can be copied: another save may overwrite it before it is copied."""
         if self.open():
             with open(self.descriptor, "rb", closefd=False) as file:
                 self.content = file.read()
-            self.state = len(self.content), self.state[1]
+            _, changed_ns = self.state
+            self.state = len(self.content), changed_ns
             self.close()
 
     def open_as_it_was(self) -> bool:
@@ -174,6 +183,7 @@ class _File:
         return is_open
 
     def close(self) -> None:
+        """Close the file; idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -183,6 +193,7 @@ class _File:
 
 
 def _state_of(status: os.stat_result) -> tuple[int, int]:
+    """Return size, and time of the last change, which tell whether a file has been changed."""
     return status.st_size, status.st_mtime_ns
 
 
@@ -205,22 +216,29 @@ class FolderCopy:
         self.mirror = mirror
         self._copied: dict[str, tuple[int, int]] = {}
         self.files: dict[str, _File] = {}
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most_open = MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 8)
         try:
             for name in whole.files():
-                file = _File(whole.source(name))
-                may_lack = name not in whole.belongs.beside  # as a temporary one, or a shared one
-                with contextlib.suppress(*[FileNotFoundError] * may_lack):
-                    if name in whole.belongs.shared:
-                        file.read()
-                    if len(self.files) >= most_open:
-                        file.state = _state_of(os.stat(file.path))
-                    if len(self.files) >= most_open or file.open():
-                        self.files[name] = file
+                try:
+                    self._open_file(name)
+                except FileNotFoundError:  # a temporary file, or a shared one
+                    if name in whole.belongs.beside:
+                        raise
         except BaseException:
             self.close()
             raise
+
+    def _open_file(self, name: str) -> None:
+        """Add a file to `files`, if it can be copied: read if it is shared, else open, unless too many are open."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most_open = MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 8)
+        file = _File(self.whole.source(name))
+        if name in self.whole.belongs.shared:
+            file.read()
+        if len(self.files) >= most_open:
+            file.state = _state_of(os.stat(file.path))
+            self.files[name] = file
+        elif file.open():
+            self.files[name] = file
 
     def begin(self) -> bool:
         """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if it is to stay whole.
@@ -230,17 +248,18 @@ class FolderCopy:
         """
         folder = open_folder(self.target)
         mark, marker = mark_in(folder)
-        known = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
+        unchanged = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
         if mark is Mark.WHOLE:
             is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)
-            if not self._is_new or (is_same_save and known.keys() == self.files.keys()):
+            if not self._is_new or (is_same_save and unchanged.keys() == self.files.keys()):
                 return False
-        this, other = Process.this(), marker.process
-        if this and other and other != this and other.machine == this.machine and not other.has_ended():
-            raise CheckpointError(f"process {other.pid} is copying it")
+        this, copier = Process.this(), marker.process
+        is_another = this and copier and copier != this and copier.machine == this.machine
+        if copier and is_another and not copier.has_ended():
+            raise CheckpointError(f"process {copier.pid} is copying it")
         folder.prepare()
-        self._copied = known if mark is Mark.BEGUN else {}
-        self._note(folder, BEGUN)
+        self._copied = unchanged if mark is Mark.BEGUN else {}
+        self._write_marker(folder, BEGUN)
         folder.delete(WHOLE)
         for name in marker.files.keys() - self.files.keys():  # of another folder of that name
             if name.startswith(f"{self.whole.name}/"):
@@ -249,15 +268,17 @@ class FolderCopy:
         return True
 
     def _is_unchanged(self, name: str, state: tuple[int, int]) -> bool:
-        """Return whether the mirror's copy of a file, noted with `state`, is of the file as this was made with it."""
+        """Return whether the mirror's copy of a file, noted with `state`, need not be made again."""
         file = self.files.get(name)
-        return file is not None and (file.content is not None or file.state == state)
+        is_shared = file is not None and file.content is not None  # later saves overwrite it
+        return is_shared or (file is not None and file.state == state)
 
-    def _note(self, folder: Folder, mark: str) -> None:
+    def _write_marker(self, folder: Folder, mark: str) -> None:
         """Write the mirror's marker, BEGUN or WHOLE, with the files that are durable there."""
         belongs = self.whole.belongs
-        process, whole_s = (Process.this(), 0.0) if mark == BEGUN else (None, belongs.whole_s or time.time())
-        marker = replace(belongs, process=process, files=self._copied, whole_s=whole_s)
+        marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or time.time())
+        if mark == BEGUN:
+            marker = replace(marker, process=Process.this(), whole_s=0.0)
         content = marker.encode()
         if len(content) > MAX_RECORD_BYTES:  # nobody could read it: whoever goes on copies all again
             content = replace(marker, files={}).encode()
@@ -265,31 +286,34 @@ class FolderCopy:
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
-        marked, folders = open_folder(self.target), dict[str, Folder]()
-        lies_beside = {*self.whole.belongs.beside, *self.whole.belongs.shared}
-        noted = nbytes = 0
+        marked = open_folder(self.target)
+        folders: dict[str, Folder] = {}
+        beside = {*self.whole.belongs.beside, *self.whole.belongs.shared}
+        noted_count = unnoted_bytes = 0
         for name, file in self.files.items():
             if name in self._copied or (file.descriptor < 0 and not file.open_as_it_was()):
                 continue
-            inside = os.path.dirname(f"{self.whole.name}/{BESIDE}/{name}" if name in lies_beside else name)
-            target = f"{self.mirror}/{inside}"
+            name_in_mirror = f"{self.whole.name}/{BESIDE}/{name}" if name in beside else name
+            target = f"{self.mirror}/{os.path.dirname(name_in_mirror)}"
             if target not in folders:
                 folders[target] = open_folder(target)
                 folders[target].prepare()
             file.write_to(folders[target])
             file.close()
             self._copied[name] = file.state
-            nbytes += file.state[0]
-            # A marker lists all names, so for many small files it is written for every sixteenth of them only.
-            if len(self._copied) > noted + noted // 16 or nbytes > NOTE_BYTES:
-                self._note(marked, BEGUN)
-                noted, nbytes = len(self._copied), 0
-            yield file.state[0]
+            nbytes, _ = file.state
+            unnoted_bytes += nbytes
+            # A marker lists all names, so it is written only once a sixteenth more files, or many bytes, are copied.
+            if len(self._copied) > noted_count + noted_count // 16 or unnoted_bytes > NOTE_BYTES:
+                self._write_marker(marked, BEGUN)
+                noted_count = len(self._copied)
+                unnoted_bytes = 0
+            yield nbytes
 
     def commit(self) -> None:
         """Mark the mirror's folder as whole."""
         folder = open_folder(self.target)
-        self._note(folder, WHOLE)
+        self._write_marker(folder, WHOLE)
         folder.delete(BEGUN)
 
     def close(self) -> None:
@@ -299,21 +323,22 @@ class FolderCopy:
 
 
 def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False) -> None:
-    """Delete a folder from a mirror, unless it has no marker, as no mirror has made it.
+    """Delete a folder's copy from a mirror; a folder without a marker stays, as no mirror has made it.
 
     Args:
         whole: The folder.
         mirror: See `FolderCopy`.
-        is_unfinished: Delete it only if this process has begun to copy it, and not ended.
+        is_unfinished: Delete the copy only if this process has begun it and it is not whole.
 
     Raises:
         OffloadError: Something could not be deleted.
     """
     folder = open_folder(f"{mirror}/{whole.name}")
     mark, marker = mark_in(folder)
-    if mark is Mark.NONE or (is_unfinished and (mark is Mark.WHOLE or marker.process != Process.this())):
+    is_unfinished_here = mark is Mark.BEGUN and marker.process == Process.this()
+    if mark is Mark.NONE or (is_unfinished and not is_unfinished_here):
         return
-    if mark is Mark.WHOLE:  # one that is not has no need of room for a marker
+    if mark is Mark.WHOLE:  # an interrupted deletion must leave no whole folder; others need no room for a marker
         folder.write(BEGUN, Marker(Process.this()).encode())
     folder.remove_tree()
 
@@ -323,28 +348,31 @@ class Seen:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[str, int, int], set[str]] = {}
+        """By path, device and inode of the run's folder: another folder that gets its path is not taken for it."""
 
     def note(self, whole: WholeFolder) -> None:
         """Remember the names in the run's folder that `whole` lies in."""
         with contextlib.suppress(OSError):
-            noted, present = self._list(whole.above)
-            noted |= present
+            noted = self._names_noted_in(whole.above)
+            noted |= {*os.listdir(whole.above)}
 
     def deleted_siblings(self, whole: WholeFolder) -> list[WholeFolder]:
-        """Return the siblings of a whole folder that were deleted since they were noted; each once.
+        """Return the siblings of a whole folder that were deleted since they were noted; each is returned once.
 
-        No folder if the run's folder cannot be read, or is another than was noted: it was moved, say, or unmounted.
+        Siblings of a folder "step_5/optim" are "step_4/optim" and so on. Nothing is returned if the run's folder
+        cannot be read, or is another than was noted: it was moved, say, or unmounted.
         """
-        own_first, slash, inside = whole.name.partition("/")
+        own_name, slash, inside = whole.name.partition("/")
         try:
-            noted, present = self._list(whole.above)
+            noted = self._names_noted_in(whole.above)
+            present = {*os.listdir(whole.above)}
         except OSError:
             return []
-        deleted = noted - present - {own_first}
-        noted -= deleted
+        deleted = noted - present - {own_name}
+        noted -= deleted  # so that each is returned once
         return [WholeFolder(whole.above, name + slash + inside) for name in sorted(deleted)]
 
-    def _list(self, above: str) -> tuple[set[str], set[str]]:
-        """Return the names that were noted in a run's folder, and those that are in it now."""
+    def _names_noted_in(self, above: str) -> set[str]:
+        """Return the set of names that were noted in a run's folder; callers change it."""
         status = os.stat(above)
-        return self._noted.setdefault((above, status.st_dev, status.st_ino), set()), {*os.listdir(above)}
+        return self._noted.setdefault((above, status.st_dev, status.st_ino), set())

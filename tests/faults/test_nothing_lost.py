@@ -621,12 +621,12 @@ def test_a_folder_s_lock_is_that_of_the_folder_that_is_there(tmp_path: Path) -> 
     folder.rename(tmp_path / "gone")
     folder.mkdir()
     holder.release()
-    assert other.take()
-    assert not waiting.take()
+    assert other.acquire()
+    assert not waiting.acquire()
     other.release()
-    assert waiting.take()
+    assert waiting.acquire()
     shutil.rmtree(folder)
-    assert other.take()  # nothing is there to be kept
+    assert other.acquire()  # nothing is there to be kept
     for lock in (waiting, other):
         lock.release()
 
