@@ -159,7 +159,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """With `overlap="auto"`, after each step: choose where steps are hidden; after some steps a collective."""
         device, groups = self._weights.required_device or torch.device("cpu"), self._weights.groups
         # Weights lie in a file as memory is too small for them, so it is for images of them, too.
-        forward, backward = bool(self._overlap.models), self._route.arrives_early and not self._weights.are_in_file
+        forward, backward = bool(self._overlap.models), self._route.allows_updates_in_backward and not self._weights.are_in_file
         self._auto.after_step(self.engine, groups, device, forward=forward, backward=backward)
 
     # Parameters
@@ -204,7 +204,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd accumulate gradients in float32, if `gradient_dtype` says so."""
-        if self._holder.config.gradient_dtype == "float32" and self._route.widens:
+        if self._holder.config.gradient_dtype == "float32" and self._route.allows_wider_gradients:
             for parameter in parameters:
                 # FSDP2 has a setting of its own for this, and parameters that cannot be updated are left alone.
                 if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_dtensor(parameter):
@@ -250,7 +250,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Tell the engine where all gradients lie; return the parameters that have one."""
         self._bind_new_parameters()
         self._weights.refresh(gradients=True)
-        active = self._route.bind()
+        active = self._route.bind_gradients()
         self._scaling.check(self._route.gradient_ids())
         return active
 
@@ -389,7 +389,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             return None
         if not self._overlap.has_followed:
             combinations.NO_MODEL.check("overlap", self.config.overlap)
-        if self._route.is_deaf:
+        if self._route.needs_model_hook:
             combinations.COPIED_GRADIENTS.check("overlap", self.config.overlap)
         self._holder.open_after_backward()
         self._state.check()
@@ -414,7 +414,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.reset()
             self._route.forget_departed()
             self._weights.note_written(active)
-        self._route.note_used(active)
+        self._route.note_used_gradients(active)
         self._overlap.pace.end_call(began_s)
         told = None
         if not self._overlap.is_pending:
@@ -675,9 +675,9 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _let_go_of_gradients(self) -> list[tuple[int, int]]:
         """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
-        self._route.check_used()
+        self._route.check_gradients_used()
         self._scaling.reset()
-        self._route.drop_used()
+        self._route.drop_used_gradients()
         return self._route.slots_in_use()
 
     def unpark(self) -> None:
