@@ -247,6 +247,7 @@ class OptimizerLock:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
+        """Take the lock, and wait until the last step is over; if that raises, release the lock."""
         self._lock.acquire()
         try:
             self._owner._finish()

@@ -332,7 +332,10 @@ class Route:
                 raise ConfigError("park", f"the gradient of {bound.name}", advice)
 
     def drop_departed(self) -> None:
-        """Drop gradients that left `.grad` during backward; the caller keeps the tensors of `tensors_read`."""
+        """Drop gradients that left `.grad` during backward, once a step has begun; here there are none.
+
+        The caller keeps the tensors of `tensors_read`.
+        """
 
     def forget_departed(self) -> None:
         """Forget gradients that were taken out of `.grad`, so that the next one of each parameter is the first."""
@@ -691,6 +694,7 @@ class _ArrivalHook:
 
     @_disable_dynamo
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Have the route handle the gradient, unless optimizer or parameter are gone; autograd calls this."""
         route, bound = self._route(), self._bound()
         if route is not None and bound is not None:
             builds_graph = torch.is_grad_enabled()

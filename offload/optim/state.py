@@ -358,6 +358,7 @@ class StateView(MutableMapping[Any, Any]):
             self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
+        """Return whether a parameter has state, or there is an entry under a key that is no tensor."""
         if not isinstance(parameter, torch.Tensor):
             return parameter in self.others
         return parameter in self._weights.bound and self._has_state(parameter, self._start_values())
@@ -398,6 +399,7 @@ class StateView(MutableMapping[Any, Any]):
         return [StateEntry(self, parameter, entry) for parameter, entry in pairs]
 
     def __getitem__(self, parameter: Any) -> Any:
+        """Return a copy of a parameter's state; under a key that is no tensor, the entry itself, made if need be."""
         if not isinstance(parameter, torch.Tensor):
             return self.others.setdefault(parameter, {})  # torch's is a defaultdict
         if parameter not in self:
@@ -411,6 +413,7 @@ class StateView(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: the state is not in this object."""
         raise ConfigError("optimizer", self._owner_name, "copy or save optimizer.state_dict() instead")
 
     def items(self) -> Any:
@@ -442,6 +445,7 @@ class StateView(MutableMapping[Any, Any]):
             self._replace({bound: whole_entry})
 
     def __delitem__(self, parameter: Any) -> None:
+        """Reset a parameter's state; delete an entry under a key that is no tensor."""
         if parameter not in self:
             raise KeyError(parameter)
         if not isinstance(parameter, torch.Tensor):

@@ -445,7 +445,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         with self._lock, self._loading_on_all_ranks(), self.engine.checkpoints.open(path) as checkpoint:
             world_size, rank = ranks.world()
             saved_ranks = len(checkpoint.manifests)
-            rank = rank if rank < saved_ranks else 0
+            rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
             metadata = checkpoint.manifests[rank].metadata
             groups = self._groups_of_checkpoint(metadata, checkpoint.path)
             prefix = str(metadata.get("prefix") or "")
@@ -469,14 +469,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
             restore_model: Callable[[], None] | None = None
             if model is not None and saved_rest is not None:
                 bounds = self._weights.bound.values()
-                with_state = [bound.parameter for bound in bounds if bound.name not in without_saved_state]
-                rest = ModelRest.of(model, with_state)
+                rest = ModelRest.of(
+                    model, [each.parameter for each in bounds if each.name not in without_saved_state]
+                )
                 if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
                         f"the model: load it with as many, not {world_size}"
                     )
-                # Checked before anything is loaded, and restored after it.
+                # The model is checked before anything is loaded, and restored after all has been.
                 checked = saved_rest.check(rest, weights_only=weights_only)
                 restore_model = partial(saved_rest.restore, model, rest, checked)
             self._load(checkpoint, groups if hyperparameters else None, saved_names, without_saved_state)
