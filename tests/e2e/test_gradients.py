@@ -113,13 +113,13 @@ def test_only_what_has_changed_is_gathered_anew(streaming: Any, monkeypatch: pyt
         sum((parameter * parameter).sum() for parameter in parameters).backward()
         gathered: list[int] = []
         gradients = optimizer.engine._parts.gradients
-        gather = gradients._gather
+        gather = gradients._sum_and_copy
 
         def noted(position: int, *rest: Any) -> None:
             gathered.append(position)
             gather(position, *rest)
 
-        monkeypatch.setattr(gradients, "_gather", noted)
+        monkeypatch.setattr(gradients, "_sum_and_copy", noted)
         optimizer.clip_grad_norm_(1e9)
         assert gathered == []
         parameters[2].grad.data[4999] = 7
