@@ -184,7 +184,7 @@ def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     def opened(self: Any, config: Any) -> None:
         plain_open(self, config)
-        if self._route.is_early:
+        if self._route.gets_final_gradients:
             self.engine.speculate(True)
 
     monkeypatch.setattr(OffloadedOptimizer, "_open", opened)

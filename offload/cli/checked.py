@@ -117,7 +117,7 @@ class _Watch:
             replaced["clip_grad_norm_"] = self._clip
             ignored += ["overlap_forward", "overlap_backward", "park"]
             for route in Route.__subclasses__():
-                route._handle = Route._handle  # type: ignore[method-assign]
+                route._handle_gradient = Route._handle_gradient  # type: ignore[method-assign]
         else:  # with `check`, weights are NaN until they are updated: one that is read too early shows
             replaced["overlap_forward"] = lambda follow, *what, **options: follow(*what, **{**options, "check": True})
         for name, by in replaced.items():

@@ -36,13 +36,14 @@ class OffloadedAdam(OffloadedOptimizer):
         super().__init__(params, defaults, offload, options)
 
     def _check_saved_group(self, group: Group) -> None:
+        """Refuse a group of a state dict with `amsgrad`, or with the other class's weight decay."""
         super()._check_saved_group(group)
         if group.get("amsgrad"):
             raise ConfigError("state_dict amsgrad", True, "the engine keeps two moments, not three")
-        decoupled = self.rule is ADAMW
-        if group.get("decoupled_weight_decay", decoupled) != decoupled:
-            kind = "Adam" if decoupled else "AdamW"
-            raise ConfigError("state_dict", f"of {kind}", f"load it into offload.{kind}")
+        is_decoupled = self.rule is ADAMW
+        if group.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
+            other_class = "Adam" if is_decoupled else "AdamW"
+            raise ConfigError("state_dict", f"of {other_class}", f"load it into offload.{other_class}")
 
 
 class AdamW(OffloadedAdam):

@@ -26,28 +26,34 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """What `DistributedDataParallel.register_comm_hook` takes: a function of a state and a bucket."""
 
 
+class _Place(NamedTuple):
+    """Where a gradient lies in a bucket."""
+
+    parameter: torch.Tensor
+    first: int  # element of the bucket
+    shape: torch.Size
+
+
 class Reduction(NamedTuple):
     """A bucket that is being reduced.
 
     Attributes:
-        future: Its reduced values, once they are there.
-        parameters: The parameters whose gradients it has.
-        places: First element and shape of each.
-        marks: On an accelerator, an event after the reduction, recorded when the future is done.
+        future: The bucket's reduced values, once they are there.
+        places: The bucket's gradients.
+        events: On an accelerator, an event after the reduction, recorded when the future is done.
     """
 
     future: torch.futures.Future[torch.Tensor]
-    parameters: list[torch.Tensor]
-    places: list[tuple[int, torch.Size]]
-    marks: list[torch.Event]
+    places: list[_Place]
+    events: list[torch.Event]
 
     def has_ended(self) -> bool:
         """Return whether anybody may read the values, on any stream."""
-        return self.future.done() and all(mark.query() for mark in self.marks)
+        return self.future.done() and all(event.query() for event in self.events)
 
 
 class BucketListener(Protocol):
-    """Calls `Buckets.take_reduced`, if it listens."""
+    """Takes gradients from reduced buckets by `Buckets.take_reduced`: a `StepRoute`."""
 
     @property
     def listens(self) -> bool:
@@ -71,17 +77,21 @@ class Buckets:
         self._model = weakref.ref(model)
         self._group = model.process_group
         self.reductions: deque[Reduction] = deque()
-        # Where gradients lay before DDP put them into buckets, by id of the parameter; empty if it cannot matter:
-        # they never lie in buckets, or the world is a power of two.
+        # By id of the parameter: the storage in which its gradient lay before DDP put it into a bucket. Empty if that
+        # cannot matter: gradients never lie in buckets, or the number of ranks is a power of two, by which division
+        # and multiplication have the same bits.
         self._storages: dict[int, int] = {}
-        if model.gradient_as_bucket_view and self._group.size() & (self._group.size() - 1):
+        ranks = self._group.size()
+        is_power_of_two = ranks & (ranks - 1) == 0
+        if model.gradient_as_bucket_view and not is_power_of_two:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     register: Any = parameter.register_post_accumulate_grad_hook
                     register(partial(_note_storage, self._storages))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a copy of the model has no hook
+        """Let a copy of the model, or a pickled one, have no hook."""
+        return _return_nothing, ()
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Return whether these are the buckets of a model."""
@@ -92,32 +102,38 @@ class Buckets:
         self._listener = weakref.ref(listener)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket, and note it if the listener listens; DDP calls this as its hook."""
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        first = buffer.storage_offset()
-        places = [(gradient.storage_offset() - first, gradient.shape) for gradient in bucket.gradients()]
+        """Start to reduce a bucket, note it if the listener listens, and return the future; DDP calls this hook."""
+        buffer = bucket.buffer()
+        begin = buffer.storage_offset()
+        places = [
+            _Place(parameter, gradient.storage_offset() - begin, gradient.shape)
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
         if self.hook is not None:
             future = self.hook(self.state, bucket)
         else:
-            self._average(buffer, parameters, bucket.gradients() if self._storages else [])
+            self._divide_by_ranks(buffer, bucket.parameters(), bucket.gradients() if self._storages else [])
             reduction = torch.distributed.all_reduce(buffer, group=self._group, async_op=True)
-            future = reduction.get_future().then(_first)
+            future = reduction.get_future().then(_only_value)
         listener = self._listener() if self._listener is not None else None
         if listener is not None and listener.listens:
-            marks: list[torch.Event] = []
+            events: list[torch.Event] = []
             if buffer.device.type != "cpu":
-                future = future.then(partial(_mark, marks))
-            self.reductions.append(Reduction(future, parameters, places, marks))
+                future = future.then(partial(_record_event, events))
+            self.reductions.append(Reduction(future, places, events))
         return future
 
-    def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Multiply the gradients of this rank by its share of the mean."""
-        ranks, storage = self._group.size(), _storage(buffer)
-        accumulated = [self._storages.get(id(parameter)) == storage for parameter in parameters]
-        if not any(accumulated):
+    def _divide_by_ranks(
+        self, buffer: torch.Tensor, parameters: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> None:
+        """Divide this rank's gradients by the number of ranks, or multiply by its inverse, as DDP's reducer would."""
+        ranks = self._group.size()
+        storage = _storage_address(buffer)
+        lay_in_bucket = [self._storages.get(id(parameter)) == storage for parameter in parameters]
+        if not any(lay_in_bucket):
             buffer.mul_(1 / ranks)
         else:
-            for gradient, lay_here in zip(gradients, accumulated, strict=True):
+            for gradient, lay_here in zip(gradients, lay_in_bucket, strict=True):
                 gradient.div_(ranks) if lay_here else gradient.mul_(1 / ranks)
         for parameter in parameters if self._storages else ():
             self._storages[id(parameter)] = storage  # DDP has put the gradient into the bucket
@@ -127,7 +143,7 @@ class Buckets:
         while self.reductions and self.reductions[0].has_ended():
             reduced = self.reductions.popleft()
             flat = reduced.future.value().view(-1)
-            for parameter, (first, shape) in zip(reduced.parameters, reduced.places, strict=True):
+            for parameter, first, shape in reduced.places:
                 yield parameter, flat[first : first + shape.numel()].view(shape)
 
     def clear(self) -> None:
@@ -135,15 +151,17 @@ class Buckets:
         self.reductions.clear()
 
 
-def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
-    """Register the hook with a DDP model unless it is registered already; return the model's buckets.
+def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
+    """Register the hook of `Buckets` with a DDP model, unless it is registered already; return the model's buckets.
+
+    `hook` and `state` are as for `Buckets`; in buckets that are registered, they replace those given before.
 
     Raises:
         ConfigError: It is no DDP model, or has another hook.
     """
     if not isinstance(model, DistributedDataParallel):
-        allowed = "give the DistributedDataParallel that wraps the model"
-        raise ConfigError("model", type(model).__name__, allowed)
+        advice = "give the DistributedDataParallel that wraps the model"
+        raise ConfigError("model", type(model).__name__, advice)
     if getattr(model, "_use_python_reducer", False):
         combinations.COMPILED_REDUCTIONS.refuse("model", "compiled with its reductions")
     for _, registered in getattr(model, "_comm_hooks", ()):
@@ -162,29 +180,32 @@ def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buck
 
 
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, and finds strings
+    """Call `Buckets.reduce`; `state` is the buckets."""
     return state.reduce(bucket)
 
 
-def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+def _only_value(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """Return the one tensor of an all-reduce."""
     return reduced.value()[0]
 
 
-def _mark(marks: list[torch.Event], reduced: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+def _record_event(events: list[torch.Event], reduced: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
     """Add an event after the reduction, on the current stream of torch's callback; return the reduced values."""
     value = reduced.value()
-    marks.append(torch.accelerator.current_stream(value.device).record_event())
+    events.append(torch.accelerator.current_stream(value.device).record_event())
     return value
 
 
 def _note_storage(storages: dict[int, int], parameter: torch.Tensor) -> None:
+    """Note where a gradient that has been accumulated lies; autograd calls this."""
     if parameter.grad is not None:
-        storages[id(parameter)] = _storage(parameter.grad)
+        storages[id(parameter)] = _storage_address(parameter.grad)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, which identifies it as long as it lives."""
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies the storage as long as it lives."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _nothing() -> None:
+def _return_nothing() -> None:
     """Stand for `Buckets` in a copy of their model."""

@@ -27,8 +27,8 @@ def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:
     global is_told
     if is_told:
         return
-    local = (shards.local(parameter) for parameter in parameters if not parameter.requires_grad)
-    frozen_bytes = sum(piece.numel() * piece.element_size() for piece in local)
+    frozen_pieces = (shards.local(parameter) for parameter in parameters if not parameter.requires_grad)
+    frozen_bytes = sum(piece.numel() * piece.element_size() for piece in frozen_pieces)
     if 0 < state_bytes < LITTLE * frozen_bytes:
         is_told = True
         _log.info(

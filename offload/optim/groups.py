@@ -63,12 +63,13 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
 
 def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
     """Return every parameter with its name (made up of group and index if it has none) and its group's number."""
-    return [
-        (parameter, str(given_names[n]) if given_names else f"param_groups[{at}].params[{n}]", at)
-        for at, group in enumerate(groups)
-        for given_names in [group.get("param_names")]
-        for n, parameter in enumerate(group["params"])
-    ]
+    named = []
+    for group_number, group in enumerate(groups):
+        given_names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            made_up = f"param_groups[{group_number}].params[{index}]"
+            named.append((parameter, str(given_names[index]) if given_names else made_up, group_number))
+    return named
 
 
 def checked_groups(
@@ -76,8 +77,8 @@ def checked_groups(
 ) -> list[Group]:
     """Return the groups of a state dict, after verifying that they match `groups`, and each by `check`.
 
-    For `check`, values that a group lacks are this optimizer's: torch.distributed.checkpoint saves none of a group
-    without parameters.
+    A saved group may lack values, as torch.distributed.checkpoint saves none of a group without parameters: `check`
+    gets this optimizer's values instead.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigError("state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"')
@@ -87,37 +88,40 @@ def checked_groups(
     if sizes != saved_sizes:
         raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
     keys = [key for group in saved_groups for key in group.get("params", ())]
-    parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]  # one may be in two groups
+    parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
+    # A parameter may be in two groups, and has the same key in both.
     if not all(isinstance(key, Hashable) for key in keys) or not (
         len(set(keys)) == len(set(parameter_ids)) == len(set(zip(keys, parameter_ids, strict=True)))
     ):
         raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
-    for own, group in zip(groups, saved_groups, strict=True):
-        texts = group.get("param_names")
-        if texts is not None and not (
-            isinstance(texts, list | tuple)
-            and len(texts) == len(group["params"])
-            and all(isinstance(name, str) for name in texts)
+    for own_group, saved_group in zip(groups, saved_groups, strict=True):
+        saved_names = saved_group.get("param_names")
+        if saved_names is not None and not (
+            isinstance(saved_names, list | tuple)
+            and len(saved_names) == len(saved_group["params"])
+            and all(isinstance(name, str) for name in saved_names)
         ):
-            raise ConfigError("state_dict param_names", texts, "give each parameter of the group a name, or none")
-        for name in texts or ():
+            advice = "give each parameter of the group a name, or none"
+            raise ConfigError("state_dict param_names", saved_names, advice)
+        for name in saved_names or ():
             check_text("state_dict param_names", name, PARAMETER_NAMES)
-        check({**own, **group})
+        check({**own_group, **saved_group})
     return saved_groups
 
 
 def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> list[dict[str, Any]]:
-    """Return the groups' hyperparameters as JSON takes them."""
+    """Return the groups' hyperparameters as JSON takes them; those that JSON cannot hold are left out."""
     return [
-        {
-            name: {"tensor": +value.item()}  # of a bool 0 or 1; integers stay whole
-            if isinstance(value, torch.Tensor) and value.numel() == 1
-            else _plain(value)
-            for name, value in group.items()
-            if name not in ignored and is_plain(value)
-        }
+        {name: _marked(value) for name, value in group.items() if name not in ignored and is_plain(value)}
         for group in groups
     ]
+
+
+def _marked(value: Any) -> Any:
+    """Return a value as JSON takes it; a tensor of one element is marked, so that it is read as a tensor again."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {"tensor": +value.item()}  # of a bool 0 or 1; integers stay whole
+    return _to_plain(value)
 
 
 def from_json(
@@ -141,10 +145,10 @@ def from_json(
         )
     hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
+        # Parameters are never saved: a group with some is damaged, which `_from_plain` says.
+        names_to_load = [name for name in saved if name not in ignored or name == "params"]
         try:
-            values = {  # parameters are never saved: a group with some is damaged, which `_restored_value` says
-                n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored or n == "params"
-            }
+            values = {name: _from_plain(name, saved[name], group.get(name)) for name in names_to_load}
             check({**group, **values})
             hyperparameters.append(values)
         except ConfigError as cause:
@@ -166,34 +170,42 @@ def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     """Return whether JSON can hold a value; also a tensor of one element, which is marked as such there."""
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
-    if not isinstance(value, tuple | list) and not math.isnan(number(value)):
+    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))
+    if is_number:
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
-    parts = None if isinstance(value, Mapping | bytes) else items(value)
-    return depth > 0 and parts is not None and all(is_plain(part, depth - 1) for part in parts)
+    elements = None if isinstance(value, Mapping | bytes) else items(value)
+    return depth > 0 and elements is not None and all(is_plain(element, depth - 1) for element in elements)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a value, of which `is_plain` is true, as JSON takes it."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         return value.item()
-    return (
-        value if value is None or isinstance(value, bool | int | float | str) else [*map(_plain, items(value) or ())]
-    )
-
-
-def _restored_value(name: str, saved: Any, current: Any) -> Any:
-    """Return a saved hyperparameter, converted to the type of the group's current value."""
-    value = saved["tensor"] if isinstance(saved, dict) and saved.keys() == {"tensor"} else saved
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "params" or not is_plain(value) or (value is not saved and not is_number):
-        raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
-    if isinstance(value, list) and isinstance(current, tuple | np.ndarray):
-        return tuple(value) if isinstance(current, tuple) else np.array(value)
-    if not isinstance(current, torch.Tensor):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    allowed = f"it is a tensor of shape {tuple(current.shape)} here"
+    return [_to_plain(element) for element in items(value) or ()]
+
+
+def _from_plain(name: str, saved: Any, current: Any) -> Any:
+    """Return a saved hyperparameter, converted to the type of the group's current value."""
+    is_marked = isinstance(saved, dict) and saved.keys() == {"tensor"}
+    value = saved["tensor"] if is_marked else saved
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "params" or not is_plain(value) or (is_marked and not is_number):
+        raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
+    if isinstance(value, list) and isinstance(current, tuple):
+        return tuple(value)
+    if isinstance(value, list) and isinstance(current, np.ndarray):
+        return np.array(value)
+    return _tensor_like(current, name, value, saved) if isinstance(current, torch.Tensor) else value
+
+
+def _tensor_like(current: torch.Tensor, name: str, value: Any, saved: Any) -> torch.Tensor:
+    """Return a value as a tensor of the current one's shape, dtype and device; errors name `saved`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    advice = f"it is a tensor of shape {tuple(current.shape)} here"
     if current.numel() == 1 and not is_number:
-        raise ConfigError(name, saved, allowed)
+        raise ConfigError(name, saved, advice)
     try:
         if current.numel() == 1:
             return torch.full_like(current, value, requires_grad=False)
@@ -201,5 +213,5 @@ def _restored_value(name: str, saved: Any, current: Any) -> Any:
     except (RuntimeError, OverflowError, TypeError, ValueError) as cause:
         raise ConfigError(name, saved, str(cause)) from cause
     if tensor.shape != current.shape:
-        raise ConfigError(name, saved, allowed)
+        raise ConfigError(name, saved, advice)
     return tensor

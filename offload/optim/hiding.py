@@ -12,7 +12,7 @@ import statistics
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,9 +27,21 @@ from offload.units import format_seconds
 
 log = logging.getLogger("offload")
 
-MODES = {"forward": (True, False), "both": (True, True), "off": (False, False), "backward": (False, True)}
-"""Whether a step goes on in forward, and whether updates are made during backward; in the order in which modes are
-tried."""
+
+class Mode(NamedTuple):
+    """Where steps are hidden: each goes on into the next forward pass, or has updates made during backward."""
+
+    in_forward: bool
+    in_backward: bool
+
+
+MODES = {
+    "forward": Mode(in_forward=True, in_backward=False),
+    "both": Mode(in_forward=True, in_backward=True),
+    "off": Mode(in_forward=False, in_backward=False),
+    "backward": Mode(in_forward=False, in_backward=True),
+}
+"""The modes by name, in the order in which they are tried."""
 
 TRIAL, MOST_TRIAL, TRIAL_S = 4, 16, 4.0
 """Steps for which a mode is tried: at least `TRIAL`, and more, up to `MOST_TRIAL`, until they take `TRIAL_S` seconds.
@@ -43,7 +55,7 @@ DRIFT = 0.2
 """Share by which the present mode's iterations have to change for all modes to be tried again."""
 
 LATEST = 64
-"""Iterations that are remembered."""
+"""Most iterations of the present mode whose seconds are remembered."""
 
 UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of hyperparameters that cannot be read now. Not all exceptions: a signal handler may raise others."""
@@ -62,17 +74,20 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
     Raises:
         ConfigError: With "forward" and "both": `overlap_forward` refuses a module.
     """
-    config, is_auto = optimizer.config, optimizer.config.overlap == "auto"
-    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    left_out = (ConfigError,) if is_auto else ()
-    for model in called if is_auto or config.overlaps_forward else ():
-        if not updated.isdisjoint(model.parameters()):
-            with contextlib.suppress(*left_out):
-                optimizer.overlap_forward(model)
-    for model in reducing if is_auto or config.overlaps_backward else ():
-        if isinstance(model, DistributedDataParallel) or fsdp_groups(model):
-            with contextlib.suppress(ConfigError):
-                optimizer.overlap_backward(model)
+    config = optimizer.config
+    is_auto = config.overlap == "auto"
+    if is_auto or config.overlaps_forward:
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        refusals = (ConfigError,) if is_auto else ()
+        for model in called:
+            if not updated.isdisjoint(model.parameters()):
+                with contextlib.suppress(*refusals):
+                    optimizer.overlap_forward(model)
+    if is_auto or config.overlaps_backward:
+        for model in reducing:
+            if isinstance(model, DistributedDataParallel) or fsdp_groups(model):
+                with contextlib.suppress(ConfigError):
+                    optimizer.overlap_backward(model)
 
 
 def trial_steps(iteration_s: float) -> int:
@@ -96,28 +111,24 @@ class AutoOverlap:
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace = Pace() if pace is None else pace
         self.mode = next(iter(MODES))
-        self._seen, self._next = 0, 2 * TRIAL  # steps so far, and after how many a mode is chosen next
-        self._latest_s: deque[float] = deque(maxlen=LATEST)
-        self._tried_s: dict[str, float] = {}
-        self._possible: list[str] = []
+        self._step_count = 0
+        self._next_choice = 2 * TRIAL  # the count of steps at which a mode is chosen next
+        self._latest_s: deque[float] = deque(maxlen=LATEST)  # of the present mode's iterations
+        self._tried_s: dict[str, float] = {}  # of an iteration, by name of the mode that has been tried
+        self._possible: list[str] = []  # modes that were possible in the last step
 
     @property
     def goes_on(self) -> bool:
         """Whether steps go on into the next forward pass, where that is possible."""
-        return MODES[self.mode][0]
+        return MODES[self.mode].in_forward
 
     def hidden_in(self, engine: Engine, *, forward: bool) -> tuple[str, ...]:
         """Return where an engine's steps are hidden now: in "forward" (if they can be: `forward`), in "backward"."""
-        return ("forward",) * (forward and self.goes_on) + ("backward",) * engine.speculates
+        now = {"forward": forward and self.goes_on, "backward": engine.speculates}
+        return tuple(place for place, is_hidden_here in now.items() if is_hidden_here)
 
     def after_step(
-        self,
-        engine: Engine,
-        groups: Sequence[Any],
-        device: torch.device,
-        *,
-        forward: bool,
-        backward: bool,
+        self, engine: Engine, groups: Sequence[Any], device: torch.device, *, forward: bool, backward: bool
     ) -> None:
         """Count a step, and choose a mode if it is time; then a collective: the first rank chooses for all.
 
@@ -129,51 +140,64 @@ class AutoOverlap:
             forward: Whether steps can go on into the next forward pass; the same on all ranks.
             backward: Whether updates can be made during backward; the same on all ranks.
         """
-        self._seen += 1  # not `engine.step_number`, which would wait for the pending step
-        if not math.isnan(took_s := self.pace.iteration_s):
-            self._latest_s.append(took_s)
-        possible = [name for name, hides in MODES.items() if hides[0] <= forward and hides[1] <= backward]
+        self._step_count += 1  # not `engine.step_number`, which would wait for the pending step
+        if not math.isnan(self.pace.iteration_s):
+            self._latest_s.append(self.pace.iteration_s)
+        possible = [
+            name
+            for name, mode in MODES.items()
+            if (forward or not mode.in_forward) and (backward or not mode.in_backward)
+        ]
         if self._possible not in ([], possible):  # what was measured so far does not compare
-            self._next = max(self._next, self._seen + TRIAL)
+            self._next_choice = max(self._next_choice, self._step_count + TRIAL)
             self._latest_s.clear()
         self._possible = possible
-        if self._seen < self._next or len(possible) < 2:
+        if self._step_count < self._next_choice or len(possible) < 2:
             return
-        now_in_forward, now_in_backward = MODES[self.mode]
-        hides = now_in_forward and forward, now_in_backward and backward
-        now = next(name for name in possible if MODES[name] == hides)
-        is_first = all(torch.distributed.get_rank(group) == 0 for group in groups)
-        choice = torch.tensor(self._choose(possible, now) if is_first else (0, 0), dtype=torch.int64, device=device)
+        chosen = self.mode
+        in_effect = Mode(MODES[chosen].in_forward and forward, MODES[chosen].in_backward and backward)
+        now = next(name for name in possible if MODES[name] == in_effect)
+        is_first_rank = all(torch.distributed.get_rank(group) == 0 for group in groups)
+        answer = self._choose(possible, now) if is_first_rank else (0, 0)
+        sent = torch.tensor(answer, dtype=torch.int64, device=device)
         for group in groups:
-            torch.distributed.broadcast(choice, group=group, group_src=0)
-        number, self._next = choice.tolist()
-        before, self.mode = self.mode, [*MODES][number]
-        if self.mode != before:
+            torch.distributed.broadcast(sent, group=group, group_src=0)
+        mode_index, self._next_choice = sent.tolist()
+        self.mode = [*MODES][mode_index]
+        if self.mode != chosen:
             self._latest_s.clear()
-        engine.speculate(MODES[self.mode][1])
+        engine.speculate(MODES[self.mode].in_backward)
 
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
-        """Return the index in `MODES` of the mode to use from now on, and after how many steps to choose again.
+        """Return the index in `MODES` of the mode to use from now on, and the count of steps to choose again at.
 
         In order: stay with the present mode until it has been tried long enough; then try another that has not been;
-        if all have been, use the fastest. `now` is the mode that is in effect.
+        if all have been, use the fastest. `now` is the mode that is in effect: as chosen, but for what is impossible.
         """
-        names, took_s = list(MODES), statistics.median([*self._latest_s][1:])
+        names = list(MODES)
+        took_s = statistics.median([*self._latest_s][1:])  # the first still waited for a step of the mode before
         if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
             self._tried_s.clear()
-        is_looked_at_again = now == self.mode and now in self._tried_s
-        if now not in self._tried_s and (more := trial_steps(took_s) - len(self._latest_s)) > 0:
-            return names.index(now), self._seen + more
+        was_best_before = now == self.mode and now in self._tried_s
+        missing_steps = trial_steps(took_s) - len(self._latest_s)
+        if now not in self._tried_s and missing_steps > 0:
+            return names.index(now), self._step_count + missing_steps
         self._tried_s.setdefault(now, took_s)
         for name in possible:
             if name not in self._tried_s:
-                return names.index(name), self._seen + TRIAL
-        if not is_looked_at_again:
-            tried_s = {name: self._tried_s[name] for name in OVERLAPS if name in possible}
-            now = next(name for name in tried_s if tried_s[name] * (1 - LEAST_GAIN) <= min(tried_s.values()))
-            times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in tried_s.items())
-            log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', now, times)
-        return names.index(now), 2 * self._seen
+                return names.index(name), self._step_count + TRIAL
+        if not was_best_before:
+            now = self._fastest(possible)
+        return names.index(now), 2 * self._step_count
+
+    def _fastest(self, possible: Sequence[str]) -> str:
+        """Return the fastest of modes that have been tried, and log it; if alike, the first in `OVERLAPS`."""
+        tried_s = {name: self._tried_s[name] for name in OVERLAPS if name in possible}
+        least_s = min(tried_s.values())
+        fastest = next(name for name, took_s in tried_s.items() if took_s * (1 - LEAST_GAIN) <= least_s)
+        times = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in tried_s.items())
+        log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', fastest, times)
+        return fastest
 
 
 class BoundWeights(Protocol):
@@ -187,7 +211,7 @@ class BoundWeights(Protocol):
 
 
 class Announcer:
-    """Tells an engine of which pass each arriving gradient is, and as a pass begins what the step would use.
+    """Tells an engine to which pass each arriving gradient belongs, and as a pass begins what the step would use.
 
     Args:
         optimizer: The optimizer, which is not kept alive.
@@ -200,11 +224,7 @@ class Announcer:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        values: Callable[[Any], Sequence[Any]],
-        weights: BoundWeights,
-        pace: Pace,
+        self, optimizer: Any, values: Callable[[Any], Sequence[Any]], weights: BoundWeights, pace: Pace
     ) -> None:
         self.is_last_pass: Callable[[], bool] | None = None
         self._optimizer = weakref.ref(optimizer)
@@ -226,11 +246,12 @@ class Announcer:
         self._pace.note_arrival()
         if not gradients.begins_pass(position, self.is_last_pass if is_last is None else is_last):
             return
-        optimizer, kept = self._optimizer(), self._weights.read_by_updates()
-        if optimizer is None or kept is None:
+        optimizer = self._optimizer()
+        read_tensors = self._weights.read_by_updates()
+        if optimizer is None or read_tensors is None:
             return
         try:
             groups = self._values(optimizer)
         except UNREADABLE:  # if hyperparameters are still wrong in the step, the step raises this
             return
-        gradients.foresee(groups, kept, scale)
+        gradients.foresee(groups, read_tensors, scale)

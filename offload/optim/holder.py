@@ -48,24 +48,28 @@ class EngineHolder:
         self.config = config
         self.rule = rule
         self._limits = limits
-        self.use(NoDevice())
+        self.set_device(NoDevice())
         self.engine_if_open: Engine | None = None
         self.is_deferred = False
         self._owner = owner  # a weak reference
         self._closed = False
 
-    def use(self, device: Device) -> None:
-        """Set the device of the weights; it is closed with the holder if no engine is opened for it."""
+    def set_device(self, device: Device) -> None:
+        """Set the device of the weights; it is closed with the holder, unless an engine is opened for it."""
         self.device: Device = device
         self._close_device = weakref.finalize(self, device.close)
 
     @property
     def engine(self) -> Engine:
-        """The engine; see `open`."""
+        """The engine, which this opens if that was deferred; see `open`."""
         return self.engine_if_open or self.open()
 
     def open(self) -> Engine:
-        """Return the engine, after opening it if that was deferred; then no state is at home on the GPU."""
+        """Return the engine; open it first if that was deferred.
+
+        If it is opened here, backward has not shown yet what is free on the GPU. So no state is at home there, if the
+        settings leave that open.
+        """
         if self.engine_if_open is None and self.is_deferred and not self._closed:
             config = self.config.opened_early()
             if config is not self.config:
@@ -90,8 +94,8 @@ class EngineHolder:
                 self._owner._open(self.config)
 
     def start(self, parameters: Sequence[Parameter], config: OffloadConfig, gradient_slots: bool) -> None:
-        """Open the engine; if opening fails, the engine and the device are closed."""
-        self._close_device.detach()
+        """Open the engine, which owns the device from now on; if opening fails, both are closed."""
+        self._close_device.detach()  # as the engine closes the device, also where opening fails
         self._closed = True  # until the engine is open
         config = dataclasses.replace(config, shard=False)  # `parameters` describe this rank's pieces already
         self.engine_if_open = Engine(

@@ -32,7 +32,7 @@ from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.activations import LEAST_BYTES, ActivationsOnPaths, check_model
-from offload.optim.buckets import CommHook, attach
+from offload.optim.buckets import CommHook, register_hook
 from offload.optim.frozen import tell_little
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.hiding import Announcer, AutoOverlap
@@ -76,14 +76,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         holder = EngineHolder(config, self.rule, owner, self.limits)
         super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
-        world, rank = ranks.world()
-        holder.config = config.for_rank(rank) if world > 1 else config
-        own = (shards.local(parameter) for parameter in parameters if parameter.requires_grad)
-        holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in own))
+        world_size, rank = ranks.world()
+        holder.config = config.for_rank(rank) if world_size > 1 else config
+        pieces = (shards.local(parameter) for parameter in parameters if parameter.requires_grad)
+        holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in pieces))
         self._weights.required_device = _device_of(parameters)
-        holder.use(self._find_device(parameters))
+        holder.set_device(self._find_device(parameters))
         self._scaling = Scaling()
-        if config.shard and world > 1:
+        if config.shard and world_size > 1:
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
@@ -103,16 +103,16 @@ class OffloadedOptimizer(StatefulOptimizer):
         return group, None
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
-        """Return the device that all weights lie on."""
-        where = self._weights.required_device
-        if where is not None and where.type in BACKENDS:
+        """Return the device that all weights lie on; tests replace this."""
+        torch_device = self._weights.required_device
+        if torch_device is not None and torch_device.type in BACKENDS:
             from offload.device.accelerator import AcceleratorDevice
 
-            return AcceleratorDevice(where)
+            return AcceleratorDevice(torch_device)
         return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
-        """Open the engine with all trainable parameters, and hook their gradients; see `Owner`."""
+        """Open the engine with all trainable parameters, and hook their gradients; see `OptimizerParts`."""
         trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
         descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
         with torch.inference_mode(False):  # a step in inference mode may open it, and views need version counters
@@ -138,10 +138,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             return
         if not self._state.has_no_updates:
             self._check_new_parameters(replaced)
-        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
+        torch_hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
         self.close()
+        # Not the subclass's: the groups have its hyperparameters already.
         OffloadedOptimizer.__init__(self, self.param_groups, self.defaults, self._given_config)
-        vars(self).update(hooks)
+        vars(self).update(torch_hooks)  # which the constructor has replaced by empty ones
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
@@ -157,14 +158,17 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _choose_overlap(self) -> None:
         """With `overlap="auto"`, after each step: choose where steps are hidden; after some steps a collective."""
-        device, groups = self._weights.required_device or torch.device("cpu"), self._weights.groups
-        # Weights lie in a file as memory is too small for them, so it is for images of them, too.
-        forward, backward = bool(self._overlap.models), self._route.arrives_early and not self._weights.are_in_file
-        self._auto.after_step(self.engine, groups, device, forward=forward, backward=backward)
+        device = self._weights.required_device or torch.device("cpu")
+        # Weights lie in a file as memory is too small for them; it is too small for images of them, too, which
+        # updates in backward need.
+        in_backward = self._route.allows_updates_in_backward and not self._weights.are_in_file
+        in_forward = bool(self._overlap.models)
+        self._auto.after_step(self.engine, self._weights.groups, device, forward=in_forward, backward=in_backward)
 
     # Parameters
 
     def _parameters(self) -> Iterable[torch.Tensor]:
+        """Return the parameters of all groups, frozen ones included."""
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -176,35 +180,40 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        is_constructed = self._weights.required_device is not None  # else torch's constructor calls this
         try:
-            if torch.is_inference_mode_enabled():
-                allowed = "make optimizers and add groups outside of it: tensors made in it have no version counter"
-                raise ConfigError("params", "torch.inference_mode()", allowed)
-            self.rule.check(group)
-            self._check_group(group)
-            if len(set(group["params"])) != len(group["params"]):
-                raise ConfigError(
-                    "params", "a parameter twice in one group", "give each parameter once: it has one update a step"
-                )
-            for parameter, name, at in names(self.param_groups):
-                if at == len(self.param_groups) - 1:
-                    check_text("a parameter's name", name, PARAMETER_NAMES)
-                    if parameter.requires_grad:  # frozen ones are checked when they have a gradient
-                        check_parameter(parameter, name, self._weights.required_device)
-            if self._weights.required_device is not None:
+            self._check_last_group()
+            if is_constructed:
                 check_gradients_arrive_reduced(self._holder.config, group["params"])
             if self._holder.engine_if_open is not None:
                 bound = self._weights.bound  # may have some of them, after an interrupted call
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
-            if self._weights.required_device is not None:  # else the constructor does it for all
+            if is_constructed:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:
             self.param_groups.pop()
             raise
 
+    def _check_last_group(self) -> None:
+        """Refuse the last group if a parameter, a name or a hyperparameter of it cannot be used."""
+        group = self.param_groups[-1]
+        if torch.is_inference_mode_enabled():
+            advice = "make optimizers and add groups outside of it: tensors made in it have no version counter"
+            raise ConfigError("params", "torch.inference_mode()", advice)
+        self.rule.check(group)
+        self._check_group(group)
+        if len(set(group["params"])) != len(group["params"]):
+            advice = "give each parameter once: it has one update a step"
+            raise ConfigError("params", "a parameter twice in one group", advice)
+        for parameter, name, group_number in names(self.param_groups):
+            if group_number == len(self.param_groups) - 1:
+                check_text("a parameter's name", name, PARAMETER_NAMES)
+                if parameter.requires_grad:  # frozen ones are checked when they have a gradient
+                    check_parameter(parameter, name, self._weights.required_device)
+
     def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let autograd accumulate gradients in float32, if `gradient_dtype` says so."""
-        if self._holder.config.gradient_dtype == "float32" and self._route.widens:
+        """Have autograd accumulate gradients in float32, if `gradient_dtype` says so and the route allows it."""
+        if self._holder.config.gradient_dtype == "float32" and self._route.allows_wider_gradients:
             for parameter in parameters:
                 # FSDP2 has a setting of its own for this, and parameters that cannot be updated are left alone.
                 if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_dtensor(parameter):
@@ -214,15 +223,17 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Add parameters to the engine, unless an interrupted call has done so, and bind them."""
         descriptions = self._weights.describe(self.param_groups, parameters, self._kept_as)
         # An interrupted addition may have reached the engine, and not `self._weights.bound`.
-        if self.engine.plan.layout.parameters[len(self._weights.bound) :] != descriptions:
+        engine_only = self.engine.plan.layout.parameters[len(self._weights.bound) :]
+        if engine_only != descriptions:
             self.engine.add(descriptions)
         self._attach(parameters, descriptions)
 
     def _attach(self, parameters: list[torch.Tensor], descriptions: tuple[Parameter, ...]) -> None:
-        """Bind parameters, which are the engine's last ones, and hook their gradients."""
+        """Bind parameters, which are the engine's last ones, hook their gradients, and write their start values."""
         bound = self._weights.bound
-        count = len(self.engine.plan.layout.parameters)
-        invariant(len(bound) + len(parameters) == count, "parameters that were interrupted while they were added")
+        engine_count = len(self.engine.plan.layout.parameters)
+        is_complete = len(bound) + len(parameters) == engine_count
+        invariant(is_complete, "parameters that were interrupted while they were added")
         self._widen_gradients(parameters)
         for parameter, description in zip(parameters, descriptions, strict=True):
             record = self._weights.bind(parameter, description.name)
@@ -247,10 +258,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[BoundParameter]:
-        """Tell the engine where all gradients lie; return the parameters that have one."""
+        """Tell the engine where all gradients lie; return the parameters that have one.
+
+        Adds thawed parameters first, and refuses gradients that were changed after they were clipped or unscaled.
+        """
         self._bind_new_parameters()
         self._weights.refresh(gradients=True)
-        active = self._route.bind()
+        active = self._route.bind_gradients()
         self._scaling.check(self._route.gradient_ids())
         return active
 
@@ -260,10 +274,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         Raises:
             ConfigError: One cannot be updated.
         """
-        self._bind(parameter for parameter in self._parameters() if parameter.grad is not None)
+        self._add_new_parameters(parameter for parameter in self._parameters() if parameter.grad is not None)
         self._route.hook_thawed()
 
-    def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _add_new_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add those of some parameters that the engine does not have yet, each once."""
         bound = self._weights.bound
         new = [parameter for parameter in dict.fromkeys(parameters) if parameter not in bound]
         if new:
@@ -271,20 +286,25 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._add(new)
 
     def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
-        """Refuse parameters named as a bound one, as when a model was sharded after its optimizer was made."""
-        check_gradients_arrive_reduced(self._holder.config, new)
-        candidates, bound_names = set(new), {bound.name for bound in self._weights.bound.values()}
-        for parameter, name, _ in names(self.param_groups):
-            if parameter in candidates and name in bound_names:
-                allowed = "make the optimizer after fully_shard, parallelize_module or prepare: it was replaced since"
-                raise ConfigError("params", name, allowed)
+        """Refuse parameters whose gradients are reduced too late, and those named as a bound one.
 
-    def _norm_sq(self) -> float:
-        """Return the squared norm of all gradients, without factors; a collective if parameters are sharded."""
+        A name comes twice if a model was sharded after its optimizer was made, which replaces its parameters.
+        """
+        check_gradients_arrive_reduced(self._holder.config, new)
+        new_parameters = set(new)
+        bound_names = {bound.name for bound in self._weights.bound.values()}
+        for parameter, name, _ in names(self.param_groups):
+            if parameter in new_parameters and name in bound_names:
+                advice = "make the optimizer after fully_shard, parallelize_module or prepare: it was replaced since"
+                raise ConfigError("params", name, advice)
+
+    def _bind_and_sum_squares(self) -> float:
+        """Bind all gradients; return their squared norm, without factors. A collective if parameters are sharded."""
         active = self._bind_gradients()
         positions = [bound.position for bound in active]
         bounds = self._weights.bound.values()
-        if ranks.world()[0] > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
+        world_size, _ = ranks.world()
+        if world_size > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
             combinations.FSDP1_CLIPS.refuse("params", "FSDP1's")
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradients.norm_sq(positions)
@@ -320,7 +340,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("max_norm", max_norm, "give a number >= 0")
         with self._lock:
             self._holder.open_after_backward()
-            norm = self._scaling.unscaled(self._norm_sq())
+            norm = self._scaling.norm_with_factors(self._bind_and_sum_squares())
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
             self._scaling.clip_to(max_norm, norm, self._route.gradient_ids())
@@ -340,9 +360,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._holder.open_after_backward()
             if not scale:  # torch's scaler halves the scale at every overflow, down to 0
                 return False
-            finite = math.isfinite(self._norm_sq())
+            are_finite = math.isfinite(self._bind_and_sum_squares())
             self._scaling.unscale(scale, self._route.gradient_ids())
-            return finite
+            return are_finite
 
     # Work
 
@@ -374,8 +394,8 @@ class OffloadedOptimizer(StatefulOptimizer):
                 loss = closure()
         self._training_thread = threading.get_ident()
         with self._lock:
-            told = self._step()
-        self.preemption.after_call(self, told)
+            any_sigterm = self._step()
+        self.preemption.after_call(self, any_sigterm)
         return loss
 
     def _values(self) -> list[Any]:
@@ -387,9 +407,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._is_asked_for_state():
             self._show_state()
             return None
-        if not self._overlap.has_followed:
+        if not self._overlap.has_hooked_model:
             combinations.NO_MODEL.check("overlap", self.config.overlap)
-        if self._route.is_deaf:
+        if self._route.needs_model_hook:
             combinations.COPIED_GRADIENTS.check("overlap", self.config.overlap)
         self._holder.open_after_backward()
         self._state.check()
@@ -404,52 +424,58 @@ class OffloadedOptimizer(StatefulOptimizer):
             if "forward" in self._hidden_in:
                 self._begin_step(groups, scale, clip, active)
             else:
-                self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
-                self._is_reported = False
-                if self._overlap.models:  # `.grad` is None after each step, whichever mode "auto" is in
-                    self._route.clear_grads(active)
-                    self._overlap.split_by_use(())  # the order for a pending step is the next forward pass's alone
+                self._take_whole_step(groups, scale, clip, active)
         finally:
             self._state.note_change()
             self._scaling.reset()
             self._route.forget_departed()
             self._weights.note_written(active)
-        self._route.note_used(active)
+        self._route.note_used_gradients(active)
         self._overlap.pace.end_call(began_s)
-        told = None
+        any_sigterm = None
         if not self._overlap.is_pending:
-            told = self._weights.gather(self.preemption.note)
+            any_sigterm = self._weights.gather(self.preemption.note)
             self._report_step()
         if self._holder.config.overlap == "auto":
             self._choose_overlap()
-        return told
+        return any_sigterm
+
+    def _take_whole_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
+        """Take a step, and wait for it; if a model waits for weights, set `.grad` to None as a pending step does."""
+        positions = [bound.position for bound in active]
+        self.engine.step(groups, scale=scale, clip=clip, active=positions)
+        self._is_reported = False
+        if self._overlap.models:  # `.grad` is None after each step, whichever mode "auto" is in
+            self._route.clear_grads(active)
+            self._overlap.split_by_use(())  # forgets the order of use: a pending step needs the next forward's alone
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
         """Begin a step that goes on in the background; wait only for parameters that no module's hook waits for."""
         at_once, later = self._overlap.split_by_use(active)
-        tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
+        kept_alive = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
         exchanged = self._overlap.agree_on_exchanges(at_once, later)
         positions = [bound.position for bound in (*at_once, *later)]
 
-        def begun() -> None:
+        def clear_grads() -> None:
+            """Called on the engine thread when the step has begun; adds those whose gradient is held to `at_once`."""
             self._is_reported = False
             at_once.extend(self._route.clear_grads(active))
 
         try:
-            tensors += self._overlap.bind_hidden_copies(later)
-            self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
+            kept_alive += self._overlap.bind_hidden_copies(later)
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=kept_alive, begun=clear_grads)
         finally:
             if exchanged:  # also if this rank's step did not begin: the exchange tells other ranks that it failed
                 self._overlap.begin_exchange(exchanged)
             if self.engine.is_pending:  # also after an interrupt, if the step has begun
-                del tensors
+                del kept_alive
                 self._route.drop_departed()
                 self._overlap.wait_for(at_once)
             else:
                 self._overlap.finish()
 
     def _finish(self) -> None:
-        """Wait until the last step is over, and report it unless it has failed; see `Owner`."""
+        """Wait until the last step is over, and report it unless it has failed; see `OptimizerParts`."""
         self._overlap.finish()
         if not self._is_reported and self.engine.broken is None:
             self._report_step()
@@ -465,10 +491,12 @@ class OffloadedOptimizer(StatefulOptimizer):
             write(figures, step)
 
     def _is_asked_for_state(self) -> bool:
-        """Return whether this step is torch's way to make an optimizer's state: `_init_optim_state` in
-        torch/distributed/checkpoint/state_dict.py, with a rate of 0 and gradients of 0.
+        """Return whether torch takes this step so that the optimizer makes its state: rate and gradients are 0.
+
+        That is `_init_optim_state` in torch/distributed/checkpoint/state_dict.py.
         """
-        if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.has_no_updates:
+        has_rate = any(number(group["lr"]) != 0 for group in self.param_groups)
+        if has_rate or not self._state.has_no_updates:
             return False
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
@@ -478,7 +506,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._holder.open().gradients.end_backward()
         self._state.check()
         self._bind_new_parameters()
-        self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
+        self._state.show_as_zeros(parameter for parameter in self._parameters() if parameter.grad is not None)
         self._scaling.reset()
         self._route.forget_departed()
 
@@ -514,13 +542,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
-        if isinstance(self._route, StepRoute) and comm_hook is None and self._route.hook_copied_groups(model):
+        route = self._route
+        if isinstance(route, StepRoute) and comm_hook is None and route.hook_copied_groups(model):
             return
-        if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
+        world_size, _ = ranks.world()
+        if not isinstance(route, StepRoute) or world_size == 1:
             if comm_hook is None:
-                return
+                return  # no hook is needed
             combinations.NOT_REDUCED.refuse("comm_hook", comm_hook)
-        self._route.listen_to(attach(model, comm_hook, state))
+        route.listen_to(register_hook(model, comm_hook, state))
 
     # Into the next forward pass
 
@@ -597,7 +627,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         Raises:
             StepAbortedError: It could not be finished; the session is broken.
         """
-        with self._lock:
+        with self._lock:  # taking the lock waits
             pass
 
     # Phases
@@ -668,16 +698,17 @@ class OffloadedOptimizer(StatefulOptimizer):
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
         check_keep_host(keep_host, sizes)
-        trains = threading.get_ident() == self._training_thread
-        accepted = self._let_go_of_gradients if trains else self._route.slots_in_use
+        is_training_thread = threading.get_ident() == self._training_thread
+        # Another thread must not touch `.grad`: a backward pass may be under way.
+        find_slots_in_use = self._drop_used_gradients if is_training_thread else self._route.slots_in_use
         with self._lock:
-            self._holder.open().park(keep_host=keep_host, wait=wait, accepted=accepted)
+            self._holder.open().park(keep_host=keep_host, wait=wait, accepted=find_slots_in_use)
 
-    def _let_go_of_gradients(self) -> list[tuple[int, int]]:
-        """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
-        self._route.check_used()
+    def _drop_used_gradients(self) -> list[tuple[int, int]]:
+        """Drop gradients that a step has used, or refuse; return address and size of slots that somebody holds."""
+        self._route.check_gradients_used()
         self._scaling.reset()
-        self._route.drop_used()
+        self._route.drop_used_gradients()
         return self._route.slots_in_use()
 
     def unpark(self) -> None:
@@ -704,35 +735,42 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def plan(self) -> PlanReport:
         """A report: what lives where, how long a step should take, what bounds it, how long the last one took."""
-        explanation, iteration = self._explanation(), None
-        if self._overlap.pace.typical_s is not None and self._hidden_in:
-            iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
+        explanation = self._explanation()
+        iteration = None
+        pace_s = self._overlap.pace.typical_s
+        if pace_s is not None and self._hidden_in:
+            forward_s, backward_s = pace_s
+            iteration = (forward_s, backward_s, self._iteration_s(forward_s, backward_s))
         figures = self.engine.metrics()
-        unpinned_bytes = int(figures.get(metrics.UNPINNED_BYTES, 0))
         parked = None
         if self.engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
             parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
-        plan, hidden = self.engine.plan, " and ".join(self._hidden_in)
-        borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
-        borrowed_bytes = int(figures.get(metrics.BORROWED_BYTES, 0))
+        plan = self.engine.plan
         return PlanReport(
             plan,
             explanation,
-            unpinned_bytes,
-            iteration,
-            hidden,
-            parked,
-            borrowing,
-            borrowed_bytes,
-            self._frozen_bytes(),
+            unpinned_bytes=int(figures.get(metrics.UNPINNED_BYTES, 0)),
+            iteration=iteration,
+            hidden_in=" and ".join(self._hidden_in),
+            parked=parked,
+            borrowing=self._forecast.borrowing_s(plan, self.engine.rates),
+            borrowed_bytes=int(figures.get(metrics.BORROWED_BYTES, 0)),
+            frozen_bytes=self._frozen_bytes(),
         )
 
     def _frozen_bytes(self) -> int:
-        """Return the bytes of state of frozen parameters that the next step does not update."""
-        bounds = self._weights.bound.values()
-        frozen = {b.position for b in bounds if not b.parameter.requires_grad and b.parameter.grad is None}
-        subgroups = self.engine.plan.layout.subgroups if frozen else ()
-        return sum(s.state_bytes * r.numel // s.numel for s in subgroups for r in s.segments if r.parameter in frozen)
+        """Return the bytes of state of frozen parameters, but for those that the next step updates.
+
+        A step updates whatever has a gradient, also a parameter that was frozen after backward.
+        """
+        weights = [(bound.position, bound.parameter) for bound in self._weights.bound.values()]
+        frozen = {position for position, weight in weights if not weight.requires_grad and weight.grad is None}
+        return sum(
+            subgroup.state_bytes * segment.numel // subgroup.numel
+            for subgroup in (self.engine.plan.layout.subgroups if frozen else ())
+            for segment in subgroup.segments
+            if segment.parameter in frozen
+        )
 
     @property
     def _hidden_in(self) -> tuple[str, ...]:
@@ -741,10 +779,13 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
         """Return the predicted seconds of an iteration, with the step hidden as it is now."""
-        plan, rates, hidden_in = self.engine.plan, self.engine.rates, self._hidden_in
+        plan, rates = self.engine.plan, self.engine.rates
+        hidden_in = self._hidden_in
         if "backward" in hidden_in:
-            return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, "forward" in hidden_in)
-        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s)
+            goes_on_in_forward = "forward" in hidden_in
+            return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows=goes_on_in_forward)
+        forward_and_step_s = self._forecast.with_forward_s(plan, rates, forward_s)
+        return backward_s + forward_and_step_s
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it.
@@ -756,6 +797,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return self._explanation()
 
     def _explanation(self) -> Explanation:
+        """Simulate a step; return predicted seconds beside the measured ones of the last step."""
         return compare(self._forecast.simulated(self.engine.plan, self.engine.rates), self.engine.metrics())
 
     def metrics(self) -> dict[str, float]:
@@ -770,24 +812,35 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self.engine.plan.gradient_buffers:
             figures[metrics.PREDICTED_GRADIENTS_S] = prediction.gradients_s
         figures |= {metrics.GRADIENT_NORM: self._scaling.norm, metrics.HIDDEN_S: 0.0}
-        pace = self._overlap.pace
-        if pace.typical_s is not None and self._hidden_in:
-            figures[metrics.FORWARD_S], figures[metrics.BACKWARD_S] = pace.typical_s
-            busy = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
-            worked_s = max(figures[metrics.STEP_S], covered_s(busy))
-            figures[metrics.WAITED_S], figures[metrics.HIDDEN_S] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
-            figures[metrics.PREDICTED_ITERATION_S] = self._iteration_s(*pace.typical_s)
+        if self._overlap.pace.typical_s is not None and self._hidden_in:
+            figures |= self._hidden_figures(figures[metrics.STEP_S], *self._overlap.pace.typical_s)
         return figures
+
+    def _hidden_figures(self, step_s: float, forward_s: float, backward_s: float) -> dict[str, float]:
+        """Return the metrics that only a hidden step has; `step_s` is the time it took."""
+        waited_s = self._overlap.pace.waited_s
+        busy = (interval for interval in self.engine.last_step.timeline if interval.lane != ENGINE)
+        worked_s = max(step_s, covered_s(busy))
+        return {
+            metrics.FORWARD_S: forward_s,
+            metrics.BACKWARD_S: backward_s,
+            metrics.WAITED_S: waited_s,
+            metrics.HIDDEN_S: max(worked_s - waited_s, 0.0),
+            metrics.PREDICTED_ITERATION_S: self._iteration_s(forward_s, backward_s),
+        }
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
 
         If the step is hidden in forward or backward, lane "caller" has forward, backward and waits.
         """
-        pace, intervals = self._overlap.pace, self.engine.timeline()
+        pace = self._overlap.pace
+        intervals = self.engine.timeline()
         if "backward" in self._hidden_in:
-            intervals += pace.last_intervals
-        return [*intervals, *(pace.intervals if self._hidden_in else ())]
+            intervals += pace.last_intervals  # the step began in the backward pass before it
+        if self._hidden_in:
+            intervals += pace.intervals
+        return intervals
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -848,8 +901,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("names", names, 'give names of metrics, or "*" for all')
 
         def write(figures: Mapping[str, float], step: int) -> None:
-            wanted = (name for name in figures if any(fnmatchcase(name, pattern) for pattern in patterns))
-            values = {f"{prefix}{name}": figures[name] for name in wanted}
+            """Give the metrics whose names match to the writer; called after each step that is due."""
+            matching = (name for name in figures if any(fnmatchcase(name, pattern) for pattern in patterns))
+            values = {f"{prefix}{name}": figures[name] for name in matching}
             if callable(add_scalar):
                 for name, value in values.items():
                     add_scalar(name, value, step)
@@ -893,8 +947,8 @@ def _device_of(parameters: list[torch.Tensor]) -> torch.device | None:
     if len(devices) > 1:
         device_names = ", ".join(sorted(map(str, devices)))
         raise ConfigError("params", device_names, "have all weights on one device, or an optimizer for each")
-    frozen = (shards.local(parameter).device for parameter in parameters)
-    return next((device for device in (*devices, *frozen) if device.type in ("cpu", *BACKENDS)), None)
+    all_devices = (shards.local(parameter).device for parameter in parameters)
+    return next((device for device in (*devices, *all_devices) if device.type in ("cpu", *BACKENDS)), None)
 
 
 def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:

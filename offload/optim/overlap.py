@@ -33,17 +33,17 @@ class Overlap:
 
     Attributes:
         models: The models whose forward passes wait for weights.
-        has_followed: Whether there has been such a model.
+        has_hooked_model: Whether there has been such a model.
         pace: How long forward and backward take, and how long the caller waits.
         hidden_copies: For models that check their waits: the copies of weights that the step updates instead.
-        has_ended: Whether somebody has waited for the whole last step; on an accelerator only that caller's stream
-            has waited for weights then.
+        has_ended: Whether somebody has waited for the whole last step. On an accelerator only that caller's stream
+            has waited for weights then, and other streams have yet to.
         exchange: Exchanges rows over ranks while a step goes on, if each rank updates some rows of every weight.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights) -> None:
         self.models: list[FollowedModel] = []
-        self.has_followed = False
+        self.has_hooked_model = False
         self.pace = Pace()
         self.exchange: Exchange | None = None
         self.has_ended = False
@@ -61,22 +61,11 @@ class Overlap:
         return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
     def hook_model(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
-        """Hook a model that has some of these parameters; another call also hooks modules added since."""
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
-        if not isinstance(check, bool):
-            raise ConfigError("check", check, "give True or False")
-        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-            combinations.SCRIPTED.refuse("model", "with a ScriptModule")
-        if set(parameters).isdisjoint(model.parameters()):
-            allowed = "give a model that this optimizer updates parameters of, not a copy"
-            raise ConfigError("model", type(model).__name__, allowed)
-        self._holder.config.check_goes_on()
-        for parameter in model.parameters():
-            if ranks.is_flattened(parameter):
-                combinations.FSDP1_FORWARD.refuse("model", type(parameter).__name__)
-            if shards.is_dtensor(parameter) and self._weights.is_dealt(parameter):
-                combinations.DEALT_FORWARD.refuse("model", "with sharded matrices that were dealt to ranks")
+        """Hook a model that has some of these parameters; another call also hooks modules added since.
+
+        Waits for the last step. Makes `exchange` if weights are cut by rows.
+        """
+        self._check_model(model, check, parameters)
         self._holder.check_open()
         self.finish()
         rows_over = self._weights.rows_over
@@ -87,8 +76,26 @@ class Overlap:
             other.remove()
         followed = FollowedModel(self, model, check)
         self.models.append(followed)
-        self.has_followed = True
+        self.has_hooked_model = True
         return followed
+
+    def _check_model(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse a model whose modules cannot wait for their weights."""
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
+        if not isinstance(check, bool):
+            raise ConfigError("check", check, "give True or False")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            combinations.SCRIPTED.refuse("model", "with a ScriptModule")
+        if set(parameters).isdisjoint(model.parameters()):
+            advice = "give a model that this optimizer updates parameters of, not a copy"
+            raise ConfigError("model", type(model).__name__, advice)
+        self._holder.config.check_goes_on()
+        for parameter in model.parameters():
+            if ranks.is_flattened(parameter):
+                combinations.FSDP1_FORWARD.refuse("model", type(parameter).__name__)
+            if shards.is_dtensor(parameter) and self._weights.is_dealt(parameter):
+                combinations.DEALT_FORWARD.refuse("model", "with sharded matrices that were dealt to ranks")
 
     def wait_for_use(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a forward pass uses some weights now, and wait for them."""
@@ -100,51 +107,53 @@ class Overlap:
     def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for some weights, if there is a step that goes on."""
         if self.is_pending or self.hidden_copies:
-            self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
+            self.wait_for([self._bound[parameter] for parameter in parameters if parameter in self._bound])
 
     def agree_on_exchanges(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
         """Return the weights whose rows ranks exchange after this step's updates, in an order agreed by all ranks.
 
-        Sorts `later` by that order. A collective if weights are cut by rows.
+        Also sorts `later` by that order. A collective if weights are cut by rows.
         """
         if self.exchange is None:
             return []
-        own_places, shared = {bound: 1 + place for place, bound in enumerate(later)}, self._weights.row_sharded
-        own_places |= dict.fromkeys(at_once, 0)
-        agreed = self.exchange.agree_on_order([own_places.get(bound, UNUSED) for bound in shared])
-        order = [shared[number] for place, number in agreed if place != UNUSED]
-        places = {bound: place for place, bound in enumerate(order)}
-        later.sort(key=lambda bound: places.get(bound, -1))
-        return order
+        row_sharded = self._weights.row_sharded
+        own_places = {bound: 1 + place for place, bound in enumerate(later)}
+        own_places |= dict.fromkeys(at_once, 0)  # first, as `step` waits for these
+        agreed = self.exchange.agree_on_order([own_places.get(bound, UNUSED) for bound in row_sharded])
+        exchanged = [row_sharded[number] for first_place, number in agreed if first_place != UNUSED]
+        agreed_places = {bound: place for place, bound in enumerate(exchanged)}
+        later.sort(key=lambda bound: agreed_places.get(bound, -1))
+        return exchanged
 
     def split_by_use(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
-        The order is that in which forward passes since the last step used them. If a parameter has a gradient, but no
-        hook has seen it used with gradients enabled, it was used around the hooks (in a model compiled before
-        it was hooked, or by a call of `forward` itself), and may be again: no hook waits for it.
+        The order is that in which forward passes since the last step used them; it is forgotten here. If a parameter
+        has a gradient, but no hook has seen it used with gradients enabled, it was used around the hooks (in a model
+        compiled before it was hooked, or by a call of `forward` itself), and may be again: no hook waits for it.
         """
         hooked = {parameter for model in self.models for parameter in model.parameters}
-        trained = [parameter for parameter, trains in self._use_order.items() if trains and parameter in hooked]
-        order = {parameter: number for number, parameter in enumerate(trained)}
+        used = [parameter for parameter, trains in self._use_order.items() if trains and parameter in hooked]
+        place_in_use = {parameter: place for place, parameter in enumerate(used)}
         self._use_order = {}
-        later = [bound for bound in active if bound.parameter in order]
-        at_once = [bound for bound in active if bound.parameter not in order]
-        return at_once, sorted(later, key=lambda bound: order[bound.parameter])
+        at_once = [bound for bound in active if bound.parameter not in place_in_use]
+        later = [bound for bound in active if bound.parameter in place_in_use]
+        return at_once, sorted(later, key=lambda bound: place_in_use[bound.parameter])
 
     # Around a step
 
     def begin_exchange(self, bounds: list[BoundParameter]) -> None:
-        """Begin to exchange rows of weights, in buckets, while the step that has begun goes on; see `agree`."""
+        """Begin to exchange weights while the step goes on; `bounds` are what `agree_on_exchanges` returned."""
         if self.exchange is None:
             return
-        nbytes, buckets = 0, list[list[BoundParameter]]([[]])
+        buckets: list[list[BoundParameter]] = [[]]
+        last_bucket_bytes = 0
         for bound in bounds:
-            if nbytes >= BUCKET_BYTES:
+            if last_bucket_bytes >= BUCKET_BYTES:
                 buckets.append([])
-                nbytes = 0
+                last_bucket_bytes = 0
             buckets[-1].append(bound)
-            nbytes += bound.parameter.nbytes
+            last_bucket_bytes += bound.parameter.nbytes
         self.exchange.begin(self._holder.engine, [self._make_bucket(bucket) for bucket in buckets])
 
     def _make_bucket(self, bounds: list[BoundParameter]) -> Bucket:
@@ -153,29 +162,33 @@ class Overlap:
         weights = [self.hidden_copies.get(bound, bound.parameter.data) for bound in bounds]
 
         def gather(mesh: Any) -> None:
+            """Exchange the weights; a collective, on the exchange's thread."""
             cuts = (bound.cut for bound in bounds)
-            shards.gather(shards.send(zip(weights, cuts, strict=True), mesh), mesh)
+            in_rows = shards.send(zip(weights, cuts, strict=True), mesh)
+            shards.gather(in_rows, mesh)
 
         return Bucket(bounds, [bound.position for bound in bounds], gather)
 
     def bind_hidden_copies(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: bind copies of weights for the step to update, and fill the weights with NaN.
 
-        Returns:
-            The copies; `wait_for` and `finish` copy them back.
+        Called as a step begins, so this resets `has_ended`. Returns the copies, which the caller keeps alive;
+        `wait_for` and `finish` copy them back.
         """
         self.has_ended = False
         if any(model.check for model in self.models):
             for bound in bounds:
                 weight = shards.local(bound.parameter)
-                self.hidden_copies[bound] = copy = weight.detach().clone()
-                own = copy if weight is not bound.parameter else shards.own(copy, bound.cut)
-                self._holder.engine.bind_weight(bound.position, own.data_ptr())
+                copy = weight.detach().clone()
+                self.hidden_copies[bound] = copy
+                is_shard = weight is not bound.parameter
+                rank_elements = copy if is_shard else shards.own(copy, bound.cut)
+                self._holder.engine.bind_weight(bound.position, rank_elements.data_ptr())
                 weight.data.fill_(float("nan"))
         return [*self.hidden_copies.values()]
 
     def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
-        """Wait until the last step has updated some weights, and has read their gradients."""
+        """Wait until the last step has updated some weights, and has read their gradients; show hidden weights."""
         bounds = [*bounds]
         if not bounds or self._holder.engine_if_open is None:
             return
@@ -185,7 +198,7 @@ class Overlap:
                 if self.exchange is not None:
                     self.exchange.wait_for(bounds)
         except OffloadError:
-            self._copy_from_hidden([*self.hidden_copies])
+            self._copy_from_hidden([*self.hidden_copies])  # so that a failed step leaves no NaN in weights
             raise
         self._copy_from_hidden(bounds)
 
@@ -201,16 +214,16 @@ class Overlap:
         finally:
             self._copy_from_hidden([*self.hidden_copies])
 
-    def _copy_from_hidden(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
-        """Copy updated weights from their hidden copies into the parameters."""
+    def _copy_from_hidden(self, bounds: Iterable[BoundParameter], is_closed: bool = False) -> None:
+        """Copy updated weights from their hidden copies into the parameters, and bind the parameters again."""
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
             if copy is not None:
                 shards.local(bound.parameter).data.copy_(copy)
                 self._holder.device.record_use(copy)  # `step` may have made it on another stream
-                if not closed:
+                if not is_closed:
                     self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
-                self.hidden_copies.pop(bound, None)  # another thread may have been as quick
+                self.hidden_copies.pop(bound, None)  # another thread may have taken it meanwhile
 
     def unhook(self) -> None:
         """Remove the hooks of all models, without waiting."""
@@ -218,10 +231,10 @@ class Overlap:
             model.unhook()
 
     def after_close(self) -> None:
-        """After the engine was closed: copy hidden weights back, and raise the last step's error unless it was."""
+        """After the engine was closed: end the exchange, show hidden weights, raise the last step's error if due."""
         if self.exchange is not None:
             self.exchange.close()
-        self._copy_from_hidden([*self.hidden_copies], closed=True)
+        self._copy_from_hidden([*self.hidden_copies], is_closed=True)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.finish()
 
@@ -234,6 +247,7 @@ class OptimizerLock:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
+        """Take the lock, and wait until the last step is over; if that raises, release the lock."""
         self._lock.acquire()
         try:
             self._owner._finish()
@@ -283,19 +297,19 @@ class FollowedModel:
         self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
         self._compiled_parts: set[torch.nn.Module] = set()
         self._called_modules: set[torch.nn.Module] = set()
-        self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # parameters that each module waits for
-        self._handles: list[Any] = []
-        self._walk(model)
+        self._awaited: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # parameters that each module waits for
+        self._handles: list[Any] = []  # of hooks, to remove them
+        self._note_modules(model)
         self.parameters = {parameter for owned in self._parameters_of.values() for parameter in owned}
         for module in self._parameters_of:
             hook = _Hook(self, module, is_compiled_part=module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles += [shards.PatchedMethod(group, "unshard", self.unshard) for group in shards.fsdp_groups(model)]
-        untyped: Any
-        for untyped in model.modules():
-            hook = _Hook(self, untyped, for_all=True)
-            self._handles.append(untyped.register_state_dict_pre_hook(hook))
-            self._handles.append(untyped.register_load_state_dict_pre_hook(hook))
+        each: Any
+        for each in model.modules():
+            hook = _Hook(self, each, for_all=True)
+            self._handles.append(each.register_state_dict_pre_hook(hook))
+            self._handles.append(each.register_load_state_dict_pre_hook(hook))
 
     def remove(self) -> None:
         """Wait until the last step is over, and remove the hooks; idempotent."""
@@ -313,8 +327,8 @@ class FollowedModel:
         if overlap is not None and self in overlap.models:
             overlap.models.remove(self)
 
-    def _walk(self, module: torch.nn.Module, is_part: bool = False) -> None:
-        """Note all modules below `module` with their parameters and children.
+    def _note_modules(self, module: torch.nn.Module, is_part: bool = False) -> None:
+        """Note a module and all below it, with their parameters and children.
 
         A compiled module counts as one without children that owns all parameters in it. Modules in it (`is_part`) are
         noted, too, as they may be called by themselves.
@@ -324,26 +338,28 @@ class FollowedModel:
         if is_part:
             self._compiled_parts.add(module)
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        own = module.parameters() if is_compiled else module._parameters.values()
-        self._parameters_of[module] = tuple(parameter for parameter in own if parameter is not None)
+        owned = module.parameters() if is_compiled else module._parameters.values()
+        self._parameters_of[module] = tuple(parameter for parameter in owned if parameter is not None)
         self._children_of[module] = () if is_compiled else tuple(module.children())
         for child in module.children():
-            self._walk(child, is_compiled or is_part)
+            self._note_modules(child, is_compiled or is_part)
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Wait for the weights that a module is about to use; a forward pre-hook."""
         # Without gradients it does not count: a module that only evaluation calls may be bypassed in training.
         if module not in self._called_modules and torch.is_grad_enabled():
             self._called_modules.add(module)
-            self._needs.clear()
-        needs = self._needs.get(module)  # another thread may clear `_needs` at any time
-        if needs is None:
-            needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
-        if (overlap := self._overlap()) is not None:
-            overlap.wait_for_use(needs)
+            self._awaited.clear()  # modules above it need not wait for its parameters any more
+        awaited = self._awaited.get(module)  # another thread may clear `_awaited` at any time
+        if awaited is None:
+            awaited = tuple(dict.fromkeys(self._parameters_used_by(module)))
+            self._awaited[module] = awaited
+        overlap = self._overlap()
+        if overlap is not None:
+            overlap.wait_for_use(awaited)
 
     def unshard(self, group: Any, unshard: Callable[[bool], Any], async_op: bool = False) -> Any:
-        """Wait for a group's shards, then let FSDP2 gather it; stands in for the group's `unshard`."""
+        """Wait for a group's shards, then let FSDP2 gather it; replaces the group's `unshard`."""
         if not group.is_unsharded:
             self.before_unshard(group, async_op)
         return unshard(async_op)
@@ -362,21 +378,23 @@ class FollowedModel:
             else:
                 with group.device_handle.stream(stream):
                     overlap.wait_for_some(parameters)
-        if group._training_state.name == "PRE_BACKWARD":
+        is_for_backward = group._training_state.name == "PRE_BACKWARD"
+        if is_for_backward:  # which is not noted: only the order of use in forward counts
             overlap.wait_for_some(parameters)
         else:
             overlap.wait_for_use(parameters)
 
-    def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    def _parameters_used_by(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield the parameters of a module, and of modules below it that have never been called themselves."""
         yield from self._parameters_of[module]
         for child in self._children_of[module]:
             if child not in self._called_modules:
-                yield from self._needed(child)
+                yield from self._parameters_used_by(child)
 
     def finish(self, module: torch.nn.Module) -> None:
         """Wait until the last step is over; a hook of `state_dict` and `load_state_dict`."""
-        if (overlap := self._overlap()) is not None:
+        overlap = self._overlap()
+        if overlap is not None:
             overlap.finish()
 
 
@@ -403,17 +421,25 @@ class _Hook:
         self._pid = os.getpid()
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        # While a compiled module is traced a call would break its graph, which costs time.
+        """Wait, unless a compiled module that contains this one is being traced."""
+        # A call would break the graph, which costs time.
         if not (self._is_compiled_part and torch.compiler.is_compiling()):
-            self._call(module)
+            self._wait(module)
 
     @_disable_dynamo
-    def _call(self, module: torch.nn.Module) -> None:
-        followed, own_module = self._followed(), self._module()
-        if followed is not None and own_module is module and os.getpid() == self._pid:
-            followed.finish(module) if self._for_all else followed.before_forward(module)
+    def _wait(self, module: torch.nn.Module) -> None:
+        """Wait for the whole step or for the module's weights; torch.compile does not look into this."""
+        followed = self._followed()
+        is_copy = self._module() is not module or os.getpid() != self._pid
+        if followed is None or is_copy:
+            return
+        if self._for_all:
+            followed.finish(module)
+        else:
+            followed.before_forward(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copied or pickled module have a hook that does nothing."""
         return _Nothing, ()
 
 

@@ -33,26 +33,26 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.waited_s, self.iteration_s = 0.0, math.nan
+        self.waited_s = 0.0
+        self.iteration_s = math.nan
         self.in_forward = True
         self.last_intervals: list[Interval] = []
-        self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)  # seconds of forward and of backward
+        # Times since the last step returned; NaN where that has not happened yet.
         self._returned_s = self._arrived_s = self._backward_ended_s = math.nan
+        # Seconds that the caller has spent in `step`, and in waits after it.
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
         self._waits: list[Interval] = []
 
     @property
     def intervals(self) -> list[Interval]:
         """The caller's intervals that have ended since the last step returned: forward, backward, waits."""
-        marks = (
-            ("forward", self._returned_s, self._arrived_s),
-            ("backward", self._arrived_s, self._backward_ended_s),
-        )
-        passes = [Interval(CALLER, label, began_s, ended_s, 0) for label, began_s, ended_s in marks]
-        return [
-            *(interval for interval in passes if not math.isnan(interval.finished_s - interval.started_s)),
-            *self._waits,
+        passes = [
+            Interval(CALLER, "forward", self._returned_s, self._arrived_s, 0),
+            Interval(CALLER, "backward", self._arrived_s, self._backward_ended_s, 0),
         ]
+        ended = [each for each in passes if not math.isnan(each.finished_s - each.started_s)]
+        return [*ended, *self._waits]
 
     @property
     def typical_s(self) -> tuple[float, float] | None:
@@ -63,9 +63,10 @@ class Pace:
         return statistics.median(forward_s), statistics.median(backward_s)
 
     def note_arrival(self) -> None:
-        """Note that a gradient has arrived."""
+        """Note that a gradient has arrived; the first one ends forward."""
         if self.in_forward:
-            self._arrived_s, self.in_forward = time.monotonic(), False
+            self._arrived_s = time.monotonic()
+            self.in_forward = False
 
     @contextmanager
     def timed_wait(self, *, for_all: bool = False) -> Iterator[None]:
@@ -73,7 +74,8 @@ class Pace:
 
         The first wait for the whole step, once gradients have begun to arrive, ends backward.
         """
-        began_s, in_forward = time.monotonic(), self.in_forward
+        began_s = time.monotonic()
+        in_forward = self.in_forward
         if for_all and not in_forward and math.isnan(self._backward_ended_s):
             self._backward_ended_s = began_s
         try:
@@ -89,23 +91,25 @@ class Pace:
                 self._other_waits_s += waited_s
 
     def begin_step(self) -> float:
-        """Note that the next step begins, and the last one has ended; return the time."""
+        """Note that the next step begins, and end the account of the last one; return the time, for `end_call`."""
         now_s = time.monotonic()
-        forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
-        if not math.isnan(forward_s):
-            ended_s = now_s if math.isnan(self._backward_ended_s) else self._backward_ended_s
-            self._history.append((max(forward_s, 0.0), max(ended_s - self._arrived_s, 0.0)))
-        self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s
         if math.isnan(self._backward_ended_s):
             self._backward_ended_s = now_s
+        forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
+        if not math.isnan(forward_s):
+            backward_s = self._backward_ended_s - self._arrived_s
+            self._history.append((max(forward_s, 0.0), max(backward_s, 0.0)))
+        self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s
         self.last_intervals = self.intervals
         return now_s
 
     def end_call(self, began_s: float) -> None:
         """Note that `step`, which began at `began_s`, returns; the rest of the step may go on in the background."""
-        before_s, self._returned_s = self._returned_s, time.monotonic()
-        self.iteration_s = self._returned_s - before_s
+        last_returned_s = self._returned_s
+        self._returned_s = time.monotonic()
+        self.iteration_s = self._returned_s - last_returned_s
         self._arrived_s = self._backward_ended_s = math.nan
         self.in_forward = True
         self._waits = []
-        self._call_s, self._forward_waits_s, self._other_waits_s = self._returned_s - began_s, 0.0, 0.0
+        self._call_s = self._returned_s - began_s
+        self._forward_waits_s = self._other_waits_s = 0.0

@@ -21,10 +21,11 @@ LEAST_SHARE = 0.05
 
 
 def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) -> Report:
-    """Return a page's content: the engine's plan, as `told`, and its last step, as `figures` of metrics."""
+    """Return a page's content: the plan as text, from `told`, and the last step, from `figures` of metrics."""
     plan = engine.plan
-    number, seconds = int(figures[metrics.STEP]), (figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
-    steps = [Step(number, *seconds)] if number else []
+    step_number = int(figures[metrics.STEP])
+    last_step = Step(step_number, figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
+    lane_names = filter(None, map(partial(metrics.which, metrics.LANE_BUSY_S), figures))
     lanes = [
         Lane(
             name,
@@ -32,13 +33,13 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
             figures[metrics.of(metrics.LANE_BUSY_S, name)],
             int(figures[metrics.of(metrics.LANE_BYTES, name)]),
         )
-        for name in filter(None, map(partial(metrics.which, metrics.LANE_BUSY_S), figures))
+        for name in lane_names
     ]
     return Report(
         title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
         plan=str(told),
         tiers=_tiers(plan, figures),
-        steps=steps,
+        steps=[last_step] if step_number else [],  # 0 before the first step
         lanes=lanes,
         planned_bytes=plan.host_bytes,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of Linux, in KiB
@@ -50,18 +51,22 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
 
 def _tiers(plan: Plan, figures: Mapping[str, float]) -> list[Tier]:
     """Return what lies in each tier: GPU memory if any, host memory, paths."""
-    state, gradients, staging = plan.home_bytes[Home.HOST], plan.budgets.gradient_bytes, plan.staging_bytes
-    rest = plan.host_bytes - state - gradients - staging
-    host = {"state": state, "gradients": gradients, "staging": staging, "buffers and tables": rest}
-    tiers = [Tier("host memory", host, _whole(plan.host_bytes, psutil.virtual_memory().total))]
-    if device := plan.device_bytes:
-        tiers.insert(0, Tier("GPU memory", device, None))
+    host = {
+        "state": plan.home_bytes[Home.HOST],
+        "gradients": plan.budgets.gradient_bytes,
+        "staging": plan.staging_bytes,
+    }
+    host["buffers and tables"] = plan.host_bytes - sum(host.values())
+    tiers = [Tier("host memory", host, _size_to_draw(plan.host_bytes, psutil.virtual_memory().total))]
+    if plan.device_bytes:
+        tiers.insert(0, Tier("GPU memory", plan.device_bytes, None))
     for number, path in enumerate(plan.budgets.paths):
-        stored = int(figures.get(metrics.of(metrics.LIVE_BYTES, number), 0))
-        tiers.append(Tier(f"path {number}", {"state": stored}, _whole(stored, path.available_bytes)))
+        stored_bytes = int(figures.get(metrics.of(metrics.LIVE_BYTES, number), 0))
+        size = _size_to_draw(stored_bytes, path.available_bytes)
+        tiers.append(Tier(f"path {number}", {"state": stored_bytes}, size))
     return tiers
 
 
-def _whole(used_bytes: int, nbytes: int) -> int | None:
-    """Return a tier's size, to be drawn, if the used bytes can be seen beside it; else None."""
-    return nbytes if used_bytes >= LEAST_SHARE * nbytes else None
+def _size_to_draw(used_bytes: int, tier_bytes: int) -> int | None:
+    """Return a tier's size, for its bar to show, if the used bytes can be seen in a bar of that size; else None."""
+    return tier_bytes if used_bytes >= LEAST_SHARE * tier_bytes else None

@@ -1,15 +1,15 @@
 """How gradients get from autograd to the engine. An optimizer has one route, chosen when it is made.
 
-A route owns the hooks, and knows who reduces gradients over ranks (the engine's caller, DDP, FSDP2) and when. Hooks
-run on autograd's threads, one backward pass at a time, and keep neither a route nor a parameter alive.
+A route owns the hooks of parameters, and knows who reduces gradients over ranks (the engine's caller, DDP, FSDP2) and
+when. Hooks run on autograd's threads, one backward pass at a time, and keep neither a route nor a parameter alive.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -27,63 +27,98 @@ from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import is_flattened, world
 from offload.optim.scaling import GradientId, Scaling
+from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import BoundParameter, Weights, check_form
 
 NO_PASS = -1
-"""torch's number of the backward pass where none is under way."""
+"""What torch returns as the number of the backward pass (`_current_graph_task_id`) while none is under way."""
 
 
 def choose_route(
     holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
 ) -> Route:
-    """Return the route for the device and the parameters; if settings allow for none, close the holder and raise."""
+    """Return the route for the device and the parameters; on an accelerator, also set `holder.is_deferred`.
+
+    If settings allow for no route, close the holder and raise.
+    """
     parameters = [*parameters]
-    has_gradient_memory = holder.config.gradient_memory is not None
-    is_alone = world()[0] == 1 and not any(map(shards.is_dtensor, parameters))
-    # If ranks reduced gradients after backward, the step would find other bits than an update in backward has read.
-    can_be_final = is_alone or not any(map(is_flattened, parameters))
+    config = holder.config
+    needs_no_reduction = _is_single_process() and not any(map(shards.is_dtensor, parameters))
+    # FSDP1's ranks reduce gradients without our hooks seeing it: updates in backward could read other bits than the
+    # step finds.
+    can_be_final = needs_no_reduction or not any(map(is_flattened, parameters))
     try:
-        check_gradients_arrive_reduced(holder.config, parameters)
+        check_gradients_arrive_reduced(config, parameters)
         if not can_be_final:
-            combinations.FSDP1_BACKWARD.check("overlap", holder.config.overlap)
+            combinations.FSDP1_BACKWARD.check("overlap", config.overlap)
     except ConfigError:
         holder.close()
         raise
-    arrive_reduced = is_alone or all(map(_arrives_reduced, parameters))
     kind: type[Route]
-    if has_gradient_memory:
-        kind, can_be_final = DepartureRoute, False
+    if config.gradient_memory is not None:
+        kind = DepartureRoute
+        can_be_final = False  # gradients leave for the paths, and no update in backward reads them
     elif isinstance(holder.device, NoDevice):
-        kind = SlotRoute if is_alone else ReducedRoute
+        kind = SlotRoute if needs_no_reduction else ReducedRoute
     else:
-        kind = StepRoute if holder.config.keep_grads else DepartureRoute
-        holder.is_deferred = holder.config.opens_late
+        kind = StepRoute if config.keep_grads else DepartureRoute
+        holder.is_deferred = config.opens_late
     route = kind(holder, weights, scaling, overlap)
-    route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
-    route.is_deaf = any(map(shards.copies_gradients_to_host, parameters))
+    # With `shard` gradients are reduced on all ranks, as under DDP.
+    are_reduced = needs_no_reduction or all(map(_arrives_reduced, parameters)) or config.shard
+    route.gets_final_gradients = can_be_final and are_reduced
+    route.needs_model_hook = any(map(shards.copies_gradients_to_host, parameters))
     return route
+
+
+def _is_single_process() -> bool:
+    """Return whether there are no other ranks."""
+    world_size, _ = world()
+    return world_size == 1
 
 
 def check_gradients_arrive_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse `gradient_memory` and `keep_grads=False` if ranks reduce gradients only after our hooks have run.
 
-    With these settings our hooks take gradients out of `.grad`, and DDP would not find them. The gradient of a
-    `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or is a partial one. Frozen parameters
-    are left out; call this again when they are thawed.
+    With these settings our hooks take gradients out of `.grad`, where DDP would look for them afterwards. The
+    gradient of a `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or is a partial one.
+    Frozen parameters are left out: call this again when they are thawed.
     """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    has_gradient_memory = config.gradient_memory is not None
-    if not config.keeps_grads and not all(map(_arrives_reduced, parameters)):
-        name, value = ("gradient_memory", config.gradient_memory) if has_gradient_memory else ("keep_grads", False)
-        instead = "leave it out" if has_gradient_memory else "use true"
-        combinations.REDUCED_LATER.refuse(name, value, instead=instead, ranks=world()[0])
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if config.keeps_grads or all(map(_arrives_reduced, trainable)):
+        return
+    world_size, _ = world()
+    if config.gradient_memory is not None:
+        combinations.REDUCED_LATER.refuse(
+            "gradient_memory", config.gradient_memory, instead="leave it out", ranks=world_size
+        )
+    combinations.REDUCED_LATER.refuse("keep_grads", False, instead="use true", ranks=world_size)
 
 
 def _arrives_reduced(parameter: torch.Tensor) -> bool:
     """Return whether a gradient is reduced over all ranks when its hook runs."""
-    mesh, ranks = getattr(parameter, "device_mesh", None), world()[0]
-    return ranks == 1 or (mesh is not None and mesh.size() >= ranks)
+    world_size, _ = world()
+    mesh = getattr(parameter, "device_mesh", None)
+    is_over_all_ranks = mesh is not None and mesh.size() >= world_size
+    return world_size == 1 or is_over_all_ranks
+
+
+class _ClearedGradient(NamedTuple):
+    """A gradient that was taken out of `.grad`; this keeps neither the tensor nor its memory alive."""
+
+    bound: BoundParameter
+    tensor: weakref.ref[torch.Tensor]
+    storage: int | None  # torch's address of the tensor's storage; None if the gradient lies in its slot
+
+    def is_held(self, kept_by_step: Mapping[int, int]) -> bool:
+        """Return whether somebody else holds the gradient.
+
+        `kept_by_step` tells how many tensors of the caller, kept for the step to read, share a storage.
+        """
+        if self.storage is None:
+            return not self.bound.slot.is_free
+        return self.tensor() is not None or _owner_count(self.storage) != kept_by_step[self.storage]
 
 
 class Route:
@@ -91,50 +126,59 @@ class Route:
 
     has_slots: ClassVar[bool] = False
     """Whether the engine provides memory for gradients."""
-    widens: ClassVar[bool] = True
+    allows_wider_gradients: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
-    is_early: bool = False
-    """Whether gradients are known to arrive reduced, so that updates from them before the step can be confirmed."""
-    is_deaf: bool = False
+    gets_final_gradients: bool = False
+    """Whether gradients are known to be final and reduced in backward, so that updates from them can be confirmed."""
+    needs_model_hook: bool = False
     """Whether FSDP2 copies gradients to the host, and no model has been hooked to learn when they have come."""
     announcer: Announcer | None = None
-    """Is told of each gradient before the engine."""
+    """Tells the engine of which pass a gradient is; called before the engine is told of the gradient itself."""
 
     @property
-    def arrives_early(self) -> bool:
+    def allows_updates_in_backward(self) -> bool:
         """Whether gradients arrive during backward with the bits that the step will find, as updates there need."""
-        return self.is_early and not self.is_deaf
+        return self.gets_final_gradients and not self.needs_model_hook
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
-        self._forget_dealt_gradients = weights.forget_gradients
-        self._handles: list[Any] = []
-        self._frozen: dict[BoundParameter, None] = {}  # without a hook yet: torch refuses hooks of frozen parameters
-        self._tensors: list[torch.Tensor] = []  # gradients that the step reads
+        self._free_dealt_gradients = weights.forget_gradients
+        self._handles: list[Any] = []  # of hooks, to remove them
+        self._unhooked: dict[BoundParameter, None] = {}  # frozen parameters, which torch refuses hooks of
+        self._read_tensors: list[torch.Tensor] = []  # gradients that the step reads
 
     def attach(self, bound: BoundParameter) -> None:
-        """Hook a parameter, so that each of its gradients is passed to `arrived`; a frozen one once it is thawed."""
+        """Hook a parameter, so that `handle_arrival` gets each gradient; a frozen parameter is hooked once thawed."""
         self._engine = self._holder.engine  # which is open by now
-        self._frozen[bound] = None
+        self._unhooked[bound] = None
         self.hook_thawed()
 
     def hook_thawed(self) -> None:
         """Hook attached parameters that are not frozen any more; the step binds gradients that came before."""
-        for bound in [bound for bound in self._frozen if bound.parameter.requires_grad]:
+        for bound in [bound for bound in self._unhooked if bound.parameter.requires_grad]:
             self._hook(bound)
-            del self._frozen[bound]  # last: after an interrupt a second hook does no harm
+            del self._unhooked[bound]  # last: after an interrupt a second hook does no harm
 
     def _hook(self, bound: BoundParameter) -> None:
+        """Have autograd call `handle_arrival` with each gradient of a parameter, unless FSDP2 copies it to the host.
+
+        With such a hook FSDP2 would wait for each copy; `StepRoute.hook_copied_groups` hooks its groups instead.
+        """
         if shards.copies_gradients_to_host(bound.parameter):
-            return  # with a hook FSDP2 would wait for each copy to the host; `StepRoute.follow` hooks its groups
+            return
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
     def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
-        """Handle a gradient that autograd has accumulated; `builds_graph`: in a backward with `create_graph=True`."""
+        """Handle a gradient that autograd has accumulated in `.grad`; after a broken step do nothing.
+
+        Args:
+            bound: The parameter.
+            builds_graph: Whether it arrives in a backward with `create_graph=True`.
+        """
         gradient = bound.parameter.grad
         if gradient is None:
             return
@@ -147,54 +191,56 @@ class Route:
         bound.arrivals += 1
         if self._scaling.scaled_ids:
             self._scaling.note_arrival(bound, gradient, builds_graph)
-        if not bound.is_brought:  # a dealt matrix: the step sends this shard to the rank that updates it
-            self._handle(bound, gradient)
+        if not bound.is_brought:  # else a dealt matrix, whose shard the step sends to the rank that updates it
+            self._handle_gradient(bound, gradient)
 
-    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Do this route's part with a gradient before the step begins; here nothing."""
+    def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Do this route's part with a gradient when it arrives: routes send it, copy it or mark it; here nothing."""
 
     def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
-        """Tell the engine that a gradient is final where it lies, unless `bind` will have to copy or reduce it.
+        """Tell the engine that a gradient is final where it lies, so that updates in backward may read it.
+
+        Does nothing if `bind_gradients` will have to copy or reduce the gradient.
 
         Args:
             bound: The parameter.
             gradient: Its gradient; None for the one in `.grad`.
         """
-        parameter, gradient = bound.parameter, bound.parameter.grad if gradient is None else gradient
+        if gradient is None:
+            gradient = bound.parameter.grad
         if self._engine.broken is not None or gradient is None or gradient.requires_grad:
             return
-        if shards.placed_as(gradient, parameter):
-            rows = None if shards.is_dtensor(parameter) else bound.cut
-            gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
-            _check_gradient(gradient, parameter, bound)
-            if _lies_as(gradient, parameter):
-                self._engine.gradients.final(bound.position, shards.own(gradient, rows))
+        if not shards.placed_as(gradient, bound.parameter):
+            return
+        local_gradient = shards.local(gradient).detach()
+        local_weight = shards.local(bound.parameter)
+        _check_gradient(local_gradient, local_weight, bound)
+        if _lies_as(local_gradient, local_weight):
+            rank_elements = shards.own(local_gradient, _cut_of_gradient(bound))
+            self._engine.gradients.final(bound.position, rank_elements)
 
-    def bind(self) -> list[BoundParameter]:
-        """Tell the engine where gradients lie; return the parameters that have one."""
-        self._tensors.clear()
-        return [bound for bound in self._bound.values() if self._bind(bound)]
+    def bind_gradients(self) -> list[BoundParameter]:
+        """Tell the engine where gradients lie, and note the tensors; return the parameters that have a gradient."""
+        self._read_tensors.clear()
+        return [bound for bound in self._bound.values() if self._bind_gradient(bound)]
 
-    def _bind(self, bound: BoundParameter) -> bool:
+    def _bind_gradient(self, bound: BoundParameter) -> bool:
         """Tell the engine where a gradient lies, copied if its strides differ; return whether there is one."""
         pair = bound.gradient()
         if pair is None:
             return False
-        gradient, parameter = pair
-        rows = bound.cut
-        if rows is not None and shards.is_dtensor(bound.parameter):
-            rows = None  # the gradient is this rank's shard already
-        _check_gradient(gradient, parameter, bound)
-        self._tensors.append(gradient)
-        is_gathered = self._has_norm(bound, gradient)
-        if not _lies_as(gradient, parameter):
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-            self._tensors.append(gradient)
-        dtype, address = DTYPE_CODES[gradient.dtype], shards.own(gradient, rows).data_ptr()
-        self._engine.gradients.bind(bound.position, address, dtype, gathered=is_gathered)
+        gradient, weight = pair
+        _check_gradient(gradient, weight, bound)
+        self._read_tensors.append(gradient)
+        has_norm = self._has_norm_of_arrival(bound, gradient)
+        if not _lies_as(gradient, weight):
+            gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+            self._read_tensors.append(gradient)
+        address = shards.own(gradient, _cut_of_gradient(bound)).data_ptr()
+        self._engine.gradients.bind(bound.position, address, DTYPE_CODES[gradient.dtype], gathered=has_norm)
         return True
 
-    def _has_norm(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+    def _has_norm_of_arrival(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         """Return whether the engine took the gradient's norm when it arrived, and nobody has written to it since."""
         return False
 
@@ -211,74 +257,85 @@ class Route:
 
     def tensors_read(self) -> list[torch.Tensor]:
         """Return the tensors that the step reads gradients from, except those in the engine's own memory."""
-        return [gradient.detach() for gradient in self._tensors if not self._is_slot(gradient)]
+        return [gradient.detach() for gradient in self._read_tensors if not self._is_slot(gradient)]
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in a gradient slot, which is the engine's memory."""
         return False
 
     def clear_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
-        """Set `.grad` of parameters to None; the caller keeps the tensors that `tensors_read` returned.
+        """Set `.grad` of parameters to None: autograd must not add to gradients that the step reads.
 
-        Autograd must not add to gradients that the step reads. Runs on the engine thread, so that no interrupt comes
-        in between.
+        The caller keeps the tensors that `tensors_read` returned. Runs on the engine thread, so that no interrupt
+        comes in between.
 
         Returns:
             Parameters whose gradient somebody else still holds, and so could write to.
         """
-        gradients = []
+        cleared: list[_ClearedGradient] = []
         for bound in active:
-            gradient, bound.parameter.grad = bound.parameter.grad, None
+            gradient = bound.parameter.grad
+            bound.parameter.grad = None
             if gradient is not None:
-                # Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
-                own = shards.local(gradient)
-                storage = None if self._is_slot(own) else torch._C._storage_address(own)  # type: ignore[attr-defined]
-                gradients.append((bound, weakref.ref(gradient), storage))
-                del own
-            del gradient
-        self._tensors.clear()
-        owners = Counter(storage for _, _, storage in gradients if storage is not None)  # FSDP2's gradients share one
-        return [
-            bound
-            for bound, gradient, storage in gradients
-            if not (
-                bound.slot.is_free
-                if storage is None
-                else gradient() is None and _owners_of(storage) == owners[storage]
-            )
-        ]
+                cleared.append(self._cleared_gradient(bound, gradient))
+            del gradient  # else this variable would count as somebody who holds it
+        self._read_tensors.clear()
+        # One storage may have several gradients: FSDP2's of one group share it.
+        kept_by_step = Counter(each.storage for each in cleared if each.storage is not None)
+        return [each.bound for each in cleared if each.is_held(kept_by_step)]
 
-    def note_used(self, active: Iterable[BoundParameter]) -> None:
+    def _cleared_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> _ClearedGradient:
+        """Return a note of a gradient that was in `.grad`."""
+        local_gradient = shards.local(gradient)
+        if self._is_slot(local_gradient):
+            return _ClearedGradient(bound, weakref.ref(gradient), storage=None)
+        # Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
+        storage = torch._C._storage_address(local_gradient)  # type: ignore[attr-defined]
+        return _ClearedGradient(bound, weakref.ref(gradient), storage)
+
+    def note_used_gradients(self, active: Iterable[BoundParameter]) -> None:
         """Note the gradients that a step has used, so that `park` may drop them."""
         for bound in active:
             gradient = bound.parameter.grad
             bound.used_gradient = None if gradient is None else (weakref.ref(gradient), _version(gradient))
 
-    def drop_used(self) -> None:
+    def drop_used_gradients(self) -> None:
         """Drop gradients that a step has used; on the engine thread.
 
-        A gradient that another thread has set since `check_used` belongs to the next step, and stays.
+        A gradient that another thread has set since `check_gradients_used` belongs to the next step, and stays.
         """
-        self.clear_grads(bound for bound in self._bound.values() if self._is_used(bound))
+        self.clear_grads(bound for bound in self._bound.values() if not self._has_unused_gradient(bound))
 
     def slots_in_use(self) -> list[tuple[int, int]]:
-        """Return address and size of gradient slots that somebody holds, without a look at `.grad`: any thread."""
+        """Return address and size of each gradient slot whose gradient somebody holds.
+
+        Does not look at `.grad`, so any thread may call this.
+        """
         return []
 
     @staticmethod
-    def _is_used(bound: BoundParameter) -> bool:
-        """Return whether a parameter has no gradient, or one that a step has used."""
-        gradient, used = bound.parameter.grad, bound.used_gradient
-        return gradient is None or (used is not None and used[0]() is gradient and used[1] == _version(gradient))
+    def _has_unused_gradient(bound: BoundParameter) -> bool:
+        """Return whether a parameter has a gradient that no step has used as it is now."""
+        gradient = bound.parameter.grad
+        if gradient is None:
+            return False
+        if bound.used_gradient is None:
+            return True
+        used_gradient, used_version = bound.used_gradient
+        return used_gradient() is not gradient or used_version != _version(gradient)
 
-    def check_used(self) -> None:
-        """Raise `ConfigError` if a parameter has a gradient that no step has used."""
+    def check_gradients_used(self) -> None:
+        """Raise `ConfigError` if a gradient waits for its step: `park` would give back the gradient's memory."""
         for bound in self._bound.values():
-            if not self._is_used(bound):
-                allowed = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
-                raise ConfigError("park", f"the gradient of {bound.name}", allowed)
+            if self._has_unused_gradient(bound):
+                advice = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
+                raise ConfigError("park", f"the gradient of {bound.name}", advice)
 
     def drop_departed(self) -> None:
-        """Drop gradients that left `.grad` during backward; the caller keeps the tensors of `tensors_read`."""
+        """Drop gradients that left `.grad` during backward, once a step has begun; here there are none.
+
+        The caller keeps the tensors of `tensors_read`.
+        """
 
     def forget_departed(self) -> None:
         """Forget gradients that were taken out of `.grad`, so that the next one of each parameter is the first."""
@@ -286,84 +343,99 @@ class Route:
 
     def drop_references(self) -> None:
         """Drop all references to gradients; called when no lane reads them any more."""
-        self._tensors.clear()
-        self._forget_dealt_gradients()
+        self._read_tensors.clear()
+        self._free_dealt_gradients()
 
     def detach(self) -> None:
         """Remove the hooks of all parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._frozen.clear()
+        self._unhooked.clear()
+
+
+class _HostCopy(NamedTuple):
+    """Copies of one FSDP2 group's gradients to host memory."""
+
+    end: torch.Event | None  # after the copies; None if FSDP2 has waited for them
+    bounds: list[BoundParameter]  # whose gradients are copied
+
+    def has_ended(self) -> bool:
+        """Return whether the gradients lie in host memory."""
+        return self.end is None or self.end.query()
 
 
 class StepRoute(Route):
     """Leaves gradients where they lie until the step begins; updates in backward read those that are final.
 
-    When a gradient is final, so that this tells the engine:
+    It tells the engine that a gradient is final
 
     * in a single process, or of FSDP2's shards, which are reduced by then: when its hook runs;
     * of shards whose gradients FSDP2 copies to the host: when the copy has ended. Nothing waits for that in backward:
       after each group's reduction, and at the end of the pass, this looks which copies have ended;
-    * with DDP: when its bucket has been reduced, if a communication hook tells that (`hear`); else at the end of the
-      pass, when DDP has written reduced gradients to `.grad`.
+    * with DDP: when its bucket has been reduced, if a communication hook tells that (`listen_to`); else at the end of
+      the pass, when DDP has written reduced gradients to `.grad`.
 
     If somebody reduces gradients after that, the step finds them changed and revokes the updates.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
-        self._is_alone = world()[0] == 1
-        self._pass = NO_PASS
-        self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients of this pass are not final yet
+        self._is_single_process = _is_single_process()
+        self._pass_number = NO_PASS
+        self._not_final: dict[BoundParameter, None] = {}  # parameters whose gradients of this pass are not final yet
         self._buckets: list[Buckets] = []
-        self._groups: list[Any] = []  # FSDP2's groups that copy gradients to the host
-        # An event after copies to the host, or None if FSDP2 has waited for them; and whose gradients are copied.
-        self._copies: deque[tuple[torch.Event | None, list[BoundParameter]]] = deque()
+        self._hooked_groups: list[Any] = []  # FSDP2's groups that copy gradients to the host
+        self._host_copies: deque[_HostCopy] = deque()  # not handled yet, oldest first
 
     def hook_copied_groups(self, model: torch.nn.Module) -> bool:
         """Hook the groups of a model whose gradients FSDP2 copies to the host; return whether there are any."""
         groups = [
-            g for g in shards.fsdp_groups(model) if any(map(shards.copies_gradients_to_host, shards.gathered_by(g)))
+            group
+            for group in shards.fsdp_groups(model)
+            if any(map(shards.copies_gradients_to_host, shards.gathered_by(group)))
         ]
         for group in groups:
-            if group not in self._groups:
-                self._groups.append(group)
+            if group not in self._hooked_groups:
+                self._hooked_groups.append(group)
                 self._handles.append(shards.PatchedMethod(group, "post_backward", self._after_reduction))
-                self.is_deaf = False
+                self.needs_model_hook = False
         return bool(groups)
 
     def _after_reduction(self, group: Any, post_backward: Callable[..., Any], *arguments: Any) -> None:
         """Call FSDP2's reduction of a group, note which gradients it has set or added to, and handle ended copies.
 
-        Stands in for the group's `post_backward`, which reduces its gradients and begins to copy them to the host.
+        Replaces the group's `post_backward`, which reduces its gradients and begins to copy them to the host.
         """
-        bounds = [(p, bound) for p in group.fsdp_params if (bound := self._bound.get(p.sharded_param))]
-        ids = [self.gradient_id(bound) for _, bound in bounds]
+        candidates = [
+            (each, self._bound[each.sharded_param]) for each in group.fsdp_params if each.sharded_param in self._bound
+        ]
+        old_ids = [self.gradient_id(bound) for _, bound in candidates]
         post_backward(*arguments)
-        event, reduced = None, list[BoundParameter]()
-        for (fsdp_param, bound), old in zip(bounds, ids, strict=True):
-            new = self.gradient_id(bound)
-            if new is not None and (old is None or not new.is_same(old)):
-                event = fsdp_param.grad_offload_event  # all are on one stream, so the last comes after all copies
+        last_event = None  # all copies are on one stream, so the last event comes after all of them
+        reduced: list[BoundParameter] = []
+        for (fsdp_param, bound), old_id in zip(candidates, old_ids, strict=True):
+            new_id = self.gradient_id(bound)
+            if new_id is not None and (old_id is None or not new_id.is_same(old_id)):
+                last_event = fsdp_param.grad_offload_event
                 reduced.append(bound)
         if reduced:
-            self._copies.append((event, reduced))
-            if torch._C._current_graph_task_id() != NO_PASS:
+            self._host_copies.append(_HostCopy(last_event, reduced))
+            if _current_pass() != NO_PASS:
                 _when_backward_ends(self._handle_ended_copies)  # after FSDP2's callback, which waits for the events
         self._handle_ended_copies()
 
     @torch.no_grad()
     def _handle_ended_copies(self) -> None:
         """Handle the gradients whose copies to the host have ended, without waiting for others."""
-        while self._copies and ((event := self._copies[0][0]) is None or event.query()):
-            for bound in self._copies.popleft()[1]:
+        while self._host_copies and self._host_copies[0].has_ended():
+            for bound in self._host_copies.popleft().bounds:
                 self.handle_arrival(bound)
 
     def drop_references(self) -> None:
         """Drop all references to gradients, and copies that have not been handled."""
         super().drop_references()
-        self._copies.clear()
+        self._host_copies.clear()
 
     @property
     def listens(self) -> bool:
@@ -373,40 +445,52 @@ class StepRoute(Route):
     def listen_to(self, buckets: Buckets) -> None:
         """Take gradients from DDP's buckets from now on, as soon as these have been reduced."""
         buckets.set_listener(self)
-        self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
-        self.is_early = True
+        others = [other for other in self._buckets if other is not buckets]
+        self._buckets = [*others, buckets]
+        self.gets_final_gradients = True
 
-    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+    def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
         if not self._engine.speculates:
             return
-        if self._is_alone or shards.is_dtensor(bound.parameter):
+        if self._is_single_process or shards.is_dtensor(bound.parameter):
             self._mark_final(bound)
             return
-        number: int = torch._C._current_graph_task_id()
-        if number == NO_PASS:
+        pass_number = _current_pass()
+        if pass_number == NO_PASS:
             return
-        if number != self._pass:
-            self._pass, self._pass_bounds = number, {}
-            _when_backward_ends(self._queue_end_of_pass)
-            for buckets in self._buckets:
-                buckets.clear()
-        self._pass_bounds[bound] = None
+        if pass_number != self._pass_number:
+            self._begin_pass(pass_number)
+        self._not_final[bound] = None
+        self._mark_reduced_final()
+
+    def _begin_pass(self, pass_number: int) -> None:
+        """Forget gradients and buckets of the pass before, and have autograd call `_end_pass`."""
+        self._pass_number = pass_number
+        self._not_final = {}
+        _when_backward_ends(self._queue_end_of_pass)
         for buckets in self._buckets:
-            for parameter, reduced in buckets.take_reduced():
-                of_pass = self._bound.get(parameter)
+            buckets.clear()
+
+    def _mark_reduced_final(self) -> None:
+        """Mark gradients of this pass final whose buckets DDP has reduced since the last call."""
+        for buckets in self._buckets:
+            for parameter, gradient in buckets.take_reduced():
+                bound = self._bound.get(parameter)
                 # A parameter that no rank has used has no gradient, though DDP reduces its part of the bucket.
-                if of_pass is not None and of_pass in self._pass_bounds:
-                    del self._pass_bounds[of_pass]
-                    self._mark_final(of_pass, reduced)
+                if bound is not None and bound in self._not_final:
+                    del self._not_final[bound]
+                    self._mark_final(bound, gradient)
 
     def _queue_end_of_pass(self) -> None:
-        _when_backward_ends(self._end_pass)  # after DDP's callback, which was queued after this one
+        """Have autograd call `_end_pass` after DDP's callback, which was queued after this one."""
+        _when_backward_ends(self._end_pass)
 
     @torch.no_grad()
     def _end_pass(self) -> None:
         """Mark the gradients of a pass final that are still left: DDP has written them to `.grad`."""
-        bounds, self._pass_bounds = self._pass_bounds, {}
+        bounds = self._not_final
+        self._not_final = {}
         for buckets in self._buckets:
             buckets.clear()
         for bound in bounds:
@@ -416,7 +500,7 @@ class StepRoute(Route):
 class ReducedRoute(StepRoute):
     """Reads gradients in host memory where ranks have reduced them, in the dtype that they are reduced in."""
 
-    widens = False
+    allows_wider_gradients = False
 
 
 class SlotRoute(Route):
@@ -435,40 +519,58 @@ class SlotRoute(Route):
             self._slot_addresses.add(bound.slot.address)
         super().attach(bound)
 
-    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Let the engine copy a gradient to its slot, and set `.grad` to that; or leave the gradient to `bind`."""
-        parameter, slot, engine = bound.parameter, bound.slot, self._engine
-        if shards.is_dtensor(parameter):
+    def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Let the engine take a gradient's norm, and copy the gradient to its slot, which becomes `.grad`.
+
+        A gradient that cannot lie in the slot stays in `.grad`, where `bind_gradients` finds it.
+        """
+        if shards.is_dtensor(bound.parameter):
             return  # FSDP2 adds to a gradient in the memory that its reduction has written
-        _check_gradient(gradient, parameter, bound)
+        _check_gradient(gradient, bound.parameter, bound)
+        slot = bound.slot
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
-            engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
-        elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
-            return  # part of a graph, or accumulated in another dtype than its slot's: `step` binds it as it is
-        elif gradient.dtype not in (slot.dtype, parameter.dtype):
-            return  # wider than its slot, and not to be narrowed
+            self._engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
+            bound.gathered_version = gradient._version
+        elif self._may_lie_in_slot(bound, gradient):
+            self._move_to_slot(bound, gradient)
+
+    def _may_lie_in_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient that lies elsewhere may be moved to its slot."""
+        weight, slot = bound.parameter, bound.slot
+        is_part_of_graph = gradient.requires_grad
+        accumulates_in_slot_dtype = weight.grad_dtype in (None, slot.dtype)
+        is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)
+        return not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
+
+    def _move_to_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Have a gradient copied to its slot, and set `.grad` to the slot, unless the slot is not free.
+
+        It is not free while somebody still holds the last pass's gradient, which lies in it.
+        """
+        in_slot = bound.slot.lend()
+        if in_slot is None:
+            return
+        gradients = self._engine.gradients
+        if _lies_as(gradient, bound.parameter):
+            gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         else:
-            lent = slot.lend()
-            if lent is None:
-                return  # somebody still holds the last pass's gradient, which lies in the slot
-            if _lies_as(gradient, parameter):
-                engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-            else:
-                engine.gradients.take_memory()
-                lent.copy_(gradient)
-                engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
-            parameter.grad = gradient = lent
-        bound.gathered_version = gradient._version
+            gradients.take_memory()  # the slot's memory may have been given back while parked
+            in_slot.copy_(gradient)
+            gradients.arrived(bound.position, bound.slot.address, DTYPE_CODES[bound.slot.dtype])
+        bound.parameter.grad = in_slot
+        bound.gathered_version = in_slot._version
 
     def slots_in_use(self) -> list[tuple[int, int]]:
-        """Return address and size of gradient slots whose gradient somebody holds."""
+        """Return address and size of each gradient slot whose gradient somebody holds."""
         slots = (bound.slot for bound in self._bound.values())
         return [(slot.address, slot.nbytes) for slot in slots if not slot.is_free]
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in a gradient slot."""
         return gradient.data_ptr() in self._slot_addresses
 
-    def _has_norm(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+    def _has_norm_of_arrival(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in its slot, and nobody has written to it since its norm was taken."""
         return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered_version
 
 
@@ -482,58 +584,70 @@ class DepartureRoute(Route):
         step. This only holds the memory: the engine knows which gradients there are.
         """
         self._storages: dict[BoundParameter, StorageWeakRef] = {}  # of each parameter's last gradient
-        self._leaves = holder.config.gradient_memory is not None
-        self._pass = NO_PASS
+        self._leave_for_buffers = holder.config.gradient_memory is not None
+        self._pass_number = NO_PASS
 
-    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Send a gradient off, and end the pass for the engine when autograd does."""
+    def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Send a gradient off, and have the engine told when autograd ends this pass."""
         if not shards.placed_as(gradient, bound.parameter):
-            return  # a partial gradient of tensor parallelism, which `bind` reduces
-        gradient = shards.local(gradient)
-        _check_gradient(gradient, shards.local(bound.parameter), bound)
-        if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
-            self._send_off(bound, gradient)
-            number: int = torch._C._current_graph_task_id()
-            if number not in (NO_PASS, self._pass):
-                self._pass = number
-                _when_backward_ends(self._end_backward)
+            return  # a partial gradient of tensor parallelism, which `bind_gradients` reduces
+        local_gradient = shards.local(gradient)
+        _check_gradient(local_gradient, shards.local(bound.parameter), bound)
+        if local_gradient.requires_grad:
+            return  # part of a graph: it stays until the step
+        self._send_off(bound, local_gradient)
+        pass_number = _current_pass()
+        if pass_number not in (NO_PASS, self._pass_number):
+            self._pass_number = pass_number
+            _when_backward_ends(self._end_backward)
 
     def _end_backward(self) -> None:
+        """Tell the engine that a pass has ended; autograd calls this."""
         if self._engine.broken is None:
             self._engine.gradients.end_backward()
 
     def _send_off(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Pass a gradient to the engine, which copies it off the GPU or adds it there, and set `.grad` to None."""
-        parameter, engine = shards.local(bound.parameter), self._engine
-        is_first = not engine.gradients.has_arrived(bound.position)  # right after interrupts, too
+        weight = shards.local(bound.parameter)
+        gradients = self._engine.gradients
+        # The engine is asked, as it counts right even where an interrupt has ended an earlier call.
+        is_first = not gradients.has_arrived(bound.position)
         if not is_first:
             self._scaling.note_addition(bound)
+        self._note_storage(bound, gradient, is_first)
+        if not _lies_as(gradient, weight):
+            gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+        if is_first:
+            self.departures[bound] = gradient if gradients.stays(bound.position) else None
+        if self._leave_for_buffers:
+            gradients.announce(bound.position)
+            bound.parameter.grad = None  # before `arrived`: an interrupt in between must not have it counted twice
+        mark = gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+        bound.parameter.grad = None
+        if mark is not None:  # the GPU reads the gradient until the mark: its memory must not be used again before
+            has_other_streams = bound.cut is not None  # FSDP2's
+            gradients.hold(gradient, mark, elsewhere=has_other_streams)
+
+    def _note_storage(self, bound: BoundParameter, gradient: torch.Tensor, is_first: bool) -> None:
+        """Note a gradient's storage; refuse one on a GPU in the same memory as that of the pass before.
+
+        A replayed CUDA graph writes each pass's gradient to the same memory, and does not wait for readers.
+        """
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
         last_storage = None if is_first else self._storages.get(bound)
-        if last_storage is not None and last_storage == storage and not self._leaves:
-            # A replayed CUDA graph writes each pass's gradient to the same memory, and does not wait for readers.
+        if last_storage is not None and last_storage == storage and not self._leave_for_buffers:
             where = "in the same memory as that of the pass before"
             combinations.GRAPHS_ACCUMULATE.refuse(f"gradient of {bound.name}", where)
         self._storages[bound] = storage  # a weak reference keeps allocators from using the address again
-        if not _lies_as(gradient, parameter):
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        if is_first:
-            self.departures[bound] = gradient if engine.gradients.stays(bound.position) else None
-        if self._leaves:  # `.grad` is None first: an interrupt in between must not leave it to be counted twice
-            engine.gradients.announce(bound.position)
-            bound.parameter.grad = None
-        mark = engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-        bound.parameter.grad = None
-        if mark is not None:
-            engine.gradients.hold(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
 
-    def _bind(self, bound: BoundParameter) -> bool:
-        if not (self._leaves or self._engine.gradients.has_arrived(bound.position)):
-            return super()._bind(bound)
+    def _bind_gradient(self, bound: BoundParameter) -> bool:
+        """Send off what is still in `.grad` of a parameter whose gradients leave; else bind it where it lies."""
+        if not (self._leave_for_buffers or self._engine.gradients.has_arrived(bound.position)):
+            return super()._bind_gradient(bound)
         if bound.parameter.grad is not None:
-            gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
-            _check_gradient(shards.local(gradient), shards.local(bound.parameter), bound)
-            self._send_off(bound, shards.local(gradient).detach())
+            gradient = shards.local(shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name))
+            _check_gradient(gradient, shards.local(bound.parameter), bound)
+            self._send_off(bound, gradient.detach())
         return self._engine.gradients.has_arrived(bound.position)
 
     def gradient_id(self, bound: BoundParameter) -> GradientId | None:
@@ -546,16 +660,18 @@ class DepartureRoute(Route):
         """Let the engine forget gradients that were taken out of `.grad`, and drop those that it has forgotten."""
         try:
             if self.departures:
-                gradients = [gradient for gradient in self.departures.values() if gradient is not None]
-                self._engine.gradients.forget(gradients)
+                self._engine.gradients.forget(self._departed_on_gpu())
         finally:  # after an interrupt the engine may not have forgotten them, and still reads and adds to them
             if not any(self._engine.gradients.has_arrived(bound.position) for bound in self.departures):
                 self.drop_references()
 
+    def _departed_on_gpu(self) -> list[torch.Tensor]:
+        """Return departed gradients that the GPU reads where they lie."""
+        return [gradient for gradient in self.departures.values() if gradient is not None]
+
     def tensors_read(self) -> list[torch.Tensor]:
         """Return the tensors that the step reads gradients from, those included that the GPU reads where they lie."""
-        gradients = [gradient for gradient in self.departures.values() if gradient is not None]
-        return [*super().tensors_read(), *gradients]
+        return [*super().tensors_read(), *self._departed_on_gpu()]
 
     def drop_departed(self) -> None:
         """Drop gradients that left `.grad` during backward, as the step has begun."""
@@ -570,7 +686,7 @@ class DepartureRoute(Route):
 
 
 class _ArrivalHook:
-    """Calls `Route.arrived` when autograd has accumulated a gradient."""
+    """Calls `Route.handle_arrival` when autograd has accumulated a gradient of one parameter."""
 
     def __init__(self, route: Route, bound: BoundParameter) -> None:
         self._route = weakref.ref(route)
@@ -578,11 +694,18 @@ class _ArrivalHook:
 
     @_disable_dynamo
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Have the route handle the gradient, unless optimizer or parameter are gone; autograd calls this."""
         route, bound = self._route(), self._bound()
         if route is not None and bound is not None:
             builds_graph = torch.is_grad_enabled()
             with torch.no_grad():
                 route.handle_arrival(bound, builds_graph)
+
+
+def _current_pass() -> int:
+    """Return torch's number of the backward pass under way, or `NO_PASS`."""
+    pass_number: int = torch._C._current_graph_task_id()
+    return pass_number
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
@@ -596,9 +719,14 @@ def _version(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else shards.version(gradient)
 
 
-def _owners_of(storage: int) -> int:
+def _owner_count(storage: int) -> int:
     """Return how many owners a storage has, given torch's address of it."""
     return int(torch._C._storage_Use_Count(storage))
+
+
+def _cut_of_gradient(bound: BoundParameter) -> Cut | None:
+    """Return how a gradient has yet to be cut for this rank; None for a `DTensor`'s, which is this rank's shard."""
+    return None if shards.is_dtensor(bound.parameter) else bound.cut
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -606,15 +734,14 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return gradient.stride() == parameter.stride() and not gradient.is_neg()
 
 
-def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, bound: BoundParameter) -> None:
+def _check_gradient(gradient: torch.Tensor, weight: torch.Tensor, bound: BoundParameter) -> None:
     """Refuse a gradient that the engine cannot read: by layout, dtype, device, shape, or its weight's form."""
-    name = bound.name
     check_form(bound)
+    field = f"gradient of {bound.name}"
     if gradient.layout != torch.strided:
-        allowed = "use dense gradients (for an embedding, sparse=False)"
-        raise ConfigError(f"gradient of {name}", gradient.layout, allowed)
-    if gradient.dtype not in DTYPE_CODES or gradient.device != parameter.device:
+        raise ConfigError(field, gradient.layout, "use dense gradients (for an embedding, sparse=False)")
+    if gradient.dtype not in DTYPE_CODES or gradient.device != weight.device:
         given = f"{gradient.dtype} on {gradient.device}"
-        raise ConfigError(f"gradient of {name}", given, "use a floating dtype on the weight's device")
-    if gradient.shape != parameter.shape:
-        raise ConfigError(f"gradient of {name}", tuple(gradient.shape), f"use {tuple(parameter.shape)}")
+        raise ConfigError(field, given, "use a floating dtype on the weight's device")
+    if gradient.shape != weight.shape:
+        raise ConfigError(field, tuple(gradient.shape), f"use {tuple(weight.shape)}")

@@ -46,8 +46,9 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
+        """Step the optimizer unless a gradient overflowed, and tell ours of a skipped step; `step` calls this."""
         returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        skips = any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values())
-        if skips and isinstance(optimizer, OffloadedOptimizer):
+        is_skipped = any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values())
+        if is_skipped and isinstance(optimizer, OffloadedOptimizer):
             optimizer.skip_step()
         return returned

@@ -33,7 +33,8 @@ class GradientId(NamedTuple):
 
     def is_same(self, other: GradientId) -> bool:
         """Return whether two ids of one parameter's gradient are alike in everything."""
-        return self.tensor() is other.tensor() and self[1:] == other[1:]
+        is_same_place = (self.version, self.address) == (other.version, other.address)
+        return self.tensor() is other.tensor() and is_same_place
 
 
 GradientIds = Iterable[tuple[BoundParameter, GradientId | None]]
@@ -52,53 +53,57 @@ class Scaling:
 
     def __init__(self) -> None:
         self.norm = math.nan
-        self._arrivals: dict[BoundParameter, int] = {}
+        self._arrivals_then: dict[BoundParameter, int] = {}  # numbers of arrivals when the factors were set
         self.reset()
 
     def reset(self) -> None:
         """Forget the factors."""
         self.clip = self.loss_scale = 1.0
         self.scaled_ids: dict[BoundParameter, GradientId] = {}
-        self._has_accumulated = False
+        self._has_accumulated = False  # whether more was added to a gradient that the factors are for
 
-    def _remember(self, ids: GradientIds) -> None:
-        """Remember the gradients as they are: the factors are for them."""
+    def _note_gradients(self, ids: GradientIds) -> None:
+        """Note the gradients as they are: the factors are for them."""
         pairs = [*ids]
-        self._arrivals = {bound: bound.arrivals for bound, _ in pairs}
+        self._arrivals_then = {bound: bound.arrivals for bound, _ in pairs}
         self.scaled_ids = {bound: id for bound, id in pairs if id is not None}
 
     def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
-        """Set the factor that clips gradients to `max_norm`; `norm` is what `unscaled` has returned."""
+        """Set the factor that clips gradients to `max_norm`; `norm` is what `norm_with_factors` has returned."""
         self.norm = norm
         factor = self.clip
-        if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
-            factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
+        if math.isnan(norm):
+            factor = math.nan  # as torch's
+        elif norm > max_norm:
+            factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS))
         if factor != 1 or self.loss_scale != 1 or max_norm < math.inf:  # else the caller wants the norm alone
-            self._remember(ids)
+            self._note_gradients(ids)
         self.clip = factor  # last: an interrupt before this line leaves no factor for other gradients
 
-    def unscaled(self, norm_sq: float) -> float:
-        """Return the norm of the gradients with their factors, given the squared norm without."""
+    def norm_with_factors(self, norm_sq: float) -> float:
+        """Return the norm of the gradients with the factors applied, given the squared norm without."""
         return math.sqrt(norm_sq) / abs(self.loss_scale) * self.clip
 
     def unscale(self, scale: float, ids: GradientIds) -> None:
         """Let the step divide gradients by `scale`."""
-        self._remember(ids)
+        self._note_gradients(ids)
         self.loss_scale = scale
 
     def note_arrival(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
         """Note that autograd has accumulated a gradient, perhaps onto one that the factors are for.
 
         That is so if the version has grown by this one addition; if by more, somebody has changed (zeroed, say) the
-        gradient in between. If backward builds a graph, the gradient is a new tensor each time; then it counts as
-        accumulated, as it cannot be known.
+        gradient in between. If backward builds a graph, the gradient is a new tensor each time: nobody can know then,
+        so it counts as accumulated.
         """
         id = self.scaled_ids.get(bound)
-        if id is not None:
-            added = shards.version(gradient) - id.version
-            # FSDP2's gradients of one group are views of one tensor, and share its version counter.
-            is_onto = id.tensor() is gradient and (added > 0 if shards.is_dtensor(gradient) else added == 1)
-            self._has_accumulated |= is_onto or builds_graph or gradient.requires_grad
+        if id is None:
+            return
+        changes = shards.version(gradient) - id.version
+        # FSDP2's gradients of one group are views of one tensor, and share its version counter.
+        is_one_addition = changes > 0 if shards.is_dtensor(gradient) else changes == 1
+        is_accumulated = id.tensor() is gradient and is_one_addition
+        self._has_accumulated |= is_accumulated or builds_graph or gradient.requires_grad
 
     def note_addition(self, bound: BoundParameter) -> None:
         """Note that a gradient is added to one that has left `.grad`."""
@@ -111,16 +116,17 @@ class Scaling:
         """
         if not self.scaled_ids:
             return
-        has_same, has_new, changed_bound = False, self._has_accumulated, None
+        has_same = False  # a gradient that the factors are for is still as it was
+        has_new = self._has_accumulated  # autograd has added or made one since
+        changed_bound = None  # whose gradient was replaced or changed by somebody else
         for bound, id in ids:
-            gradient = bound.parameter.grad
             if id is None:
                 continue
             if bound in self.scaled_ids and id.is_same(self.scaled_ids[bound]):
                 has_same = True
-            elif bound.arrivals != self._arrivals.get(bound, 0):
+            elif bound.arrivals != self._arrivals_then.get(bound, 0):
                 has_new = True
-            elif math.isnan(self.clip) or gradient is None or bool(shards.local(gradient).any()):  # zeros stay zeros
+            elif self._factors_matter_for(bound.parameter.grad):
                 changed_bound = bound
         if has_new and (has_same or self._has_accumulated):
             raise ConfigError(
@@ -139,3 +145,10 @@ class Scaling:
             )
         if not has_same:
             self.reset()
+
+    def _factors_matter_for(self, gradient: torch.Tensor | None) -> bool:
+        """Return whether the factors would change a gradient: zeros stay zeros, unless the factor is NaN.
+
+        None: the gradient has left `.grad`, so its elements are not known here.
+        """
+        return math.isnan(self.clip) or gradient is None or bool(shards.local(gradient).any())

@@ -91,10 +91,12 @@ class Adagrad(OffloadedOptimizer):
         super().__init__(params, defaults, offload, options)
 
     def _start_values_of(self, group: Group) -> dict[str, float]:
-        start = not_negative({"initial_accumulator_value": 0.0, **group}, "initial_accumulator_value")
-        return dict(zip(("sum",), start, strict=True))
+        """Return what the sums of squares start from; refuse a value that is negative or no number."""
+        (start,) = not_negative({"initial_accumulator_value": 0.0, **group}, "initial_accumulator_value")
+        return {"sum": start}
 
     def _check_group(self, group: Group) -> None:
+        """Refuse hyperparameters that cannot be used, and start values."""
         super()._check_group(group)
         self._start_values_of(group)
 

@@ -44,8 +44,8 @@ class GradientSlot:
         """Return the slot as a gradient of the parameter's shape and strides; None while it is not free."""
         if not self.is_free:
             return None
-        if not self._memory.size:
+        if not self._memory.size:  # which `torch.frombuffer` refuses
             return torch.empty_strided(self._size, self.stride, dtype=self.dtype, device="cpu")
-        token = self._memory[:]
+        token = self._memory[:]  # a new array over the same memory
         self._token = weakref.ref(token)
         return torch.frombuffer(token, dtype=self.dtype).as_strided(self._size, self.stride)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,34 +23,52 @@ from offload.rules import MASTER, NAMED, UpdateRule, checked_step
 from offload.session.state_copy import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
-"""One parameter's state, ready to be written: tensors, in row-major order that of its memory, and its step count."""
+"""One parameter's state, ready to be written: tensors by name, whose row-major order is that of the weight's memory,
+and the step count; None keeps the count."""
+
+
+class _WatchedTensor(NamedTuple):
+    """A tensor of a copy that a user holds, as it was when it was given."""
+
+    tensor: weakref.ref[torch.Tensor]
+    witness: torch.Tensor  # shares the version counter, and none of the memory; stays when the tensor is gone
+    given_version: int
+    name: str
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the tensor was changed in place since it was given."""
+        return self.witness._version != self.given_version
 
 
 class Copies:
     """Watches copies of state that users hold, to detect changes in place."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int, str]] = {}
+        self._watched: list[_WatchedTensor] = []
 
     def watch(self, copy: torch.Tensor, name: str) -> None:
         """Note a copy as it is now."""
-        for part in shards.counting_tensors(copy):
-            # Shares the copy's version counter, and none of its memory; stays when the copy is gone.
-            witness = part.detach()
+        for tensor in shards.counting_tensors(copy):
+            witness = tensor.detach()
             shards.free_memory(witness)
-            self._watched[id(witness)] = weakref.ref(part), witness, witness._version, name
+            self._watched.append(_WatchedTensor(weakref.ref(tensor), witness, witness._version, name))
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
         """Return whether a copy has not changed since `watch`."""
         return all(
-            any(ref() is part and now._version == then for ref, now, then, _ in self._watched.values())
-            for part in shards.counting_tensors(copy)
+            any(watched.tensor() is tensor and not watched.has_changed for watched in self._watched)
+            for tensor in shards.counting_tensors(copy)
         )
 
-    def unwatch(self, copy: torch.Tensor | None = None) -> None:
-        """Stop watching a copy, or all."""
-        parts = [] if copy is None else [id(part) for part in shards.counting_tensors(copy)]
-        self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
+    def unwatch(self, copy: torch.Tensor) -> None:
+        """Stop watching a copy."""
+        ids = [id(tensor) for tensor in shards.counting_tensors(copy)]
+        self._watched = [watched for watched in self._watched if id(watched.tensor()) not in ids]
+
+    def unwatch_all(self) -> None:
+        """Stop watching all copies."""
+        self._watched = []
 
     def unwatch_unheld(self) -> None:
         """Stop watching copies that nobody holds any more.
@@ -58,16 +76,17 @@ class Copies:
         Raises:
             ConfigError: A copy was changed in place; raised once.
         """
-        changed = [name for _, now, then, name in self._watched.values() if now._version != then]
-        if changed:
-            self.unwatch()
+        changed_names = [watched.name for watched in self._watched if watched.has_changed]
+        if changed_names:
+            self.unwatch_all()
+            more = f" and {len(changed_names) - 1} more" if len(changed_names) > 1 else ""
             raise ConfigError(
                 "state",
-                f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}, changed in place",
+                f"{changed_names[0]}{more}, changed in place",
                 "what optimizer.state gives are copies: assign instead (state[p][name] = tensor), or use reset_state "
                 "or load_state_dict; state_for gives copies to work on",
             )
-        self._watched = {key: entry for key, entry in self._watched.items() if entry[0]() is not None}
+        self._watched = [watched for watched in self._watched if watched.tensor() is not None]
 
 
 class StateEntry(dict[str, torch.Tensor]):
@@ -105,7 +124,7 @@ class StateEntry(dict[str, torch.Tensor]):
             return
         state = self._state
         if isinstance(self.get(name), torch.Tensor):
-            # `state[p][name] *= 2` has changed the old copy in place, which `check` would refuse, and assigns it.
+            # `state[p][name] *= 2` changes the old copy in place, and then assigns it: `check` must not refuse that.
             state.copies.unwatch(self[name])
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
@@ -119,6 +138,7 @@ class StateEntry(dict[str, torch.Tensor]):
             self[name] = value
 
     def __ior__(self, other: Any) -> StateEntry:  # type: ignore[override,misc]
+        """Assign several items; the dict's own would write to the copy alone."""
         self.update(other)
         return self
 
@@ -127,12 +147,14 @@ class StateEntry(dict[str, torch.Tensor]):
         self._state.reset([self._parameter])
         super().clear()
 
-    def _refuse(self, *arguments: Any) -> NoReturn:
+    def _refuse_removal(self, *arguments: Any) -> NoReturn:
+        """Refuse to remove an item; stands for the dict's methods that would."""
         raise ConfigError("state", "a missing item", "use reset_state: an updated parameter has all of its state")
 
-    __delitem__ = pop = popitem = setdefault = _refuse
+    __delitem__ = pop = popitem = setdefault = _refuse_removal
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copied or pickled entry be a plain dict."""
         return dict, (dict(self),)
 
 
@@ -146,19 +168,14 @@ class StateView(MutableMapping[Any, Any]):
     """
 
     def __init__(
-        self,
-        holder: EngineHolder,
-        weights: Weights,
-        rule: UpdateRule,
-        lock: OptimizerLock,
-        owner: OptimizerParts,
+        self, holder: EngineHolder, weights: Weights, rule: UpdateRule, lock: OptimizerLock, owner: OptimizerParts
     ) -> None:
         self.copies = Copies()
         self.changes = 0
         self.others: dict[Any, Any] = {}
-        self._shown_parameters: set[torch.Tensor] = set()  # see `show`
+        self._shown_as_zeros: set[torch.Tensor] = set()  # see `show_as_zeros`
         # Parameters that state dicts contain for their master alone, though their step count is 0.
-        self._masters_without_state: set[torch.Tensor] = set()
+        self._only_masters: set[torch.Tensor] = set()
         self._holder = holder
         self._weights = weights
         self._rule = rule
@@ -167,7 +184,7 @@ class StateView(MutableMapping[Any, Any]):
         self._owner_name = type(owner).__name__
 
     def check(self) -> None:
-        """Refuse changes in place of copies, and take note of weights that were changed from outside."""
+        """Refuse changes in place of copies; rebind weights that users moved; mark masters of written ones as due."""
         self.copies.unwatch_unheld()
         self._weights.rebind_changed()
 
@@ -177,14 +194,14 @@ class StateView(MutableMapping[Any, Any]):
         engine = self._holder.engine_if_open
         return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
 
-    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+    def show_as_zeros(self, parameters: Iterable[torch.Tensor]) -> None:
         """Include bound parameters that were never updated: their state is zeros, and a step count of 0."""
-        self._shown_parameters.update(parameters)
+        self._shown_as_zeros.update(parameters)
 
     def note_change(self) -> None:
         """Note that all state may have changed: a step was taken, or state was loaded."""
         self.changes += 1
-        self._shown_parameters.clear()
+        self._shown_as_zeros.clear()
 
     def _start_values(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
         """Return the values that state starts from, for parameters where they are not 0."""
@@ -193,18 +210,17 @@ class StateView(MutableMapping[Any, Any]):
 
     def write_start_values(self, bounds: Iterable[BoundParameter]) -> None:
         """Write the values that state starts from, where they are not 0."""
-        all_values = self._start_values()
-        start_values = {bound: all_values[bound.parameter] for bound in bounds if bound.parameter in all_values}
-        if start_values:
-            self._holder.engine.state.write(
-                {
-                    bound.position: {
-                        name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
-                        for name, value in values.items()
-                    }
-                    for bound, values in start_values.items()
-                }
-            )
+        start_values = self._start_values()
+        tensors: dict[int | str, dict[str, torch.Tensor]] = {
+            bound.position: {
+                name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
+                for name, value in start_values[bound.parameter].items()
+            }
+            for bound in bounds
+            if bound.parameter in start_values
+        }
+        if tensors:
+            self._holder.engine.state.write(tensors)
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
         """Return copies of the state of some bound parameters; see `State.read`."""
@@ -213,7 +229,7 @@ class StateView(MutableMapping[Any, Any]):
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
             states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
-            return [self._entry(*pair, own_masters) for pair in zip(bounds, states, strict=True)]
+            return [self._entry(bound, state, own_masters) for bound, state in zip(bounds, states, strict=True)]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
         """Return a parameter's entry for users, made from the flat tensors that the engine has read."""
@@ -237,7 +253,7 @@ class StateView(MutableMapping[Any, Any]):
         }
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-        """Replace a parameter's step count or one of its state tensors; return a copy of the new value."""
+        """Write a new step count, or a new state tensor, to the engine; return a copy of the new value."""
         bound = self._weights.of(parameter)
         names = self.rule_of(bound).names
         with self._lock:
@@ -253,7 +269,8 @@ class StateView(MutableMapping[Any, Any]):
             copy = torch.empty_strided(weight.size(), weight.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.rank_elements_of(f"state {name}", value.detach(), bound.cut))
             self._write({bound: ({name: values}, None)})
-            return shards.in_form(copy.as_strided((weight.numel(),), (1,)), parameter, bound.cut)
+            flat_copy = copy.as_strided((weight.numel(),), (1,))
+            return shards.in_form(flat_copy, parameter, bound.cut)
 
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
         """Check one parameter's whole state that a user gives, and return it ready to be written.
@@ -262,25 +279,24 @@ class StateView(MutableMapping[Any, Any]):
         """
         entry = entry if isinstance(entry, Mapping) else {}
         rule = self.rule_of(bound)
-        others = {name for other in NAMED.values() for name in other.state}.difference(rule.names)
-        if foreign := sorted(name for name in others.intersection(entry) if entry[name] is not None):
-            raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {rule.names[1]}")
+        names_of_rules = {name for each_rule in NAMED.values() for name in each_rule.state}
+        other_names = names_of_rules.difference(rule.names)
+        foreign_names = sorted(name for name in other_names.intersection(entry) if entry[name] is not None)
+        if foreign_names:
+            raise ConfigError(what, ", ".join(foreign_names), f"it is of another rule: here there is {rule.names[1]}")
         step = checked_step(f"{what}.step", entry.get("step", rule.missing_step))
-        return {
-            name: in_memory_order(f"{what}.{name}", entry.get(name), bound)
-            for name in rule.names
-            if name != MASTER or not _is_missing(entry.get(name))
-        }, step
+        given_names = [name for name in rule.names if name != MASTER or not _is_missing(entry.get(name))]
+        return {name: in_memory_order(f"{what}.{name}", entry.get(name), bound) for name in given_names}, step
 
     def replace_all(self, entries: Mapping[BoundParameter, Entry]) -> None:
         """Replace the state of all parameters; those without an entry are reset."""
         engine = self._holder.engine
         positions_to_reset = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
-            self.copies.unwatch()
+            self.copies.unwatch_all()
             self._weights.rebind_changed()
             self.note_change()
-            self._masters_without_state.clear()
+            self._only_masters.clear()
             self._replace(entries)
             for position in positions_to_reset:
                 engine.reload_master(position)
@@ -290,46 +306,47 @@ class StateView(MutableMapping[Any, Any]):
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """Forget moments and step counts, of all parameters if None; see `StatefulOptimizer.reset_state`."""
         with self._lock:
-            self.copies.unwatch()
+            self.copies.unwatch_all()
             if self._holder.engine_if_open is None and parameters is None:
                 return  # nothing has been updated
-            bounds = [self._weights.of(p) for p in (self._weights.bound if parameters is None else parameters)]
+            to_reset = self._weights.bound if parameters is None else parameters
+            bounds = [self._weights.of(parameter) for parameter in to_reset]
             self._weights.rebind_changed()
             self.note_change()
             updated = {*self.updated()}
-            self._masters_without_state.update(
-                b.parameter for b in bounds if b.parameter in updated and self._has_master(b)
+            self._only_masters.update(
+                bound.parameter for bound in bounds if bound.parameter in updated and self._has_master(bound)
             )
             self._holder.engine.state.reset([bound.position for bound in bounds])
             self.write_start_values(bounds)  # the engine zeroed all moments, and some rules start from other values
 
     def note_loaded(self, bounds: Iterable[BoundParameter]) -> None:
-        """Note that a checkpoint has replaced all state; it has no state of `bounds`, which begin with new state."""
-        anew = {*bounds}
-        engine, all_bounds = self._holder.engine, self._weights.bound.values()
-        self._masters_without_state = {
+        """Note that a checkpoint has replaced all state; write start values of `bounds`, which it lacks."""
+        without_saved_state = {*bounds}
+        engine = self._holder.engine
+        self._only_masters = {
             bound.parameter
-            for bound in all_bounds
-            if bound not in anew and self._has_master(bound) and not engine.step_count(bound.position)
+            for bound in self._weights.bound.values()
+            if bound not in without_saved_state and self._has_master(bound) and not engine.step_count(bound.position)
         }
-        self.write_start_values(anew)
+        self.write_start_values(without_saved_state)
 
     def _replace(self, entries: Mapping[BoundParameter, Entry]) -> None:
         """Write whole entries; masters that they lack are read from the weights."""
         self._write(entries)
         for bound, (tensors, _) in entries.items():
-            if MASTER not in tensors:
+            if MASTER in tensors:
+                self._only_masters.add(bound.parameter)
+            else:
                 self._holder.engine.reload_master(bound.position)
-        self._masters_without_state.update(
-            bound.parameter for bound, (tensors, _) in entries.items() if MASTER in tensors
-        )
 
     def _write(self, entries: Mapping[BoundParameter, Entry]) -> None:
         """Write tensors and step counts to the engine; weights follow masters, and ranks exchange their rows."""
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
         if masters:
-            self._weights.refresh(gradients=False)  # first brings users' changes: `gather` below sends all weights
+            # `gather` below sends all weights, so users' changes of other weights have to reach their ranks first.
+            self._weights.refresh(gradients=False)
         different = differing(masters)
         self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
@@ -341,13 +358,15 @@ class StateView(MutableMapping[Any, Any]):
             self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
+        """Return whether a parameter has state, or there is an entry under a key that is no tensor."""
         if not isinstance(parameter, torch.Tensor):
             return parameter in self.others
         return parameter in self._weights.bound and self._has_state(parameter, self._start_values())
 
     def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
+        """Return whether `state` has a bound parameter; `start_values` are `_start_values`, computed once for all."""
         return (
-            parameter in self._shown_parameters
+            parameter in self._shown_as_zeros
             or parameter in start_values
             or self._holder.engine.step_count(self._weights.bound[parameter].position) > 0
         )
@@ -359,25 +378,28 @@ class StateView(MutableMapping[Any, Any]):
 
     def saved(self) -> list[torch.Tensor]:
         """Return the parameters that a state dict has: with state, or after `reset` with a master alone."""
-        updated = {*self.updated()}
-        return [parameter for parameter in self._weights.bound if parameter in updated | self._masters_without_state]
+        saved = {*self.updated()} | self._only_masters
+        return [parameter for parameter in self._weights.bound if parameter in saved]
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
-        rules = {rule for rule in [self._rule, *(p.rule for p in self._layout.parameters)] if rule is not None}
-        names = {"step", *(name for rule in rules for name in rule.names)}
+        all_rules = [self._rule, *(parameter.rule for parameter in self._layout.parameters)]
+        names = {"step", *(name for rule in {*all_rules} if rule is not None for name in rule.names)}
         return isinstance(entry, Mapping) and not names.isdisjoint(entry)
 
     @property
     def _layout(self) -> Layout:
+        """The engine's layout; an empty one before the engine is opened."""
         engine = self._holder.engine_if_open
         return Layout((), ()) if engine is None else engine.plan.layout
 
     def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Read the state of parameters; return entries whose items can be assigned."""
         pairs = zip(parameters, self.read(parameters), strict=True)
         return [StateEntry(self, parameter, entry) for parameter, entry in pairs]
 
     def __getitem__(self, parameter: Any) -> Any:
+        """Return a copy of a parameter's state; under a key that is no tensor, the entry itself, made if need be."""
         if not isinstance(parameter, torch.Tensor):
             return self.others.setdefault(parameter, {})  # torch's is a defaultdict
         if parameter not in self:
@@ -391,6 +413,7 @@ class StateView(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: the state is not in this object."""
         raise ConfigError("optimizer", self._owner_name, "copy or save optimizer.state_dict() instead")
 
     def items(self) -> Any:
@@ -422,6 +445,7 @@ class StateView(MutableMapping[Any, Any]):
             self._replace({bound: whole_entry})
 
     def __delitem__(self, parameter: Any) -> None:
+        """Reset a parameter's state; delete an entry under a key that is no tensor."""
         if parameter not in self:
             raise KeyError(parameter)
         if not isinstance(parameter, torch.Tensor):
@@ -470,11 +494,12 @@ def _is_missing(value: object) -> bool:
 
 
 def _step_tensor(step: int) -> torch.Tensor:
+    """Return a step count as torch's optimizers have it."""
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 def in_memory_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
-    """Return this rank's elements of a user's tensor as a view in the order of the weight's memory; no copy.
+    """Return a view of a user's tensor: this rank's elements, in row-major order that of the weight's memory.
 
     Errors name `what`.
     """
@@ -482,6 +507,8 @@ def in_memory_order(what: str, tensor: object, bound: BoundParameter) -> torch.T
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, given, f"it must be a tensor of {tuple(parameter.shape)}")
-    strides, rank_elements_of = bound.local.stride(), shards.rank_elements_of(what, tensor.detach(), bound.cut)
-    refuse_uncopied(rank_elements_of, what)
-    return rank_elements_of.permute(sorted(range(rank_elements_of.dim()), key=lambda axis: -strides[axis]))
+    rank_elements = shards.rank_elements_of(what, tensor.detach(), bound.cut)
+    refuse_uncopied(rank_elements, what)
+    strides = bound.local.stride()
+    axes_by_stride = sorted(range(rank_elements.dim()), key=lambda axis: -strides[axis])
+    return rank_elements.permute(axes_by_stride)

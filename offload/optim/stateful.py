@@ -38,7 +38,7 @@ from offload.optim.groups import (
 from offload.optim.holder import EngineHolder
 from offload.optim.model import ModelRest, SavedRest, listed
 from offload.optim.overlap import OptimizerLock, Overlap
-from offload.optim.state import StateView, is_empty
+from offload.optim.state import Entry, StateView, is_empty
 from offload.optim.weights import AnotherRankFailedError, BoundParameter, Weights
 from offload.rules import UpdateRule
 from offload.session.engine import Engine
@@ -75,11 +75,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return self._holder.engine
 
     def _open(self, config: OffloadConfig) -> None:
-        """Open the engine; see `Owner`."""
+        """Open the engine; see `OptimizerParts`."""
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """Wait until the last step is over; see `Owner`."""
+        """Wait until the last step is over; see `OptimizerParts`."""
         self._overlap.finish()
 
     # The rule
@@ -96,8 +96,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
         self._check_group(group)
 
-    def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add those of some parameters of groups, which may be frozen, to the engine that it does not have yet."""
+    def _add_new_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add those of some parameters of groups to the engine that it does not have yet; they may be frozen."""
         raise NotImplementedError
 
     def _view_of_state(self) -> StateView:
@@ -105,13 +105,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return StateView(self._holder, self._weights, self.rule, self._lock, self)
 
     _ignored: ClassVar[tuple[str, ...]] = NOT_LOADED
+    """Entries of groups that are neither saved nor loaded."""
 
     def _start_values_of(self, group: Group) -> Mapping[str, float]:
         """Return the values that a group's state starts from, by name of the state tensor; nothing if all are 0."""
         return {}
 
     def _start_values(self) -> dict[torch.Tensor, Mapping[str, float]]:
-        """Return the values that state starts from, for parameters where they are not 0; see `Owner`."""
+        """Return the values that state starts from, for parameters where they are not 0; see `OptimizerParts`."""
         pairs = ((self._start_values_of(group), group["params"]) for group in self.param_groups)
         return {parameter: values for values, params in pairs if any(values.values()) for parameter in params}
 
@@ -157,20 +158,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
             numbers: dict[torch.Tensor, int] = {}
             for number, (parameter, _, _) in enumerate(names(self.param_groups)):
                 numbers.setdefault(parameter, number)  # a parameter in two groups has its first number in both
-            groups = [
-                {**defaults, **{name: value for name, value in group.items() if name != "params"}}
-                | {"params": [numbers[parameter] for parameter in group["params"]]}
-                for group in self.param_groups
-            ]
+            saved_groups = []
+            for group in self.param_groups:
+                hyperparameters = {name: value for name, value in group.items() if name != "params"}
+                group_numbers = [numbers[parameter] for parameter in group["params"]]
+                saved_groups.append({**defaults, **hyperparameters, "params": group_numbers})
             saved = self._state.saved()
             entries = zip(saved, self._state.read(saved), strict=True)
-            state: dict[Any, Any] = {**self._state.others, **{numbers[p]: entry for p, entry in entries}}
-            packed = {"state": state, "param_groups": groups}
+            state: dict[Any, Any] = dict(self._state.others)
+            state.update((numbers[parameter], entry) for parameter, entry in entries)
+            state_dict = {"state": state, "param_groups": saved_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replacement = post_hook(self, packed)
+            replacement = post_hook(self, state_dict)
             if replacement is not None:
-                packed = replacement
-        return packed
+                state_dict = replacement
+        return state_dict
 
     def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a parameter's `master` and moments as new fp32 CPU tensors, wherever they live; see `state_dict`.
@@ -221,44 +223,56 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if replacement is not None:
                 state_dict = replacement
         saved_groups = checked_groups(state_dict, self.param_groups, self._check_saved_group)
-        parameters: dict[Any, torch.Tensor] = dict(
-            zip(
-                chain.from_iterable(group["params"] for group in saved_groups),
-                chain.from_iterable(group["params"] for group in self.param_groups),
-                strict=True,
-            )
-        )
-        if state_dict["state"]:  # else opening stays deferred until backward has shown how much of the GPU is free
-            self._holder.open()
-            full = (key for key, entry in state_dict["state"].items() if key in parameters and not is_empty(entry))
-            self._bind(parameters[key] for key in full)
-        entries, others = {}, {}
-        for key, entry in state_dict["state"].items():
-            if key not in parameters and not self._state.is_of_parameter(entry):
-                others[key] = entry
-                continue
-            if key not in parameters:
-                raise ConfigError(
-                    "state_dict", key, "it has state for a parameter that this optimizer does not update"
-                )
-            if not is_empty(entry):
-                bound = self._weights.bound[parameters[key]]
-                entries[bound] = self._state.checked_entry(f"state_dict {key}", entry, bound)
+        saved_keys = chain.from_iterable(group["params"] for group in saved_groups)
+        own_parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        parameters: dict[Any, torch.Tensor] = dict(zip(saved_keys, own_parameters, strict=True))
+        entries, others = self._checked_entries(state_dict["state"], parameters)
         self._warn_of_left_out(parameters, state_dict["state"])
         with self._lock:
             if self._holder.engine_if_open is not None:
                 self._state.replace_all(entries)
             self._state.others = others
-            for group, values in zip(self.param_groups, saved_groups, strict=True):
-                if values.get("param_names") is not None:
-                    group.setdefault("param_names", [*values["param_names"]])
-                hyperparameters = {name: deepcopy(values[name]) for name in values if name not in self._ignored}
-                for name, value in hyperparameters.items():  # torch.distributed.checkpoint makes lists of tuples
-                    was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
-                    group[name] = tuple(value) if was_tuple else value
+            for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+                self._set_group(group, saved_group)
             self._state.write_start_values(bound for bound in self._weights.bound.values() if bound not in entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _checked_entries(
+        self, state: Mapping[Any, Any], parameters: Mapping[Any, torch.Tensor]
+    ) -> tuple[dict[BoundParameter, Entry], dict[Any, Any]]:
+        """Check a state dict's state; return entries of parameters, ready to be written, and entries of other keys.
+
+        Opens the engine if there is any state, and adds the parameters that have some. Without state, opening stays
+        deferred until backward has shown how much of the GPU is free. `parameters` are those of the dict's keys.
+        """
+        if state:
+            self._holder.open()
+            full_keys = (key for key, entry in state.items() if key in parameters and not is_empty(entry))
+            self._add_new_parameters(parameters[key] for key in full_keys)
+        entries: dict[BoundParameter, Entry] = {}
+        others: dict[Any, Any] = {}
+        for key, entry in state.items():
+            if key in parameters:
+                if not is_empty(entry):
+                    bound = self._weights.bound[parameters[key]]
+                    entries[bound] = self._state.checked_entry(f"state_dict {key}", entry, bound)
+            elif self._state.is_of_parameter(entry):
+                advice = "it has state for a parameter that this optimizer does not update"
+                raise ConfigError("state_dict", key, advice)
+            else:
+                others[key] = entry
+        return entries, others
+
+    def _set_group(self, group: dict[str, Any], saved_group: Group) -> None:
+        """Set a group's hyperparameters to those of a state dict, and its parameters' names if it has none."""
+        if saved_group.get("param_names") is not None:
+            group.setdefault("param_names", [*saved_group["param_names"]])
+        hyperparameters = {name: deepcopy(value) for name, value in saved_group.items() if name not in self._ignored}
+        for name, value in hyperparameters.items():
+            # torch.distributed.checkpoint makes lists of tuples.
+            was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
+            group[name] = tuple(value) if was_tuple else value
 
     def _warn_of_left_out(self, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> None:
         """Warn of frozen parameters whose state `torch.distributed.checkpoint`'s functions may have omitted.
@@ -316,15 +330,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 `wait_checkpoint`.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
-        content = None
-        if extra is not None:
-            buffer = io.BytesIO()
-            torch.save(extra, buffer)
-            content = buffer.getvalue()
-            buffer.seek(0)
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-            if unsafe:
-                _log.warning("extra holds %s: load_checkpoint will need weights_only=False", ", ".join(unsafe))
+        extra_bytes = None if extra is None else _extra_to_bytes(extra)
         with self._lock:
             self._state.check()
             self._holder.open()
@@ -332,13 +338,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
             bounds = self._weights.bound.values()
             agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds)
             positions = {bound.parameter: bound.position for bound in bounds}
-            given: bytes | Callable[[], bytes] | None = content
+            # Bytes for the checkpoint beside the state; a function of the model's rest is called in the background.
+            content: bytes | Callable[[], bytes] | None = extra_bytes
             rest = None if model is None else ModelRest.of(model, [*positions])
             # A model that is whole on each rank is saved by the first rank alone.
             is_first = not agreed.replica and (agreed.rank == 0 or self._weights.rows_over is None)
             saves_model = rest is not None and (rest.is_shared or is_first)
             if rest is not None and saves_model:
-                given = partial(rest.snapshot().write, open_folder(path), agreed.id, agreed.rank, content)
+                content = partial(rest.snapshot().write, open_folder(path), agreed.id, agreed.rank, extra_bytes)
             metadata = {
                 **({MODEL_KEY: True} if saves_model else {}),
                 "optimizer": self.kind,
@@ -346,7 +353,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
                 **agreed.metadata,
             }
-            self.engine.checkpoints.save(replace(agreed, metadata=metadata, extra=given))
+            self.engine.checkpoints.save(replace(agreed, metadata=metadata, extra=content))
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -436,46 +443,46 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 is next used.
         """
         with self._lock, self._loading_on_all_ranks(), self.engine.checkpoints.open(path) as checkpoint:
-            world, rank = ranks.world()
-            rank = rank if rank < len(checkpoint.manifests) else 0
+            world_size, rank = ranks.world()
+            saved_ranks = len(checkpoint.manifests)
+            rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
             metadata = checkpoint.manifests[rank].metadata
-            groups = self._restored_groups(metadata, checkpoint.path)
+            groups = self._groups_of_checkpoint(metadata, checkpoint.path)
             prefix = str(metadata.get("prefix") or "")
-            if prefix and len(checkpoint.manifests) != world:
+            if prefix and saved_ranks != world_size:
                 raise CheckpointError(
-                    f"{checkpoint.path} was saved by {len(checkpoint.manifests)} ranks with weights of their own, as "
-                    f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world}"
+                    f"{checkpoint.path} was saved by {saved_ranks} ranks with weights of their own, as "
+                    f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world_size}"
                 )
-            content, saved = checkpoint.extra(rank), None
+            extra_bytes = checkpoint.extra(rank)
+            saved_rest = None  # of the model
             if metadata.get(MODEL_KEY):
-                saved = SavedRest.read(checkpoint.path, checkpoint.id, rank, content or b"")
-                content = saved.extra
-            elif model is not None and checkpoint.manifests[0].metadata.get(MODEL_KEY):  # for all ranks
-                saved = SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b"")
-            if model is not None and saved is None:
+                saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, rank, extra_bytes or b"")
+                extra_bytes = saved_rest.extra
+            elif model is not None and checkpoint.manifests[0].metadata.get(MODEL_KEY):
+                # The first rank has saved the model for all ranks.
+                saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b"")
+            if model is not None and saved_rest is None:
                 raise CheckpointError(f"{checkpoint.path} was saved without model=, so it has nothing of the model")
-            extra = None
-            if content is not None:
-                try:
-                    extra = torch.load(io.BytesIO(content), weights_only=weights_only)
-                except Exception as cause:
-                    raise CheckpointError(
-                        f"what was given as extra to {checkpoint.path} cannot be read: {_why_unread(content, cause)}"
-                    ) from cause
-            saved_names, anew = self._bind_saved(checkpoint, prefix)
-            restore: Callable[[], None] | None = None
-            if model is not None and saved is not None:
+            extra = None if extra_bytes is None else _read_extra(extra_bytes, checkpoint.path, weights_only)
+            saved_names, without_saved_state = self._bind_saved(checkpoint, prefix)
+            restore_model: Callable[[], None] | None = None
+            if model is not None and saved_rest is not None:
                 bounds = self._weights.bound.values()
-                rest = ModelRest.of(model, [bound.parameter for bound in bounds if bound.name not in anew])
-                if rest.is_shared and (len(checkpoint.manifests) != world or not metadata.get(MODEL_KEY)):
+                rest = ModelRest.of(
+                    model, [each.parameter for each in bounds if each.name not in without_saved_state]
+                )
+                if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
                     raise CheckpointError(
-                        f"{checkpoint.path} was saved by {len(checkpoint.manifests)} ranks, each with its part of "
-                        f"the model: load it with as many, not {world}"
+                        f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
+                        f"the model: load it with as many, not {world_size}"
                     )
-                restore = partial(saved.restore, model, rest, saved.check(rest, weights_only=weights_only))
-            self._load(checkpoint, groups if hyperparameters else None, saved_names, anew)
-            if restore is not None:
-                restore()
+                # The model is checked before anything is loaded, and restored after all has been.
+                checked = saved_rest.check(rest, weights_only=weights_only)
+                restore_model = partial(saved_rest.restore, model, rest, checked)
+            self._load(checkpoint, groups if hyperparameters else None, saved_names, without_saved_state)
+            if restore_model is not None:
+                restore_model()
         return extra
 
     @torch.no_grad()
@@ -500,10 +507,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 source = import_distributed(path, os.path.join(scratch, "state"))
             else:
                 source = SafetensorsSource(path)
-            groups = self._restored_groups(source.metadata, source.path) if source.metadata else None
-            self._load(source, groups if hyperparameters else None, *self._bind_saved(source))
+            groups = self._groups_of_checkpoint(source.metadata, source.path) if source.metadata else None
+            saved_names, without_saved_state = self._bind_saved(source)
+            self._load(source, groups if hyperparameters else None, saved_names, without_saved_state)
 
-    def _restored_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    def _groups_of_checkpoint(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+        """Return the groups' hyperparameters from a checkpoint's metadata, checked."""
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group, self._ignored)
 
     @contextlib.contextmanager
@@ -512,7 +521,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         An `AnotherRankFailedError` has been raised on all ranks already, so no exchange follows.
         """
-        self._weights.refresh(gradients=False)  # brings users' changes of weights that are not loaded to their owners
+        self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded to owner ranks
         error: Exception | None = None
         try:
             yield
@@ -523,14 +532,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._weights.gather_loaded(error)
 
     def _bind_saved(self, source: StateSource, prefix: str = "") -> tuple[dict[str, str], set[str]]:
-        """Bind the parameters of groups that a checkpoint has state of, frozen or not.
+        """Bind the parameters of groups that a checkpoint has state of, frozen or not; open the engine for that.
 
         Args:
             source: The checkpoint.
             prefix: What this rank's names in the checkpoint begin with.
 
         Returns:
-            Names in the checkpoint, by the names of groups' parameters; and the bound names that it has no state of.
+            Names in the checkpoint, by the names of groups' parameters; and names of bound parameters that it has no
+            state of.
 
         Raises:
             CheckpointError: It has state of a parameter that no group has, which would be dropped.
@@ -538,18 +548,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._holder.open()
         bound = self._weights.bound
         own_names = {p: bound[p].name if p in bound else name for p, name, _ in names(self.param_groups)}
-        saved_names = {name: prefix + bare for name, bare in bare_names(own_names.values()).items()}
-        alike = matching_names(saved_names.values(), source.names)
-        saved_names = {name: alike.get(bare, bare) for name, bare in saved_names.items()}
-        known, taken = set(source.names), set(saved_names.values())
-        saved = [parameter for parameter, name in own_names.items() if saved_names[name] in known]
-        anew = {own_names[parameter] for parameter in bound}.difference(own_names[parameter] for parameter in saved)
-        world, rank = ranks.world()
-        of_rank = source.names_of(rank, world) if isinstance(source, Checkpoint) else source.names
-        unused = [name for name in of_rank or source.names if name not in taken and source.step_of(name)]
-        if unused and anew:
+        saved_names = _names_in_checkpoint(own_names.values(), source, prefix)
+        source_names = set(source.names)
+        saved = [parameter for parameter, name in own_names.items() if saved_names[name] in source_names]
+        without_saved_state = {own_names[p] for p in bound}.difference(own_names[p] for p in saved)
+        world_size, rank = ranks.world()
+        rank_names = source.names_of(rank, world_size) if isinstance(source, Checkpoint) else source.names
+        used_names = set(saved_names.values())
+        unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
+        if unused and without_saved_state:
             return saved_names, set()  # it is of another model, as loading it will say
-        if unused and (world == 1 or (of_rank and not taken.isdisjoint(of_rank))):  # else another rank may have them
+        is_of_this_rank = not used_names.isdisjoint(rank_names or ())
+        if unused and (world_size == 1 or is_of_this_rank):  # else another rank may have them
             raise CheckpointError(
                 f"{source.path} has state of {listed(unused)}, which no parameter group has: give the optimizer all "
                 "that was trained, frozen or not"
@@ -557,48 +567,78 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if unused:
             _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(unused))
         if any(parameter not in bound for parameter in saved):
-            self._weights.agree_on_load()  # before `_bind`, which is a collective if matrices are dealt
-            self._bind(saved)
-        if anew:
-            which = "it begins" if len(anew) == 1 else "they begin"
-            _log.warning("%s has no state of %s: %s anew", source.path, listed(sorted(anew)), which)
-        return saved_names, anew
+            self._weights.agree_on_load()  # before an addition, which is a collective if matrices are dealt
+            self._add_new_parameters(saved)
+        if without_saved_state:
+            which = "it begins" if len(without_saved_state) == 1 else "they begin"
+            _log.warning("%s has no state of %s: %s anew", source.path, listed(sorted(without_saved_state)), which)
+        return saved_names, without_saved_state
 
     def _load(
         self,
         source: StateSource,
         groups: list[dict[str, Any]] | None,
         saved_names: Mapping[str, str],
-        anew: Collection[str],
+        without_saved_state: Collection[str],
     ) -> None:
-        """Load state, and hyperparameters unless `groups` is None; names and `anew` are `_bind_saved`'s."""
+        """Load state, and hyperparameters unless `groups` is None; both kinds of names are `_bind_saved`'s."""
         bounds = self._weights.bound.values()
         _check_forms(source, bounds, saved_names)
         self._weights.rebind_changed()
-        world, rank = ranks.world()
-        self._state.copies.unwatch()
+        world_size, rank = ranks.world()
+        self._state.copies.unwatch_all()
         self._state.note_change()
-        self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world, anew=anew)
+        self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world_size, anew=without_saved_state)
         self._weights.note_written(bounds)
-        self._state.note_loaded(bound for bound in bounds if bound.name in anew)
+        self._state.note_loaded(bound for bound in bounds if bound.name in without_saved_state)
         if groups is not None:
             set_hyperparameters(self.param_groups, groups)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: the engine's memory and files are this process's."""
         raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
 
 
-def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], names: Mapping[str, str]) -> None:
-    """Verify that parameters have the shapes and strides, so the order in memory, that their state was saved in."""
+def _names_in_checkpoint(own_names: Iterable[str], source: StateSource, prefix: str) -> dict[str, str]:
+    """Return the names under which a checkpoint would have parameters, or has them under a like name; by own name."""
+    expected = {name: prefix + bare for name, bare in bare_names(own_names).items()}
+    alike = matching_names(expected.values(), source.names)
+    return {name: alike.get(saved_name, saved_name) for name, saved_name in expected.items()}
+
+
+def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], saved_names: Mapping[str, str]) -> None:
+    """Verify that parameters have the shapes and strides that their state was saved in: its order is the memory's."""
     for bound in bounds:
-        name = names[bound.name]
-        saved_form = source.shape_of(name) if name in source.names else None
-        form = tuple(bound.form[1]), tuple(bound.form[2])
-        if saved_form is not None and saved_form != form:
+        saved_name = saved_names[bound.name]
+        saved_form = source.shape_of(saved_name) if saved_name in source.names else None
+        _, shape, strides, _, _ = bound.form
+        if saved_form is not None and saved_form != (tuple(shape), tuple(strides)):
+            saved_shape, saved_strides = saved_form
             raise CheckpointError(
-                f"{source.path} is of another model: {bound.name} has shape {saved_form[0]} and strides "
-                f"{saved_form[1]} there and {form[0]} and {form[1]} here"
+                f"{source.path} is of another model: {bound.name} has shape {saved_shape} and strides "
+                f"{saved_strides} there and {tuple(shape)} and {tuple(strides)} here"
             )
+
+
+def _extra_to_bytes(extra: Any) -> bytes:
+    """Return a checkpoint's `extra` as `torch.save` writes it; warn if reading it can run code."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    extra_bytes = buffer.getvalue()
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        _log.warning("extra holds %s: load_checkpoint will need weights_only=False", ", ".join(unsafe))
+    return extra_bytes
+
+
+def _read_extra(extra_bytes: bytes, path: str, weights_only: bool) -> Any:
+    """Return the `extra` that was given to a checkpoint."""
+    try:
+        return torch.load(io.BytesIO(extra_bytes), weights_only=weights_only)
+    except Exception as cause:
+        why = _why_unread(extra_bytes, cause)
+        raise CheckpointError(f"what was given as extra to {path} cannot be read: {why}") from cause
 
 
 def _why_unread(extra: bytes, cause: Exception) -> str:

@@ -117,7 +117,7 @@ def copies(folder: Path) -> None:
     """A stand-in for weights on a GPU, which `accelerator/copied_ranks.py` has."""
     net = model()
     optimizer = adamw(folder, net, overlap="backward")
-    optimizer._route.is_deaf = True
+    optimizer._route.needs_model_hook = True
     stepped(optimizer, net)
 
 

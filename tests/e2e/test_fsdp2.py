@@ -328,9 +328,9 @@ def muon_step(model: torch.nn.Module, optimizer: offload.Muon, twin: Net, beside
         whole.grad = None if grad is None else grad.redistribute(placements=parameter.placements).full_tensor()
     if clips:
         norm = float(optimizer.clip_grad_norm_(0.05))
-        known, beside._scaling.unscaled = beside._scaling.unscaled, lambda _: norm
+        known, beside._scaling.norm_with_factors = beside._scaling.norm_with_factors, lambda _: norm
         beside.clip_grad_norm_(0.05)
-        beside._scaling.unscaled = known
+        beside._scaling.norm_with_factors = known
     optimizer.step()
     beside.step()
     assert_is_of(model, twin)

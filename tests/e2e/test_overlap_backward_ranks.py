@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.errors import ConfigError
-from offload.optim.buckets import attach
+from offload.optim.buckets import register_hook
 from offload.optim.hiding import hide_steps
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
@@ -480,7 +480,7 @@ def test_updates_begin_with_the_first_bucket(folder: Path) -> None:
             training.settle()
             optimizer.step()
             optimizer.zero_grad()
-        machine, buckets = optimizer.engine._parts.machine, attach(training.called, None, None)
+        machine, buckets = optimizer.engine._parts.machine, register_hook(training.called, None, None)
 
         def wait(until: Callable[[], Any]) -> None:
             until_s = time.monotonic() + LONG_S

@@ -261,13 +261,13 @@ def test_a_gradient_that_arrives_while_memory_is_given_back_stays(
     pair = Pair(tmp_path, **SETTINGS["half"])
     pair.train()
     route, weight = pair.parking._route, pair.weights[0][0]
-    check, gradient = route.check_used, torch.ones_like(weight)
+    check, gradient = route.check_gradients_used, torch.ones_like(weight)
 
     def look() -> None:
         check()
         weight.grad = gradient
 
-    monkeypatch.setattr(route, "check_used", look)
+    monkeypatch.setattr(route, "check_gradients_used", look)
     pair.parking.park()
     assert weight.grad is gradient
     assert all(other.grad is None for other in pair.weights[0][1:])

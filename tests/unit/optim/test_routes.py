@@ -70,7 +70,7 @@ def test_the_first_gradient_is_read_where_it_lies_and_the_next_is_added_in_its_s
     assert routed.engine.said() == [("arrived", 0, routed.memory.data_ptr(), FP32)]
     assert (routed.memory == 3).all()  # as this engine has filled nothing
     assert routed.bound.arrivals == 2
-    assert routed.route.bind() == [routed.bound]
+    assert routed.route.bind_gradients() == [routed.bound]
     assert routed.engine.said() == [("bind", 0, routed.memory.data_ptr(), FP32, True)]
     assert routed.route.tensors_read() == []  # the engine owns it
 
@@ -80,7 +80,7 @@ def test_a_gradient_that_changed_since_it_arrived_is_gathered_again() -> None:
     routed.backward()
     routed.parameter.grad.mul_(2)
     routed.engine.said()
-    routed.route.bind()
+    routed.route.bind_gradients()
     assert routed.engine.said() == [("bind", 0, routed.memory.data_ptr(), FP32, False)]
 
 
@@ -93,7 +93,7 @@ def test_a_gradient_that_is_held_keeps_the_slot_and_the_next_lies_elsewhere() ->
     routed.backward()
     assert routed.engine.said() == []
     assert routed.parameter.grad.data_ptr() != routed.memory.data_ptr()
-    routed.route.bind()
+    routed.route.bind_gradients()
     assert routed.engine.said() == [("bind", 0, routed.parameter.grad.data_ptr(), FP32, False)]
     assert [t.data_ptr() for t in routed.route.tensors_read()] == [routed.parameter.grad.data_ptr()]
     del held
@@ -163,7 +163,7 @@ def test_a_gradient_that_cannot_be_read(kind: type[Route], gradient: torch.Tenso
     routed = Routed(kind)
     object.__setattr__(routed.bound, "parameter", Held(routed.parameter, gradient))
     with pytest.raises(ConfigError, match=words):
-        routed.route.bind()
+        routed.route.bind_gradients()
 
 
 @pytest.mark.parametrize("kind", [SlotRoute, DepartureRoute, StepRoute])
@@ -195,14 +195,14 @@ class Held:
 @pytest.mark.parametrize("kind", [ReducedRoute, StepRoute])
 def test_a_gradient_is_bound_where_it_lies_when_the_step_begins(kind: type[Route]) -> None:
     routed = Routed(kind)
-    assert routed.route.bind() == []
+    assert routed.route.bind_gradients() == []
     assert [id for _, id in routed.route.gradient_ids()] == [None]
     routed.backward()
     assert routed.engine.said() == []
     gradient = routed.parameter.grad
     (id,) = (id for _, id in routed.route.gradient_ids())
     assert (id.tensor(), id[1:]) == (gradient, (gradient._version, gradient.data_ptr()))
-    assert routed.route.bind() == [routed.bound]
+    assert routed.route.bind_gradients() == [routed.bound]
     assert routed.engine.said() == [("bind", 0, gradient.data_ptr(), FP32, False)]
     assert [tensor.data_ptr() for tensor in routed.route.tensors_read()] == [gradient.data_ptr()]
     routed.route.drop_references()
@@ -212,7 +212,7 @@ def test_a_gradient_is_bound_where_it_lies_when_the_step_begins(kind: type[Route
 def test_a_negated_gradient_is_bound_as_a_copy() -> None:
     routed = Routed(StepRoute)
     routed.parameter.grad = torch._neg_view(torch.ones(NUMEL))
-    routed.route.bind()
+    routed.route.bind_gradients()
     copied = routed.route.tensors_read()[-1]
     assert (copied == -1).all()
     assert not copied.is_neg()
@@ -227,7 +227,7 @@ def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Ro
     gradient = routed.parameter.grad
     held = {"the tensor": gradient, "a view": gradient[1:], "its data": gradient.data}.get(holds)
     del gradient
-    routed.route.bind()
+    routed.route.bind_gradients()
     kept = routed.route.tensors_read()
     reachable = routed.route.clear_grads([routed.bound])
     assert routed.parameter.grad is None
@@ -302,10 +302,10 @@ class Copied:
         for bound in weights.bound.values():
             self.route.attach(bound)
             assert not bound.parameter._post_accumulate_grad_hooks  # for which FSDP2 would wait
-        self.route.is_deaf = True
+        self.route.needs_model_hook = True
         for _ in range(2):  # the second time changes nothing
             assert self.route.hook_copied_groups(torch.nn.Module())
-        assert not self.route.is_deaf
+        assert not self.route.needs_model_hook
 
     def said(self) -> list[int]:
         """Return the positions of gradients that are final since the last call."""
@@ -453,7 +453,7 @@ def test_the_route_of_a_device_and_of_ranks(
         return
     route = choose_route(holder, weights, Scaling(), Overlap(holder, weights), parameters)
     assert type(route) is kind
-    assert route.is_early is is_early
+    assert route.gets_final_gradients is is_early
     assert holder.is_deferred == (device is not None)  # for what backward leaves free
     assert not holder.closed
 

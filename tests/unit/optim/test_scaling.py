@@ -55,14 +55,14 @@ def test_the_factor_of_clipping(max_norm: float, norm: float, clip: float, remem
 
 def test_factors_are_multiplied_and_norms_have_them() -> None:
     scaling, bounds = Scaling(), make()
-    assert scaling.unscaled(25.0) == 5.0
+    assert scaling.norm_with_factors(25.0) == 5.0
     scaling.unscale(-8.0, ids(bounds))
     assert (scaling.loss_scale, scaling.clip) == (-8.0, 1.0)
-    assert scaling.unscaled(25.0) == 0.625
+    assert scaling.norm_with_factors(25.0) == 0.625
     scaling.clip_to(0.3125, 0.625, ids(bounds))
     once = scaling.clip
     assert once == pytest.approx(0.5, rel=1e-5)
-    assert scaling.unscaled(25.0) == pytest.approx(0.3125, rel=1e-5)
+    assert scaling.norm_with_factors(25.0) == pytest.approx(0.3125, rel=1e-5)
     scaling.clip_to(0.1, 0.2, ids(bounds))
     assert scaling.clip == once * (0.1 / (0.2 + 1e-6))
     scaling.reset()
