@@ -166,7 +166,7 @@ class SharedPath(Generic[T]):
         self._look_ahead()
         return ended
 
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         """Return whether at most one direction is in use."""
         return not all(lane.served for lane in self._lanes.values())
 
