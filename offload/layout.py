@@ -312,7 +312,7 @@ class Subgroup:
 
     @property
     def weight_tile_sizes(self) -> tuple[tuple[int, int], ...]:
-        """The same of its `weight_tiles`."""
+        """Each payload size of its `weight_tiles` in bytes, and how many have it."""
         return self._sizes(self._weight_tensors)
 
     @property

@@ -420,7 +420,8 @@ class Plan:
     @cached_property
     def speculative_storage_bytes(self) -> int:
         """Bytes of paths for the versions that updates in backward make: a second slot for each tile."""
-        return sum((size + SECTOR_BYTES) * count for s in self.updated_in_backward for size, count in s.tile_sizes)
+        sizes = (size for subgroup in self.updated_in_backward for size in subgroup.tile_sizes)
+        return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in sizes)
 
     @property
     def image_bytes(self) -> int:
@@ -839,7 +840,8 @@ class Plan:
 
     def change_from(self, before: Plan) -> str:
         """Return in words how many subgroups the GPU updates now, and how many by the plan before."""
-        now, then = (plan.placements.count(Placement.GPU) for plan in (self, before))
+        now = self.placements.count(Placement.GPU)
+        then = before.placements.count(Placement.GPU)
         return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
 
 

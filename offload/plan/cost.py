@@ -172,13 +172,14 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
 
     With S streamed subgroups and A staging slots, M = S - A subgroups go out and as many come in. A mean subgroup
     takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A slot goes through update,
-    flush and fetch in turn, the engine reacting in between, so subgroups come back every max(r, w, what each device
-    and link needs for one, (u + w + r + reactions) / A) seconds, after the first has gone all the way; the last one
-    is then updated. A path of one bandwidth for both directions needs r + w for one; a slot waits for w and r as they
-    are alone: with few slots, directions seldom meet. On a path that serves several transfers at once, as many slots
-    are flushed, and fetched, together: they come back one update after the other, and the first has waited for nearly
-    all. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait its turn. What
-    passes through the GPU's own slots is a pipeline of the same form.
+    flush and fetch in turn, and the engine reacts in between. So the first subgroup comes back after u + w + r +
+    reactions, and the others every max(r, w, what each device and link needs for one, (u + w + r + reactions) / A)
+    seconds. The last one is then updated. A path of one bandwidth for both directions needs r + w for one. But a slot
+    waits for w and r as they are alone: with few slots, directions seldom meet. On a path that serves several
+    transfers at once, as many slots are flushed, and fetched, together: they come back one update after the other,
+    and the first has waited for nearly all. Resident subgroups fill the waits of the CPU; while they last, a streamed
+    one that comes back has to wait for its turn. What passes through the GPU's own slots is a pipeline of the same
+    form.
 
     Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
     in which those are busy, which is found by bisection.
@@ -464,7 +465,7 @@ class _Turn:
 def _turn(
     mix: Mix, rates: Rates, lanes: Mapping[str, LaneWork], per_byte: _GpuSeconds, cpu_s_per_byte: float
 ) -> _Turn:
-    """Return what the turn of a mean streamed subgroup takes; at least one moves."""
+    """Return what the turn of a mean streamed subgroup takes. Call it only if a step moves at least one."""
     moved, mean_bytes = _moved(mix)
     paths = range(len(rates.paths))
     read_s = max(lanes[f"read:{number}"].busy_s for number in paths) / moved
@@ -474,7 +475,8 @@ def _turn(
     busiest_s = max((1 - gpu_part) * update_s, gpu_part * mean_bytes * max(per_byte))
     # Reactions to the ends of update, flush and fetch, and the start of the update. The thread starts tile after
     # tile, while the first is on its way: only what takes longer than the transfer is added.
-    start_s, tiles = rates.operation_s, max(mix.mean_tiles, 1.0)
+    tiles = max(mix.mean_tiles, 1.0)
+    start_s = rates.operation_s  # of one operation
     engine_s = 3 * rates.reaction_s + start_s
     engine_s += sum(max(start_s, tiles * start_s - io_s * (1 - 1 / tiles)) for io_s in (write_s, read_s))
     return _Turn(gpu_part, update_s, mean_bytes * per_byte.chain_s, busiest_s, read_s, write_s, engine_s)
