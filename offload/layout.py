@@ -645,7 +645,7 @@ def _cut(
     used = 0
     for index in members:
         start = 0
-        while start < parameters[index].numel:
+        while start < parameters[index].numel:  # one segment; more if it fills a subgroup
             if used == size:
                 cut.append([])
                 used = 0

@@ -119,12 +119,7 @@ def quick_probe(
             key = (kernel.threads, cpus, kernel.instruction_set, state_format, numel)
             # Memory is allocated when it is first needed: not if all is known from an earlier probe.
             cpu = functools.cache(partial(_cpu_probe, kernel, queue, spec, numel, staging, ends))
-            if key not in _known:
-                _known[key] = best_of(cpu().samples())
-                reached = ", ".join(f"{name} {format_bytes(each.median)}/s" for name, each in _known[key].items())
-                passed, cached = format_bytes(numel * trial_bytes(spec)), format_bytes(cache_bytes())
-                log.info("%s, by passes over %s; last-level caches hold %s", reached, passed, cached)
-            measured |= _known[key]
+            measured |= _ensure_measured(key, cpu, numel * trial_bytes(spec))
             if state_format == formats[0]:  # exact state, of which the GPU's rates are
                 gpu = lanes.rated(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
@@ -136,6 +131,18 @@ def quick_probe(
     rates = rates_of(measured, kernel.threads, paths)
     rates = replace(rates, cpu_bytes_per_s=mean_rate(cpu_rates, numels), gpu=gpu)
     return trial_rates(kernel, tiers, queue, rates, plan, staging)
+
+
+def _ensure_measured(
+    key: tuple[object, ...], cpu: Callable[[], CpuProbe], passed_bytes: int
+) -> dict[str, Measurement]:
+    """Return the measurements of CPU and memory under a key of `_known`; take and log them if they are not there."""
+    if key not in _known:
+        _known[key] = best_of(cpu().samples())
+        reached = ", ".join(f"{name} {format_bytes(each.median)}/s" for name, each in _known[key].items())
+        sizes = format_bytes(passed_bytes), format_bytes(cache_bytes())
+        log.info("%s, by passes over %s; last-level caches hold %s", reached, *sizes)
+    return _known[key]
 
 
 def _cpu_probe(

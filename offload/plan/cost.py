@@ -571,6 +571,7 @@ def _gpu_s(mix: Mix, per_byte: _GpuSeconds, push_s: float, fetch_s: float, react
     return max(
         count * each.in_s + pushes_s + each.update_s,
         each.in_s + count * each.update_s + at_home_s,
+        # Behind these, the last one is copied in and updated.
         copies_out_s + each.in_s + each.update_s,
         slots_s + each.in_s + each.update_s,
     )

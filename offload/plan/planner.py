@@ -210,8 +210,7 @@ def _fewest_gpu_slots(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
 
 
 def _fewest_staging_slots(mix: Mix, shares: tuple[float, ...], rates: Rates, usual: int) -> int:
-    """Return the fewest of `STAGING_SLOTS` with nearly the best throughput; `usual` if all streamed state fits in
-    them.
+    """Return the fewest of `STAGING_SLOTS` with nearly the best throughput; `usual` if each holds all streamed state.
 
     State in slots stays there between steps, so a step moves `streamed - slots` subgroups out and in. More slots keep
     more state in memory, as more `host_memory` would, which is the user's choice. So slots are compared by the time
