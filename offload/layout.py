@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from offload import combinations
 from offload.dtypes import ITEM_BYTES, DtypeCode
@@ -46,6 +47,7 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 def _unwrapped(name: str) -> str:
+    """Return a parameter's name without the `WRAPPERS` among its modules."""
     *modules, last = name.split(".")
     return ".".join([*(module for module in modules if module not in WRAPPERS), last])
 
@@ -53,25 +55,30 @@ def _unwrapped(name: str) -> str:
 def bare_names(names: Iterable[str]) -> dict[str, str]:
     """Return what parameters are called in the bare module, by the names that they have in a wrapped one.
 
-    `WRAPPERS` go wherever they stand, and `module.`, which is DDP's, where every name begins with it. Where two names
-    would become one, both stay as they are.
+    `WRAPPERS` are left out wherever they stand. DDP's `module.` is left out if every name begins with it. Where two
+    names would become one, both stay as they are.
     """
-    found = {name: _unwrapped(name) for name in names}
-    count = Counter(found.values())
-    found = {name: bare if count[bare] == 1 else name for name, bare in found.items()}
-    while found and all(bare.startswith("module.") for bare in found.values()):
-        found = {name: bare.removeprefix("module.") for name, bare in found.items()}
-    return found
+    bare_of = {name: _unwrapped(name) for name in names}
+    count = Counter(bare_of.values())
+    bare_of = {name: bare if count[bare] == 1 else name for name, bare in bare_of.items()}
+    while bare_of and all(bare.startswith("module.") for bare in bare_of.values()):
+        bare_of = {name: bare.removeprefix("module.") for name, bare in bare_of.items()}
+    return bare_of
 
 
 def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, str]:
-    """Return what a checkpoint calls parameters, one that was written of a wrapped module too.
+    """Return the names that parameters have in a checkpoint, by their own; wrapped modules have other names.
 
-    A name that is there is itself. Any other is the only one that is the same without `WRAPPERS` and DDP's `module.`;
-    without such a one it is left out.
+    A parameter whose own name is in the checkpoint has that one. Otherwise both names are compared without `WRAPPERS`
+    and DDP's `module.`. A parameter is left out if none matches, or if several do.
+
+    Args:
+        names: The parameters' own names.
+        there: The names in the checkpoint.
     """
 
     def core(name: str) -> str:
+        """Return a name without what wrappers add."""
         name = _unwrapped(name)
         while name.startswith("module."):
             name = name.removeprefix("module.")
@@ -79,13 +86,18 @@ def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, st
 
     known = set(there)
     names = [*names]
-    found = {name: name for name in names if name in known}
-    left = {core(name): name for name in names if name not in known}
-    alike: dict[str, list[str]] = {}
-    for name in known.difference(found):
-        alike.setdefault(core(name), []).append(name)
-    once = Counter(core(name) for name in names if name not in known)
-    return found | {left[key]: alike[key][0] for key in left if once[key] == 1 and len(alike.get(key, ())) == 1}
+    matches = {name: name for name in names if name in known}
+    own: dict[str, list[str]] = {}  # names without a match yet, by what is left of them
+    for name in names:
+        if name not in known:
+            own.setdefault(core(name), []).append(name)
+    others: dict[str, list[str]] = {}  # likewise, of the checkpoint
+    for name in known.difference(matches):
+        others.setdefault(core(name), []).append(name)
+    for key, alike in own.items():
+        if len(alike) == 1 and len(others.get(key, ())) == 1:
+            matches[alike[0]] = others[key][0]
+    return matches
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -134,9 +146,10 @@ class Parameter:
     brought_bytes: int = 0
 
     def __post_init__(self) -> None:
+        """Set `unsharded_numel` of a whole parameter, and raise `ConfigError` as the class says."""
         check_text("a parameter's name", self.name, PARAMETER_NAMES)
         if not (self.start or self.unsharded_numel):
-            object.__setattr__(self, "unsharded_numel", self.numel)
+            object.__setattr__(self, "unsharded_numel", self.numel)  # the class is frozen
         whole = self.unsharded_numel
         for field in ("numel", "start", "unsharded_numel"):
             value = getattr(self, field)
@@ -155,14 +168,13 @@ class Parameter:
     def _has_box(self, box: tuple[tuple[int, int], ...]) -> bool:
         """Return whether a box lies within the shape, has `numel` elements, and begins at element `start`."""
         shape = self.shape or ()
-        return (
-            len(box) == len(shape)
-            and all(
-                first >= 0 < size and first + size <= whole for (first, size), whole in zip(box, shape, strict=True)
-            )
-            and math.prod(size for _, size in box) == self.numel
-            and sum(first * step for (first, _), step in zip(box, row_major(shape), strict=True)) == self.start
-        )
+        if len(box) != len(shape):
+            return False
+        sides = zip(box, shape, strict=True)
+        is_within = all(first >= 0 and size > 0 and first + size <= whole for (first, size), whole in sides)
+        numel = math.prod(size for _, size in box)
+        start = sum(first * step for (first, _), step in zip(box, row_major(shape), strict=True))
+        return is_within and numel == self.numel and start == self.start
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int]]:
         """Yield the runs of the unsharded parameter that a part of the piece is made of.
@@ -178,23 +190,25 @@ class Parameter:
             yield self.start + start, numel
             return
         while numel:
-            found, at = self.start, start
+            index, rest = self.start, start
+            # In each dimension, count the steps from the box's first element, in the box and in the unsharded one.
             for inner, step in zip(self._inner, row_major(self.shape or ()), strict=True):
-                found += at // inner * step
-                at %= inner
+                index += rest // inner * step
+                rest %= inner
             count = min(numel, self._run_numel - start % self._run_numel)
-            yield found, count
-            start, numel = start + count, numel - count
+            yield index, count
+            start += count
+            numel -= count
 
     def locate(self, index: int) -> tuple[int, int] | None:
         """Return where an element of the unsharded parameter lies in the piece, and how far the run goes from there.
 
-        None if the piece does not have it.
+        Both in elements. None if the piece does not have it.
         """
         if self.box is None:
             at = index - self.start
             return (at, self.numel - at) if 0 <= at < self.numel else None
-        at = 0
+        at = 0  # in the piece
         for (first, size), inner, step in zip(self.box, self._inner, row_major(self.shape or ()), strict=True):
             coordinate, index = divmod(index, step)
             if not first <= coordinate < first + size:
@@ -209,7 +223,7 @@ class Parameter:
 
     @property
     def _run_numel(self) -> int:
-        """Elements of each of the box's runs."""
+        """Elements of each of the box's runs: from the last dimension to the first that the box has in part."""
         numel = 1
         for (_, size), whole in zip(reversed(self.box or ()), reversed(self.shape or ()), strict=True):
             numel *= size
@@ -233,6 +247,14 @@ class Segment:
     start: int
     offset: int
     numel: int
+
+
+class PlacedTile(NamedTuple):
+    """A tile, where it begins (in the subgroup's state, if nothing else is said), and its size, both in bytes."""
+
+    id: TileId
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -290,20 +312,22 @@ class Subgroup:
 
     @property
     def weight_tile_sizes(self) -> tuple[tuple[int, int], ...]:
-        """The same of its `weight_tiles`."""
+        """Each payload size of its `weight_tiles` in bytes, and how many have it."""
         return self._sizes(self._weight_tensors)
 
     @property
     def _weight_tensors(self) -> tuple[StateTensor, ...]:
+        """The master where the weight is it; else none."""
         return (StateTensor(MASTER),) if self.dtype is DtypeCode.FLOAT32 else ()
 
     def _sizes(self, tensors: Sequence[StateTensor]) -> tuple[tuple[int, int], ...]:
-        whole, rest = divmod(self.numel, self.tile_numel)
-        found: Counter[int] = Counter()
+        """Return the sizes in bytes of the tiles of these tensors, each with the number of tiles that have it."""
+        whole_tiles, rest_numel = divmod(self.numel, self.tile_numel)
+        counts: Counter[int] = Counter()
         for tensor in tensors:
-            found[tensor.format.nbytes(self.tile_numel)] += whole
-            found[tensor.format.nbytes(rest)] += 1
-        return tuple((nbytes, count) for nbytes, count in found.items() if nbytes and count)
+            counts[tensor.format.nbytes(self.tile_numel)] += whole_tiles
+            counts[tensor.format.nbytes(rest_numel)] += 1  # 0 bytes if nothing is left
+        return tuple((nbytes, count) for nbytes, count in counts.items() if nbytes and count)
 
     @property
     def tile_count(self) -> int:
@@ -311,38 +335,43 @@ class Subgroup:
         return -(-self.numel // self.tile_numel) * len(self.tensors)
 
     @cached_property
-    def tiles(self) -> tuple[tuple[TileId, int, int], ...]:
-        """Every tile as (id, byte offset in the subgroup's state, bytes)."""
-        found = (self._tiles_of(number, t, self.offsets[t.name]) for number, t in enumerate(self.tensors))
-        return tuple(tile for tiles in found for tile in tiles)
+    def tiles(self) -> tuple[PlacedTile, ...]:
+        """Every tile of its state."""
+        return tuple(
+            tile
+            for number, tensor in enumerate(self.tensors)
+            for tile in self._tiles_of(number, tensor, self.offsets[tensor.name])
+        )
 
-    def _tiles_of(self, number: int, tensor: StateTensor, offset: int) -> Iterator[tuple[TileId, int, int]]:
+    def _tiles_of(self, number: int, tensor: StateTensor, offset: int) -> Iterator[PlacedTile]:
+        """Yield the tiles of a tensor that is numbered `number` and begins at byte `offset`."""
         stored = tensor.format
         for tile, start in enumerate(range(0, self.numel, self.tile_numel)):
-            size = stored.nbytes(min(self.tile_numel, self.numel - start))
-            yield TileId(self.index, number, tile), offset + stored.offset(start), size
+            nbytes = stored.nbytes(min(self.tile_numel, self.numel - start))
+            yield PlacedTile(TileId(self.index, number, tile), offset + stored.offset(start), nbytes)
 
     @cached_property
-    def weight_tiles(self) -> tuple[tuple[TileId, int, int], ...]:
+    def weight_tiles(self) -> tuple[PlacedTile, ...]:
         """Tiles of the masters that are no state tensor because the weights are; checkpoints name them like others.
 
-        Each as (id, byte offset in a tensor, bytes), cut and numbered as one more tensor.
+        They are cut and numbered as one more tensor; offsets are in that tensor.
         """
         return tuple(tile for tensor in self._weight_tensors for tile in self._tiles_of(len(self.tensors), tensor, 0))
 
-    def gradient_tiles(self, item_bytes: int) -> tuple[tuple[TileId, int, int], ...]:
-        """Return tiles of its gradients, numbered as one more tensor, each as (id, byte offset, bytes).
+    def gradient_tiles(self, item_bytes: int) -> tuple[PlacedTile, ...]:
+        """Return tiles of its gradients, numbered as one more tensor; offsets are in the gradients' own memory.
 
         They are as large as its largest tile of state, so that slots of one size serve both.
 
         Args:
             item_bytes: Bytes of a gradient's element.
         """
-        nbytes = -(-self.numel * item_bytes // SECTOR_BYTES) * SECTOR_BYTES
-        size = max(tile_bytes for tile_bytes, _ in self.tile_sizes)
+        nbytes = round_up(self.numel * item_bytes, SECTOR_BYTES)
+        tile_bytes = max(size for size, _ in self.tile_sizes)
+        number = len(self.kept)
         return tuple(
-            (TileId(self.index, len(self.kept), number), offset, min(size, nbytes - offset))
-            for number, offset in enumerate(range(0, nbytes, size))
+            PlacedTile(TileId(self.index, number, tile), offset, min(tile_bytes, nbytes - offset))
+            for tile, offset in enumerate(range(0, nbytes, tile_bytes))
         )
 
     @cached_property
@@ -352,11 +381,12 @@ class Subgroup:
 
 
 def numels_by_format(parameters: Sequence[Parameter], state_format: StateFormat) -> dict[StateFormat, int]:
-    """Return how many elements have their state in each format, where that is any, in a session of one."""
-    exact = sum(parameter.numel for parameter in parameters if parameter.exact)
-    found = Counter({state_format: sum(parameter.numel for parameter in parameters) - exact})
-    found[EXACT] += exact
-    return dict(+found)
+    """Return how many elements have their state in each format, in a session of `state_format`; none with 0."""
+    numel = sum(parameter.numel for parameter in parameters)
+    exact_numel = sum(parameter.numel for parameter in parameters if parameter.exact)
+    numels = Counter({state_format: numel - exact_numel})
+    numels[EXACT] += exact_numel  # perhaps the same format
+    return {form: count for form, count in numels.items() if count > 0}
 
 
 @dataclass(frozen=True)
@@ -368,11 +398,11 @@ class Layout:
     state: StateSpec = EXACT_ADAMW
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """Return it with other names for those of its parameters that have one there."""
-        renamed = (
+        """Return this layout with new names for its parameters, by their old names; others keep theirs."""
+        parameters = (
             replace(parameter, name=names.get(parameter.name, parameter.name)) for parameter in self.parameters
         )
-        return replace(self, parameters=tuple(renamed))
+        return replace(self, parameters=tuple(parameters))
 
     @property
     def rule(self) -> UpdateRule:
@@ -386,8 +416,8 @@ class Layout:
 
     def numel_of(self, parameter: int, name: str) -> int:
         """Return the elements of a tensor of a parameter's state: the parameter's, or words of what is packed."""
-        found = self.parameters[parameter]
-        return self.state_of(found).rule.numel_of(name, found.numel)
+        whole = self.parameters[parameter]
+        return self.state_of(whole).rule.numel_of(name, whole.numel)
 
     @cached_property
     def has_rules(self) -> bool:
@@ -396,7 +426,7 @@ class Layout:
 
     def begins_within_block(self, subgroup: Subgroup) -> bool:
         """Return whether a piece of a parameter in it begins amid elements that share scales."""
-        return any(_before(self.parameters[s.parameter], subgroup.state) for s in subgroup.segments)
+        return any(_missing_in_block(self.parameters[s.parameter], subgroup.state) for s in subgroup.segments)
 
     def state_of(self, parameter: Parameter) -> StateSpec:
         """Return what the state of a parameter is, and how it is stored."""
@@ -405,40 +435,44 @@ class Layout:
 
     @property
     def formats(self) -> dict[str, tuple[int, int]]:
-        """Parameters whose state is stored in each format, and the bytes that it takes."""
-        found = {}
+        """For each state format, by name: the elements whose state is stored in it, and the bytes of that state."""
+        numbers = {}
         for form in sorted({subgroup.state.format for subgroup in self.subgroups}, key=lambda form: form.code):
             subgroups = [subgroup for subgroup in self.subgroups if subgroup.state.format is form]
             numel = sum(segment.numel for subgroup in subgroups for segment in subgroup.segments)
-            found[form.name] = numel, sum(subgroup.state_bytes for subgroup in subgroups)
-        return found
+            nbytes = sum(subgroup.state_bytes for subgroup in subgroups)
+            numbers[form.name] = numel, nbytes
+        return numbers
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each parameter, its (subgroup, position of the segment in it), in order."""
-        found: list[list[tuple[int, int]]] = [[] for _ in self.parameters]
+        places: list[list[tuple[int, int]]] = [[] for _ in self.parameters]
         for subgroup in self.subgroups:
             for position, segment in enumerate(subgroup.segments):
-                found[segment.parameter].append((subgroup.index, position))
-        return tuple(tuple(items) for items in found)
+                places[segment.parameter].append((subgroup.index, position))
+        return tuple(map(tuple, places))
 
     def parameters_of(self, tile: TileId) -> str:
         """Return what a tile is of, with the names of the parameters that have elements in it, for messages."""
         if tile.tensor == ACTIVATIONS:
             return "activations"
         subgroup = self.subgroups[tile.subgroup]
-        first = tile.tile * subgroup.tile_numel
-        last = first + subgroup.tile_numel
-        if tile.tensor >= len(subgroup.kept):  # tiles of gradients are cut in another way
-            first, last = 0, subgroup.numel
+        if tile.tensor < len(subgroup.kept):
+            what = subgroup.kept[tile.tensor].name
+            first = tile.tile * subgroup.tile_numel
+            end = first + subgroup.tile_numel
+        else:
+            # Tiles of gradients are cut in another way: name all parameters.
+            what = "gradients"
+            first = 0
+            end = subgroup.numel
         names = [
             self.parameters[segment.parameter].name
             for segment in subgroup.segments
-            if segment.offset < last and segment.offset + segment.numel > first
+            if segment.offset < end and segment.offset + segment.numel > first
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        kept = subgroup.kept
-        what = kept[tile.tensor].name if tile.tensor < len(kept) else "gradients"
         return f"{what} of {', '.join(names[:3]) or 'no parameter'}{more}"
 
     @cached_property
@@ -471,30 +505,32 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
     """
     parameters = [*parameters]
     named = named_like((parameter.name for parameter in parameters), patterns)
-    return tuple(
-        replace(
-            parameter,
-            exact=parameter.exact
-            or parameter.unsharded_numel < LEAST_COMPACT_NUMEL
-            or (parameter.shape is not None and len(parameter.shape) < 2)
-            or parameter.name in named,
-        )
-        for parameter in parameters
-    )
+
+    def is_exact(parameter: Parameter) -> bool:
+        """Return whether to keep a parameter exact: it is small, a vector or a scalar, or someone asks for it."""
+        is_small = parameter.unsharded_numel < LEAST_COMPACT_NUMEL
+        is_vector = parameter.shape is not None and len(parameter.shape) < 2
+        return parameter.exact or is_small or is_vector or parameter.name in named
+
+    return tuple(replace(parameter, exact=is_exact(parameter)) for parameter in parameters)
 
 
 def named_like(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """Return the names that match a pattern, as in a shell: as they are in the bare module, or as they were given."""
-    bare = bare_names(names)
-    return {name for name, own in bare.items() if any(fnmatchcase(n, p) for n in (name, own) for p in patterns)}
+    return {
+        name
+        for name, bare in bare_names(names).items()
+        if any(fnmatchcase(name, pattern) or fnmatchcase(bare, pattern) for pattern in patterns)
+    }
 
 
-def _before(parameter: Parameter, state: StateSpec) -> int:
+def _missing_in_block(parameter: Parameter, state: StateSpec) -> int:
     """Return how many elements of its first block a parameter's piece lacks, where elements share scales."""
     return parameter.start % state.format.block_numel
 
 
-def _round_up(value: int, unit: int) -> int:
+def round_up(value: int, unit: int) -> int:
+    """Return the least multiple of `unit` that is not less than `value`."""
     return -(-value // unit) * unit
 
 
@@ -541,52 +577,75 @@ def extend_layout(
     subgroup_numel = check_subgroup_numel(subgroup_numel, layout.state)
     added = tuple(added)
     parameters = layout.parameters + added
-    if len({parameter.name for parameter in parameters}) != len(parameters):
-        names = [parameter.name for parameter in parameters]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError("parameters", twice, "give each parameter a name of its own")
-    buckets: dict[tuple[int, DtypeCode, StateSpec], list[int]] = {}
-    for index, parameter in enumerate(added, start=len(layout.parameters)):
-        if parameter.numel > 0:
-            state = layout.state_of(parameter)
-            if parameter.box is not None and state.format.rounds:
-                # Rounding and blocks follow the order of the unsharded parameter.
-                combinations.PIECES_ROUNDED.refuse("state_format", state.format.name, name=parameter.name)
-            buckets.setdefault((parameter.group, parameter.dtype, state), []).append(index)
+    _check_names(parameters)
     subgroups = list(layout.subgroups)
-    for (group, dtype, state), members in buckets.items():
+    for (group, dtype, state), members in _indices_by_kind(layout, added).items():
         widest = max(tensor.format.bytes_each for tensor in state.stored)
-        most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
-        # Of as many bytes in every format: staging slots have one size.
+        most_tile_numel = int(round_up(max_tile_bytes, SECTOR_BYTES) / widest)
+        # Staging slots have one size in bytes, so a subgroup of a format with larger elements has fewer of them.
         limit = int(subgroup_numel * min(1.0, layout.state.item_bytes / state.item_bytes))
-        if parameters[members[0]].rule is not None:  # which may have more bytes than the layout's
+        if parameters[members[0]].rule is not None:
+            # A rule of its own may have so many bytes for an element that less than a sector would be left.
             limit = max(limit, state.sector_numel)
         for segments in _cut(members, parameters, check_subgroup_numel(limit, state), state):
             last = segments[-1]
-            numel = _round_up(last.offset + last.numel, state.sector_numel)
-            tile_count = -(-numel // most_numel)
-            tile_numel = min(numel, _round_up(-(-numel // tile_count), state.tile_unit))
+            numel = round_up(last.offset + last.numel, state.sector_numel)
+            tile_count = -(-numel // most_tile_numel)
+            tile_numel = min(numel, round_up(-(-numel // tile_count), state.tile_unit))
             subgroups.append(Subgroup(len(subgroups), group, dtype, state, numel, tuple(segments), tile_numel))
     result = replace(layout, parameters=parameters, subgroups=tuple(subgroups))
     check_layout(result)
     return result
 
 
+def _check_names(parameters: Sequence[Parameter]) -> None:
+    """Raise `ConfigError` if two parameters share a name."""
+    names = [parameter.name for parameter in parameters]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError("parameters", twice, "give each parameter a name of its own")
+
+
+def _indices_by_kind(layout: Layout, added: Sequence[Parameter]) -> dict[tuple[int, DtypeCode, StateSpec], list[int]]:
+    """Return the indices that parameters get in `layout`, by group, dtype and state: what a subgroup has one of.
+
+    Parameters without elements are left out.
+    """
+    indices: dict[tuple[int, DtypeCode, StateSpec], list[int]] = {}
+    for index, parameter in enumerate(added, start=len(layout.parameters)):
+        if parameter.numel == 0:
+            continue
+        state = layout.state_of(parameter)
+        if parameter.box is not None and state.format.rounds:
+            # Rounding and blocks follow the order of the unsharded parameter.
+            combinations.PIECES_ROUNDED.refuse("state_format", state.format.name, name=parameter.name)
+        indices.setdefault((parameter.group, parameter.dtype, state), []).append(index)
+    return indices
+
+
 def _cut(
     members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
 ) -> list[list[Segment]]:
-    """Fill subgroups of equal size, none over `limit` elements, cutting parameters where one is full."""
+    """Return the segments of subgroups of equal size, none over `limit` elements; they cut parameters.
+
+    Args:
+        members: Indices of the parameters that the subgroups hold.
+        parameters: All parameters of the layout.
+        limit: Most elements of a subgroup.
+        state: That of the members.
+    """
     if state.rule.is_whole:
         return _cut_between(members, parameters, limit, state)
-    before = {index: _before(parameters[index], state) for index in members}
-    total = sum(_round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
+    # A piece that begins within a block starts as far behind an aligned element, so that blocks are aligned.
+    before = {index: _missing_in_block(parameters[index], state) for index in members}
+    total = sum(round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
     count = -(-total // limit)
-    size = min(limit, _round_up(-(-total // count), state.sector_numel))
+    size = min(limit, round_up(-(-total // count), state.sector_numel))
     cut: list[list[Segment]] = [[]]
     used = 0
     for index in members:
         start = 0
-        while start < parameters[index].numel:
+        while start < parameters[index].numel:  # one segment; more if it fills a subgroup
             if used == size:
                 cut.append([])
                 used = 0
@@ -594,14 +653,17 @@ def _cut(
             numel = min(parameters[index].numel - start, size - offset)
             cut[-1].append(Segment(index, start, offset, numel))
             start += numel
-            used = _round_up(offset + numel, SEGMENT_ALIGN_NUMEL)
+            used = round_up(offset + numel, SEGMENT_ALIGN_NUMEL)
     return cut
 
 
 def _cut_between(
     members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
 ) -> list[list[Segment]]:
-    """Fill subgroups with whole parameters; one that is larger than `limit` has a subgroup of its own."""
+    """Return the segments of subgroups of whole parameters; one larger than `limit` has a subgroup of its own.
+
+    The arguments are those of `_cut`. Its rule updates a parameter as a whole.
+    """
     align = PACKED_ALIGN_NUMEL if state.rule.packed_words else SEGMENT_ALIGN_NUMEL
     cut: list[list[Segment]] = []
     used = 0
@@ -614,7 +676,7 @@ def _cut_between(
             cut.append([])
             used = 0
         cut[-1].append(Segment(index, 0, used, parameter.numel))
-        used = _round_up(used + parameter.numel, align)
+        used = round_up(used + parameter.numel, align)
     return cut
 
 
@@ -624,7 +686,7 @@ def check_layout(layout: Layout) -> None:
     Raises:
         InternalError: If one does not hold.
     """
-    covered = [0] * len(layout.parameters)
+    covered = [0] * len(layout.parameters)  # elements of each, by the segments so far
     for index, subgroup in enumerate(layout.subgroups):
         invariant(subgroup.index == index, f"subgroup {index} is numbered {subgroup.index}")
         state = subgroup.state
@@ -636,19 +698,19 @@ def check_layout(layout: Layout) -> None:
             parameter = layout.parameters[segment.parameter]
             invariant(parameter.group == subgroup.group, f"{parameter.name} is in a subgroup of another group")
             invariant(parameter.dtype == subgroup.dtype, f"{parameter.name} is in a subgroup of another dtype")
-            before = _before(parameter, state)
-            missing = 0 if segment.start else before
-            invariant(segment.offset - missing >= end, f"segments overlap in subgroup {index}")
-            aligned = (segment.offset - missing) % SEGMENT_ALIGN_NUMEL == 0
-            invariant(aligned, f"unaligned segment in subgroup {index}")
-            aligned = not segment.start or (before + segment.start) % SEGMENT_ALIGN_NUMEL == 0
-            invariant(aligned, f"unaligned cut of {parameter.name}")
+            before = _missing_in_block(parameter, state)
+            block_offset = segment.offset if segment.start else segment.offset - before
+            invariant(block_offset >= end, f"segments overlap in subgroup {index}")
+            is_aligned = block_offset % SEGMENT_ALIGN_NUMEL == 0
+            invariant(is_aligned, f"unaligned segment in subgroup {index}")
+            is_cut_aligned = not segment.start or (before + segment.start) % SEGMENT_ALIGN_NUMEL == 0
+            invariant(is_cut_aligned, f"unaligned cut of {parameter.name}")
             invariant(segment.start == covered[segment.parameter], f"{parameter.name} is not covered in order")
             covered[segment.parameter] += segment.numel
             end = segment.offset + segment.numel
         invariant(end <= subgroup.numel, f"a segment leaves subgroup {index}")
         invariant(
-            sum(nbytes for _, _, nbytes in subgroup.tiles) == subgroup.state_bytes,
+            sum(tile.nbytes for tile in subgroup.tiles) == subgroup.state_bytes,
             f"tiles do not cover subgroup {index}",
         )
     for parameter, numel in zip(layout.parameters, covered, strict=True):

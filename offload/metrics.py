@@ -34,20 +34,25 @@ TABLE: dict[str, Metric] = {}
 """By their names; what stands in angle brackets there is a lane, or the number of a path or a memory node."""
 
 
-def _metric(name: str, *declared: str) -> str:
-    TABLE[name] = Metric(*declared)
+def _metric(name: str, unit: str, since: str, meaning: str) -> str:
+    """Add a metric to `TABLE`, and return its name."""
+    TABLE[name] = Metric(unit, since, meaning)
     return name
 
 
 def of(name: str, which: object) -> str:
-    """Return the name of the figure of one lane, path or memory node."""
+    """Return the name of the figure of one lane, path or memory node: `name` with that in place of "<...>"."""
     return re.sub("<.*>", str(which), name)
 
 
 def which(name: str, figure: str) -> str | None:
-    """Return the lane, path or memory node that a figure is of; None if its name is another, or has none of these."""
-    found = re.fullmatch(re.sub("<.*>", "([^/]+)", name), figure)
-    return found[1] if found and found.re.groups else None
+    """Return the lane, path or memory node that a figure is of.
+
+    None if `figure` is not of the metric `name`, or that metric is not of a lane, path or node.
+    """
+    pattern = re.sub("<.*>", "([^/]+)", name)
+    match = re.fullmatch(pattern, figure)
+    return match[1] if match and match.re.groups else None
 
 
 # Of an engine

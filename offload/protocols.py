@@ -42,15 +42,15 @@ WAKE = 0
 
 
 ACTIVATIONS = 1 << 16
-"""The tensor that tiles of activations are numbered under, beyond those of state and of gradients."""
+"""The number of the tensor in the ids of activations' tiles, beyond those of state and of gradients."""
 
 
 ScratchKind = Literal["gradients", "activations"]
-"""What passes through buffers to the paths and back, and is forgotten when it has been used."""
+"""Kinds of data that passes through buffers to the paths and back, and is discarded once it has been used."""
 
 
 class ScratchOwner(NamedTuple):
-    """Whose scratch it is that lies in a buffer, and on the paths: of gradients a subgroup, of activations a tile."""
+    """Whose data a scratch buffer has: `number` is a subgroup's for gradients, a tile's for activations."""
 
     kind: ScratchKind
     number: int
@@ -111,7 +111,7 @@ class Queue(Protocol):
         """Report one completion; any thread."""
 
     def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float]]:
-        """Take all completions that have arrived, waiting up to `timeout_s` for the first."""
+        """Take all completions that have arrived; wait up to `timeout_s` for the first, or for ever if it is < 0."""
 
 
 class Tier(Protocol):
@@ -350,10 +350,10 @@ class Device(Protocol):
         """
 
     def free_bytes(self) -> int:
-        """Return how much of its memory nobody has taken."""
+        """Return the bytes of its memory that nobody has allocated."""
 
     def cached_bytes(self) -> int:
-        """Return how much of its memory torch's allocator holds for this process, and no tensor has now."""
+        """Return the bytes of its memory that torch's allocator keeps for this process, and no tensor has now."""
 
     def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """Return the address of new device memory, aligned to at least 256 bytes.
@@ -368,13 +368,13 @@ class Device(Protocol):
         """
 
     def release(self, address: int) -> None:
-        """Give memory back that no work uses any more."""
+        """Free device memory, which no work uses any more."""
 
     def return_borrowed(self) -> None:
-        """Give back all memory that is borrowed: it is used again behind work that is on lanes now; nobody waits."""
+        """Free all borrowed memory without waiting: whoever gets it next works behind what is on lanes now."""
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Say that the caller drops a tensor on the device: its memory is used again behind the caller's lane only.
+        """Note that the caller drops a tensor on the device: its memory is reused only behind what is on its lane.
 
         An allocator orders memory by the stream that it was allocated on, which may be another one of the user's.
         """
@@ -387,7 +387,7 @@ class Device(Protocol):
         """
 
     def unpin(self, address: int) -> None:
-        """Take back what `pin` did; no work uses the memory any more."""
+        """Undo `pin`; no work uses the memory any more."""
 
     def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """Return the point after what has been put on a lane so far.
@@ -474,7 +474,7 @@ class Device(Protocol):
         """
 
     def fingerprint_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
-        """Put on a lane: the parts that the same blocks have in the fingerprints of many gradients.
+        """Put on a lane: compute the parts that the blocks of many gradients have in their fingerprints.
 
         Args:
             lane: Which one.
@@ -490,4 +490,4 @@ class Device(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for all work, end the threads and give all memory back; idempotent."""
+        """Wait for all work, end the threads and free all memory; idempotent."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from offload.measure.drive import drive
+from offload.measure.drive import Load, drive
 from offload.measure.workbench import Slots
 from offload.protocols import SECTOR_BYTES, Queue, Tier
 from offload.tiers import SLOT_HEADER_BYTES
@@ -47,7 +47,7 @@ def choose_depth(rates: Mapping[int, float]) -> int:
 
 
 def goes_on_rising(rates: Mapping[int, float]) -> bool:
-    """Return whether to try a greater depth: not after two that were no better than a smaller one."""
+    """Return whether to try a greater depth: not if the two greatest so far are no better than a smaller one."""
     depths = sorted(rates)
     return len(depths) < 3 or choose_depth(rates) in depths[-2:]
 
@@ -83,41 +83,45 @@ def tune_depth(
     tile_bytes = min(most, nbytes // (2 * TILES), room) // SECTOR_BYTES * SECTOR_BYTES
     if tile_bytes < least or tier.cached:
         return {}
-    began_s, before, path = clock(), tier.depth, Slots(tier, tile_bytes, verify=verify)
-
-    def is_late(part: float) -> bool:
-        return clock() - began_s > part * MOST_SECONDS
-
-    def move(*loads: tuple[str, range]) -> float:
-        """Return the seconds that these reads and writes of slots take together."""
-        started_s = clock()
-        drive(queue, [path.load(*load, address + load[1].start * tile_bytes) for load in loads])
-        return clock() - started_s
-
-    filled = 0
-    while filled < 2 * TILES:  # first writes to slots take longer: not timed. In steps, to notice a slow path soon
-        if is_late(0.25):
-            return {}
-        more = range(filled, max(1, 2 * filled))
-        move(("write", more))
-        filled = more.stop
+    began_s = clock()
+    depth_before = tier.depth
+    slots = Slots(tier, tile_bytes, verify=verify)
     rates: dict[int, float] = {}
 
-    def attempt(depth: int) -> None:
+    def has_used(part: float) -> bool:
+        """Return whether more than this part of the time has passed."""
+        return clock() - began_s > part * MOST_SECONDS
+
+    def load(verb: str, numbers: range) -> Load:
+        """Return reads or writes of these slots; each has its own memory."""
+        return slots.load(verb, numbers, address + numbers.start * tile_bytes)
+
+    def try_depth(depth: int) -> None:
+        """Set a depth, move tiles both ways, and note the rate."""
         tier.set_depth(depth)
-        seconds = move(("read", range(TILES)), ("write", range(TILES, 2 * TILES)))
+        started_s = clock()
+        drive(queue, [load("read", range(TILES)), load("write", range(TILES, 2 * TILES))])
+        seconds = clock() - started_s
         # The best of the rounds: other work on the machine only ever slows one down.
         rates[depth] = max(rates.get(depth, 0.0), 2 * TILES * tile_bytes / max(seconds, 1e-9))
 
+    # Write all slots once, as first writes take longer: not timed. Few at first, to notice a slow path soon.
+    filled = 0
+    while filled < 2 * TILES:
+        if has_used(0.25):
+            return {}
+        more = range(filled, max(1, 2 * filled))
+        drive(queue, [load("write", more)])
+        filled = more.stop
     for depth in DEPTHS:
         if not goes_on_rising(rates):
             break
-        if is_late(1.0):
-            tier.set_depth(before)
+        if has_used(1.0):
+            tier.set_depth(depth_before)
             return {}
-        attempt(depth)
+        try_depth(depth)
     for depth in (ROUNDS - 1) * sorted(rates):
-        if rates[depth] > HOPELESS * max(rates.values()) and not is_late(1.0):
-            attempt(depth)
+        if rates[depth] > HOPELESS * max(rates.values()) and not has_used(1.0):
+            try_depth(depth)
     tier.set_depth(choose_depth(rates))
     return rates

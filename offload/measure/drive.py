@@ -67,28 +67,32 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
         OffloadError: The error of the first operation that failed, once all others have ended.
     """
     timeline: list[Interval] = []
-    free = deque(
-        (load, place) for place in range(max(x.depth for x in loads)) for load in loads if place < load.depth
-    )
+    # Places in which no operation is in flight; the loads' first places come first, so that they begin together.
+    most_depth = max(load.depth for load in loads)
+    free = deque(_Flight(load, place) for place in range(most_depth) for load in loads if place < load.depth)
     started: Counter[str] = Counter()
-    left = sum(load.count or 0 for load in loads)
+    left = sum(load.count or 0 for load in loads)  # operations of loads with a count that have not ended
 
-    def take() -> _Flight | None:
+    def take_next() -> _Flight | None:
+        """Take the next free place whose load goes on; places of others are thrown away."""
         while free:
-            load, place = free.popleft()
+            flight = free.popleft()
+            load = flight.load
             if left and started[load.lane] < (math.inf if load.count is None else load.count):
                 started[load.lane] += 1
-                return _Flight(load, place)
+                return flight
         return None
 
     flights = Flights[_Flight](queue)
-    with contextlib.closing(flights.run(take, lambda op, item: item.load.start(op, item.place))) as landed:
-        for completion, (load, place) in landed:
+    with contextlib.closing(flights.run(take_next, lambda op, flight: flight.load.start(op, flight.place))) as ended:
+        for completion, flight in ended:
+            load = flight.load
             if completion.error:
                 raise load.error(completion)
             timeline.append(Interval(load.lane, "", completion.started_s, completion.finished_s, load.nbytes))
-            left -= load.count is not None
-            free.append((load, place))
+            if load.count is not None:
+                left -= 1
+            free.append(flight)
     return timeline
 
 
@@ -102,15 +106,19 @@ def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
 
     If they were together for too short a time (one ends before another begins), those of `lane_rates`.
     """
-    spans = [
-        (min(i.started_s for i in timeline if i.lane == lane), max(i.finished_s for i in timeline if i.lane == lane))
-        for lane in {interval.lane for interval in timeline}
-    ]
+    spans = _spans(timeline)
     together_s = min(end_s for _, end_s in spans) - max(begin_s for begin_s, _ in spans)
     rates = lane_rates(timeline)
     if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
         return rates
-    return {lane: bytes_per_s(timeline, lane) or alone for lane, alone in rates.items()}
+    return {lane: bytes_per_s(timeline, lane) or rate for lane, rate in rates.items()}
+
+
+def _spans(timeline: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Return, for each lane, when its first operation began and when its last one ended."""
+    lanes = {interval.lane for interval in timeline}
+    of_lanes = [[interval for interval in timeline if interval.lane == lane] for lane in lanes]
+    return [(min(i.started_s for i in lane), max(i.finished_s for i in lane)) for lane in of_lanes]
 
 
 def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:
@@ -118,14 +126,14 @@ def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:
 
     An operation's bytes are taken as spread evenly over its time.
     """
-    lanes = {interval.lane for interval in timeline}
-    began_s = max(min(i.started_s for i in timeline if i.lane == name) for name in lanes)
-    ended_s = min(max(i.finished_s for i in timeline if i.lane == name) for name in lanes)
-    moved = 0.0
+    spans = _spans(timeline)
+    began_s = max(begin_s for begin_s, _ in spans)
+    ended_s = min(end_s for _, end_s in spans)
+    moved_bytes = 0.0
     for interval in timeline:
         if interval.lane == lane:
             inside_s = min(interval.finished_s, ended_s) - max(interval.started_s, began_s)
             length_s = interval.finished_s - interval.started_s
             if inside_s > 0:
-                moved += interval.nbytes * inside_s / length_s
-    return moved / max(ended_s - began_s, 1e-9)
+                moved_bytes += interval.nbytes * inside_s / length_s
+    return moved_bytes / max(ended_s - began_s, 1e-9)

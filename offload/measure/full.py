@@ -88,8 +88,7 @@ def full_probe(
     check_places(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
-        most = available_bytes() // 4 // sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
-        numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
+        numel = _affordable_numel()
     with contextlib.ExitStack() as stack:
         queue = CompletionQueue()
         states = {}
@@ -110,20 +109,29 @@ def full_probe(
         lanes: list[CpuProbe | PathProbe | GpuProbe] = [cpu, *probes, *gpus]
         measurements = medians_of([sample for lane in lanes for sample in lane.samples()], seconds, report)
         result = _result(measurements, counts, probes, gpus)
-        most_bytes, link = numel * trial_bytes(EXACT_ADAMW), gpus[0].lanes if gpus else NO_LANES
-        nodes = probe_nodes(kernels[counts[-1]], queue, memory_nodes(), most_bytes, link)
-        engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, result.rates)
+        kernel = kernels[counts[-1]]
+        link = gpus[0].lanes if gpus else NO_LANES
+        nodes = probe_nodes(kernel, queue, memory_nodes(), numel * trial_bytes(EXACT_ADAMW), link)
+        engine = trial_rates(kernel, [probe.tier for probe in probes], queue, result.rates)
+    # Only the engine's costs: paths' latencies have been measured.
     costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
     return dataclasses.replace(result, rates=dataclasses.replace(result.rates, nodes=nodes, **costs))
+
+
+def _affordable_numel() -> int:
+    """Return `UPDATE_NUMEL`, or as many elements as a quarter of the available memory holds in each format."""
+    item_bytes = sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
+    most = available_bytes() // 4 // item_bytes
+    return max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
 
 
 def thread_counts(most: int) -> list[int]:
     """Return the numbers of threads to measure the update with: all up to 8, then two in a doubling, and `most`."""
     counts = set(range(1, min(most, 8) + 1)) | {most}
-    octave = 8
-    while octave < most:
-        counts |= {count for count in (octave, octave * 3 // 2) if count < most}
-        octave *= 2
+    doubled = 8
+    while doubled < most:
+        counts |= {count for count in (doubled, doubled * 3 // 2) if count < most}
+        doubled *= 2
     return sorted(counts)
 
 
@@ -138,6 +146,22 @@ def _result(
     rates = rates_of(measurements, counts[-1], probes, gpus[0].memory_bytes if gpus else None)
     tiers = [probe.tier for probe in probes]
     facts = [parse_place(tier.path).facts() | {"io": str(getattr(tier, "io_backend", tier.name))} for tier in tiers]
+    return RatesFile(
+        machine=machine_facts(),
+        versions=versions(),
+        rates=rates,
+        cpu_bytes_per_s=by_format,
+        paths=tuple(facts),
+        measurements=measurements,
+        warnings=tuple(_warnings(measurements, tiers, facts)),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+def _warnings(
+    measurements: Mapping[str, Measurement], tiers: Sequence[Tier], facts: Sequence[Mapping[str, object]]
+) -> list[str]:
+    """Return warnings about measurements that disagree, and paths that the page cache may answer for."""
     warnings = []
     unsteady = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if unsteady:
@@ -149,22 +173,22 @@ def _result(
         if tier.cached:
             where = f"path {number} ({facts[number]['path']})"
             warnings.append(f"{where}: there is no O_DIRECT, so its reads may have come from the page cache")
-    return RatesFile(
-        machine=machine_facts(),
-        versions=versions(),
-        rates=rates,
-        cpu_bytes_per_s=by_format,
-        paths=tuple(facts),
-        measurements=measurements,
-        warnings=tuple(warnings),
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    )
+    return warnings
 
 
 def _path_probe(
     number: int, path: str, queue: CompletionQueue, ends: contextlib.ExitStack, cpu: CpuProbe, run_s: float
 ) -> PathProbe:
-    """Open a path as a session opens it, and write all slots, so that reads find them."""
+    """Return a probe of a path, opened as a session opens it; all slots are written, so that reads find them.
+
+    Args:
+        ends: Closes the path and frees memory.
+        cpu: Its update runs beside the path.
+        run_s: Seconds of one run.
+
+    Raises:
+        ConfigError: The path cannot be used or has too little room.
+    """
     arena = Arena(2 * PATH_DEPTH * MAX_TILE_BYTES, prefault=True)
     ends.callback(arena.close)
     sizes = [*LADDER_BYTES, MAX_TILE_BYTES]
@@ -179,7 +203,8 @@ def _path_probe(
         least = 4 * PATH_SLOTS * LADDER_BYTES[1]
         allowed = f"{format_bytes(room)} are free there and the probe needs {format_bytes(least)}; free some"
         raise ConfigError("paths", path, allowed)
-    regions, offset = [], 0
+    regions = []
+    offset = 0
     for index, size in enumerate([size for size in sizes if size < largest] + [largest]):
         regions.append(Slots(tier, size, index, offset))
         offset += 2 * PATH_SLOTS * slot_bytes(size)

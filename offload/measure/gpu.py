@@ -97,8 +97,9 @@ class GpuProbe:
     ) -> None:
         self.memory_bytes = 0
         self.lanes = lanes
-        self._run_s, self._update = run_s, update
-        self._repeats: dict[tuple[object, ...], int] = {}  # by kind of run
+        self._run_s = run_s
+        self._update = update
+        self._repeats: dict[tuple[object, ...], int] = {}  # copies or updates of the next run, by kind of run
         self._gate_copies = GATE_COPIES
         nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
@@ -109,6 +110,7 @@ class GpuProbe:
         try:
             arena = lanes.arena(2 * size, node=node)
             self._ends.callback(lanes.free_arena, arena)
+            # Device memory is undefined until now; the arena's is 0.
             zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))
             lanes.copy_to_device([*zeros])
         except BaseException:
@@ -138,17 +140,23 @@ class GpuProbe:
             sample()
 
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
-        """Return the rates of lanes that work at once: bytes copied, or bytes of state updated, per second."""
+        """Return the rates of lanes that work at once: bytes copied, or bytes of state updated, per second.
+
+        Args:
+            lanes: Those that work.
+            beside: What is added to the names of these rates.
+        """
         while True:
             gate = self.gate(lanes)
-            marks = self._begun(lanes, beside)
+            marks = self._enqueue_run(lanes, beside)
             opened_early = gate.reached()
-            rates = self._ended(marks, beside, self._run_s, COPIES)
+            rates = self._finish_run(marks, beside, self._run_s, COPIES)
             if not opened_early or self._gate_copies >= MOST_GATE_COPIES:
                 return rates
             self._gate_copies *= 2
 
     def _update_device(self) -> None:
+        """Enqueue an update."""
         self.lanes.device.update(self.lanes.device.send_table(self._table))
 
     def close(self) -> None:
@@ -164,21 +172,23 @@ class GpuProbe:
             self.lanes.device.follow(lane, gate)
         return gate
 
-    def _begun(self, lanes: Sequence[DeviceLane], beside: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
+    def _enqueue_run(self, lanes: Sequence[DeviceLane], beside: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
         """Enqueue a run on lanes; return the marks before and after it."""
-        mark = self.lanes.device.mark
-        began = {lane: mark(lane) for lane in lanes}
+        device = self.lanes.device
+        began = {lane: device.mark(lane) for lane in lanes}
         for _ in range(self._repeats.get((*lanes, beside), 1)):
             for lane in lanes:
                 self._work[lane]()
-        return {lane: (began[lane], mark(lane)) for lane in lanes}
+        return {lane: (began[lane], device.mark(lane)) for lane in lanes}
 
-    def _ended(
+    def _finish_run(
         self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], beside: str, run_s: float, most: int
     ) -> dict[str, float]:
         """Wait for a run and return its rates; choose how many copies or updates make the next one take `run_s`."""
         kind = (*marks, beside)
-        repeats, rates, longest_s = self._repeats.get(kind, 1), {}, 1e-9
+        repeats = self._repeats.get(kind, 1)
+        rates = {}
+        longest_s = 1e-9
         for lane, (began, ended) in marks.items():
             ended.wait()
             seconds = max(ended.time_s() - began.time_s(), 1e-9)
@@ -189,11 +199,13 @@ class GpuProbe:
 
     def beside(self, update: Callable[[], float]) -> dict[str, float]:
         """Return the rates of copies both ways beside the CPU's update, and the part of its rate that this keeps."""
-        name, alone = " beside cpu", update()
-        marks = self._begun([H2D, D2H], name)
-        beside = [update()]
-        while len(beside) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
-            beside.append(update())
-        rates = self._ended(marks, name, self._run_s / 4, COPIES_BESIDE)
+        name = " beside cpu"
+        alone_rate = update()
+        marks = self._enqueue_run([H2D, D2H], name)
+        update_rates = [update()]
+        while len(update_rates) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
+            update_rates.append(update())
+        rates = self._finish_run(marks, name, self._run_s / 4, COPIES_BESIDE)
         # The last run of the update is left out: the copies ended during it.
-        return rates | {"gpu/speed of cpu": statistics.mean(beside[:-1] or beside) / alone}
+        beside_rate = statistics.mean(update_rates[:-1] or update_rates)
+        return rates | {"gpu/speed of cpu": beside_rate / alone_rate}

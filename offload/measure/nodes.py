@@ -44,41 +44,42 @@ def probe_nodes(
     """
     least = UPDATE_DEPTH * CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) + ALIGNMENT_BYTES
     nbytes = max(least, min(most_bytes, enough_bytes(), *(free_bytes(number) // 8 for number in numbers)))
-    return tuple(_probe(kernel, queue, number, nbytes, lanes) for number in numbers)
+    return tuple(_probe_node(kernel, queue, number, nbytes, lanes) for number in numbers)
 
 
-def _probe(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lanes: Lanes) -> NodeRates:
+def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lanes: Lanes) -> NodeRates:
     """Measure one node with memory that is bound to it: the update, reads, writes, and the GPU's link."""
     numel = (nbytes - ALIGNMENT_BYTES) // trial_bytes(EXACT_ADAMW) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.closing(Arena(nbytes, prefault=True, node=number)) as arena:
         state = TrialState(EXACT_ADAMW, numel, UPDATE_DEPTH, borrowed=(arena.address, arena.nbytes))
         cpu = CpuProbe(Runs(queue), {kernel.threads: kernel}, {EXACT: state}, {}, state.chunks)
         cpu.rate()  # warms up
-        rate = max(repeated(cpu.rate))
+        update = max(repeated(cpu.rate))
         libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
-        write = partial(_passes, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
-        read = partial(_passes, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # all is 0
-        writes, reads = max(repeated(write)), max(repeated(read))
-    link = lanes.rated(partial(_link, number=number))
-    return NodeRates(
-        number, rate, reads, writes, min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0
-    )
+        write = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
+        read = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # all is 0
+        writes = max(repeated(write))  # first, so that all is 0 when reads look for a 1
+        reads = max(repeated(read))
+    link = lanes.rated(partial(_link_rates, number=number))
+    copies = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0
+    return NodeRates(number, update, reads, writes, copies)
 
 
-def _passes(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:
+def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:
     """Return the bytes a second of several threads, each of which works on its part of an arena."""
     size = arena.nbytes // threads
 
-    def part(number: int) -> None:
+    def work_on_part(number: int) -> None:
+        """Let one thread work on its part."""
         work(ctypes.c_void_p(arena.address + number * size), ctypes.c_size_t(size))
 
-    parts = [partial(part, number) for number in range(threads)]
+    parts = [partial(work_on_part, number) for number in range(threads)]
     started_s = time.perf_counter()
     waits.side_by_side(parts, "offload-probe", lambda: "memory to be probed")
     return threads * size / (time.perf_counter() - started_s)
 
 
-def _link(lanes: GpuLanes, number: int) -> GpuRates:
+def _link_rates(lanes: GpuLanes, number: int) -> GpuRates:
     """Return the rates of copies both ways between the GPU and a node; the best of three runs after a first."""
     with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, CHUNK_NUMEL, node=number)) as probe:
         runs = [probe.rates(H2D, D2H) for _ in range(4)][1:]

@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.plan import PathRates, Plan, Rates
+from offload.plan import GpuRates, PathRates, Plan, Rates
 from offload.plan.cost import slower
 from offload.plan.rates import UPDATE_MEMORY_COST, Direction, cpu_speed
 from offload.schedule.timeline import ENGINE, Interval
@@ -30,8 +30,7 @@ IMPOSSIBLE = 0.05
 """Known rates count as wrong if an update has done more than they allow, by more than this part."""
 
 LEAST_SHOWN = 0.05
-"""A direction of a path must be alone (or beside the other) for at least this part of its busy time to show its rate
-so."""
+"""The part of its busy time for which a direction must be alone, and beside the other, to show these two rates."""
 
 LEAST_KEPT, LEAST_TOGETHER = 0.05, 1.0
 """Bounds for what steps show, since which operations met is a matter of chance: a direction keeps at least
@@ -43,18 +42,63 @@ BISECTIONS = 40
 TOLERANCE = 1e-6
 
 
-def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
+def lane_totals(timeline: Sequence[Interval]) -> Mapping[str, tuple[int, float]]:
     """Return, for each lane, the bytes it moved and the seconds in which it was busy; see `_busy_spans`."""
     return _totals(timeline, _busy_spans(timeline))
 
 
+class _LaneTotal(NamedTuple):
+    """What a lane did in a step: its bytes, and the seconds in which it was busy."""
+
+    nbytes: int
+    busy_s: float
+
+    @property
+    def shows_rate(self) -> bool:
+        """Whether it moved enough to show its bandwidth."""
+        return self.nbytes >= LEAST_BYTES and self.busy_s > 0
+
+    def rate(self, known: float) -> float:
+        """Return the bytes a second that it reached; the known rate if it does not show its own."""
+        return self.nbytes / self.busy_s if self.shows_rate else known
+
+
+_IDLE = _LaneTotal(0, 0.0)
+
+
 def _totals(
     timeline: Sequence[Interval], spans: Mapping[str, Sequence[tuple[float, float]]]
-) -> dict[str, tuple[int, float]]:
-    totals: dict[str, int] = {}
+) -> dict[str, _LaneTotal]:
+    """Return what each lane did, which was busy in these spans."""
+    nbytes: dict[str, int] = {}
     for interval in timeline:
-        totals[interval.lane] = totals.get(interval.lane, 0) + interval.nbytes
-    return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in totals.items()}
+        nbytes[interval.lane] = nbytes.get(interval.lane, 0) + interval.nbytes
+    return {
+        lane: _LaneTotal(moved, sum(end_s - begin_s for begin_s, end_s in spans[lane]))
+        for lane, moved in nbytes.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step's operations by lane, with the spans in which lanes were busy, and what they did in all."""
+
+    intervals: Mapping[str, Sequence[Interval]]
+    spans: Mapping[str, Sequence[tuple[float, float]]]
+    totals: Mapping[str, _LaneTotal]
+
+    @classmethod
+    def of(cls, timeline: Sequence[Interval]) -> _Step:
+        """Return the step of a timeline."""
+        intervals: dict[str, list[Interval]] = {}
+        for interval in timeline:
+            intervals.setdefault(interval.lane, []).append(interval)
+        spans = _busy_spans(timeline)
+        return cls(intervals, spans, _totals(timeline, spans))
+
+    def show_direction(self, lane: str, other: str, known: Direction, latency_s: float) -> _Shown:
+        """Return what the step shows of a lane that moved something; `other` is the other direction's lane."""
+        return _show_direction(known, latency_s, self.intervals[lane], self.spans[lane], self.spans.get(other, ()))
 
 
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
@@ -68,94 +112,107 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     A path that moved too little to show its rate shows its latency: the time that operations take beside their bytes.
     The engine's own intervals show the time of its thread; without any, that stays as it was known.
     """
-    spans = _busy_spans(timeline)
-    totals = _totals(timeline, spans)
-    intervals: dict[str, list[Interval]] = {}
-    for interval in timeline:
-        intervals.setdefault(interval.lane, []).append(interval)
-    demands: dict[str, float] = {}
-
-    def note_demand(lane: str, rate: float, memory_cost: float) -> bool:  # returns whether the lane shows its rate
-        nbytes, busy_s = totals.get(lane, (0, 0.0))
-        shows = nbytes >= LEAST_BYTES and busy_s > 0
-        demands[lane] = (nbytes / busy_s if shows else rate) * memory_cost
-        return shows
-
-    def lane_rate(lane: str, rate: float, memory_cost: float) -> float:
-        nbytes, busy_s = totals.get(lane, (0, 0.0))
-        return nbytes / busy_s if note_demand(lane, rate, memory_cost) else rate
-
-    def path_rates(number: int, path: PathRates) -> PathRates:
-        shown = {
-            verb: _shown(rates, path.latency_s, intervals[lane], spans[lane], spans.get(f"{other}:{number}", ()))
-            for verb, other, rates in (("read", "write", path.read), ("write", "read", path.write))
-            if note_demand(lane := f"{verb}:{number}", rates.beside, path.memory_cost)
-        }
-        known_keeps = {"read": path.read.rate_share_beside, "write": path.write.rate_share_beside}
-        keeps = known_keeps | {verb: each.keeps for verb, each in shown.items()}
-        more = max(1.0, min(LEAST_TOGETHER, sum(known_keeps.values())) / sum(keeps.values()))
-        directions = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
-        beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
-        alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in directions.items()}
-        lanes = {
-            f"{verb}:{number}": rates
-            for verb, rates in (("read", path.read), ("write", path.write))
-            if f"{verb}:{number}" in intervals
-        }
-        # A step shows no more operations at once than the engine asked for: never go below the known number.
-        together = max((path.at_once, *(at_once(intervals[lane]) for lane in lanes)))
-        # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
-        latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
-        if lanes and not shown:
-            count = sum(len(intervals[lane]) for lane in lanes)
-            moving_s = sum(totals[lane][0] / rates.alone for lane, rates in lanes.items())
-            latency_s = max(0.0, sum(totals[lane][1] for lane in lanes) - moving_s) / count
-        return dataclasses.replace(path, latency_s=latency_s, at_once=together, **beside, **alone)
-
-    paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
-    gpu = known.gpu.reaching({lane: lane_rate(lane, rate, cost) for lane, (rate, cost) in known.gpu.lanes.items()})
-    for lane, other, way in (("h2d", "d2h", known.gpu.h2d), ("d2h", "h2d", known.gpu.d2h)):
-        if way.is_hindered and totals.get(lane, (0, 0.0))[0] >= LEAST_BYTES:
-            # Which copies met is a matter of chance: the proportion stays.
-            rates = _shown(way, 0.0, intervals[lane], spans[lane], spans.get(other, ())).rates(way.rate_share_beside)
-            gpu = gpu.reaching({lane: rates.beside, f"{lane}_alone": rates.alone})
+    step = _Step.of(timeline)
+    totals = step.totals
+    paths = tuple(_path_rates(step, number, path) for number, path in enumerate(known.paths))
+    gpu = _gpu_rates(step, known.gpu)
     observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine_rates(known, timeline))
-    nbytes, busy_s = totals.get("cpu", (0, 0.0))
-    if nbytes < LEAST_BYTES or busy_s <= 0:
+    cpu_total = totals.get("cpu", _IDLE)
+    if not cpu_total.shows_rate:
         return observed
-    cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(spans, demands))
-    if factor < 1:
+    seconds_by_demand = _seconds_by_demand(step.spans, _demands(known, totals))
+    cpu, memory, factor = _shared_memory(known, cpu_total.nbytes, seconds_by_demand)
+    if factor < 1:  # the known costs would leave too little bandwidth for what the CPU did
         paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
         gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor)
     return dataclasses.replace(observed, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
 
+def _demands(known: Rates, totals: Mapping[str, _LaneTotal]) -> dict[str, float]:
+    """Return the memory traffic a second of each lane but the CPU while it is busy, by the known `memory_cost`.
+
+    By the rate that the lane reached, or the known one if it did too little.
+    """
+    demands = {}
+    for number, path in enumerate(known.paths):
+        for verb, rates in (("read", path.read), ("write", path.write)):
+            lane = f"{verb}:{number}"
+            demands[lane] = totals.get(lane, _IDLE).rate(rates.beside) * path.memory_cost
+    for lane, (rate, cost) in known.gpu.lanes.items():
+        demands[lane] = totals.get(lane, _IDLE).rate(rate) * cost
+    return demands
+
+
+def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
+    """Return the rates that a step shows of a path."""
+    known = {"read": path.read, "write": path.write}
+    other_of = {"read": "write", "write": "read"}
+    shown = {
+        verb: step.show_direction(f"{verb}:{number}", f"{other_of[verb]}:{number}", rates, path.latency_s)
+        for verb, rates in known.items()
+        if step.totals.get(f"{verb}:{number}", _IDLE).shows_rate
+    }
+    known_parts = {verb: rates.rate_share_beside for verb, rates in known.items()}
+    kept_parts = known_parts | {verb: each.kept for verb, each in shown.items()}
+    # See `LEAST_TOGETHER`.
+    raised = max(1.0, min(LEAST_TOGETHER, sum(known_parts.values())) / sum(kept_parts.values()))
+    directions = {verb: each.rates(min(1.0, raised * kept_parts[verb])) for verb, each in shown.items()}
+    beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
+    alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in directions.items()}
+    used = {f"{verb}:{number}": rates for verb, rates in known.items() if f"{verb}:{number}" in step.intervals}
+    # A step shows no more operations at once than the engine asked for: never go below the known number.
+    together = max((path.at_once, *(at_once(step.intervals[lane]) for lane in used)))
+    # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
+    latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
+    if used and not shown:
+        count = sum(len(step.intervals[lane]) for lane in used)
+        moving_s = sum(step.totals[lane].nbytes / rates.alone for lane, rates in used.items())
+        latency_s = max(0.0, sum(step.totals[lane].busy_s for lane in used) - moving_s) / count
+    return dataclasses.replace(path, latency_s=latency_s, at_once=together, **beside, **alone)
+
+
+def _gpu_rates(step: _Step, known: GpuRates) -> GpuRates:
+    """Return the rates that a step shows of a GPU and its link."""
+    gpu = known.reaching({lane: step.totals.get(lane, _IDLE).rate(rate) for lane, (rate, _) in known.lanes.items()})
+    for lane, other, direction in (("h2d", "d2h", known.h2d), ("d2h", "h2d", known.d2h)):
+        if direction.is_hindered and step.totals.get(lane, _IDLE).nbytes >= LEAST_BYTES:
+            # Which copies met is a matter of chance: the proportion stays.
+            rates = step.show_direction(lane, other, direction, 0.0).rates(direction.rate_share_beside)
+            gpu = gpu.reaching({lane: rates.beside, f"{lane}_alone": rates.alone})
+    return gpu
+
+
 def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Sequence[Interval]:
-    """Return a timeline in which work on slower memory nodes has the bytes of the fastest node in the same time."""
-    times = {(lane, f"subgroup {n}"): (n, factor) for (lane, n), factor in slower(plan, rates).items()}
-    if not times:
+    """Return a timeline in which work on slower memory nodes has the bytes of the fastest node in the same time.
+
+    Rates are those of the fastest node, and only these are learnt from a timeline.
+    """
+    factors = {(lane, f"subgroup {n}"): (n, factor) for (lane, n), factor in slower(plan, rates).items()}
+    if not factors:
         return timeline
 
-    def converted(interval: Interval) -> Interval:
-        number, factor = times.get((interval.lane, interval.label), (0, 1.0))
+    def convert(interval: Interval) -> Interval:
+        """Return an interval with more bytes if it is about state on a slower node."""
+        number, factor = factors.get((interval.lane, interval.label), (0, 1.0))
         is_state = interval.nbytes == plan.layout.subgroups[number].state_bytes  # else weights, or gradients
         return interval._replace(nbytes=round(interval.nbytes * factor)) if is_state else interval
 
-    return [converted(interval) for interval in timeline]
+    return [convert(interval) for interval in timeline]
 
 
 def typical(history: Sequence[Rates]) -> Rates:
     """Return the median of each rate over the last `HISTORY` observations, of which there is at least one."""
     recent = history[-HISTORY:]
 
-    def middle(part: Any, parts: Sequence[Any]) -> Any:
-        names = [field.name for field in dataclasses.fields(part) if field.name.endswith(LEARNT)]
-        return dataclasses.replace(part, **{name: median(getattr(each, name) for each in parts) for name in names})
+    def median_of(parts: Sequence[Any]) -> Any:
+        """Return the last of several dataclasses with the median of each rate that is learnt."""
+        names = [field.name for field in dataclasses.fields(parts[-1]) if field.name.endswith(LEARNT)]
+        medians = {name: median(getattr(part, name) for part in parts) for name in names}
+        return dataclasses.replace(parts[-1], **medians)
 
-    last = recent[-1]
-    paths = [middle(path, [rates.paths[number] for rates in recent]) for number, path in enumerate(last.paths)]
-    gpu = middle(last.gpu, [rates.gpu for rates in recent])
-    medians: Rates = dataclasses.replace(middle(last, recent), paths=tuple(paths), gpu=gpu)
+    paths = [median_of([rates.paths[number] for rates in recent]) for number in range(len(recent[-1].paths))]
+    gpu = median_of([rates.gpu for rates in recent])
+    medians: Rates = dataclasses.replace(median_of(recent), paths=tuple(paths), gpu=gpu)
     return medians
 
 
@@ -163,8 +220,8 @@ def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, flo
     """Return, for each lane, when at least one operation was on it or due: disjoint spans in order.
 
     The time between one operation's end and the start of another that was due before counts as busy: the lane's
-    thread, or the engine's, may not have got a core. It does not while the engine's thread worked before it started
-    the other.
+    thread, or the engine's, may not have got a core. But the time in which the engine's thread still worked, before
+    it handed the other to the lane, does not count.
     """
     turns = _turns(timeline)
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -182,7 +239,7 @@ class _Shown:
     """What a step shows of one direction of a path.
 
     Attributes:
-        keeps: The part of its rate alone that it keeps while the other works.
+        kept: The part of its rate alone that it keeps while the other works.
         nbytes: Bytes that it moved.
         beside_s: Seconds for which it was busy while the other was.
         alone_s: Seconds for which it was busy alone.
@@ -190,62 +247,69 @@ class _Shown:
         count: Number of its operations.
     """
 
-    keeps: float
+    kept: float
     nbytes: float
     beside_s: float
     alone_s: float
     idle_s: float
     count: int
 
-    def rates(self, keeps: float) -> Direction:
-        """Return the rates with which it moved these bytes, if it keeps that part.
+    def rates(self, kept: float) -> Direction:
+        """Return the rates with which it moved these bytes, if it keeps the part `kept`.
 
-        Solves nbytes = (keeps * beside_s + alone_s) * alone for `alone`, with times scaled down by latency's part.
+        Solves nbytes = (kept * beside_s + alone_s) * alone for `alone`, with times scaled down by latency's part.
         """
         busy_s = self.beside_s + self.alone_s
-        alone = self.nbytes / (keeps * self.beside_s + self.alone_s) * busy_s / (busy_s - self.idle_s)
-        return Direction(keeps * alone, alone)
+        alone = self.nbytes / (kept * self.beside_s + self.alone_s) * busy_s / (busy_s - self.idle_s)
+        return Direction(kept * alone, alone)
 
 
-def _shown(
+def _show_direction(
     known: Direction,
     latency_s: float,
     intervals: Sequence[Interval],
     spans: Sequence[tuple[float, float]],
-    others: Sequence[tuple[float, float]],
+    other_spans: Sequence[tuple[float, float]],
 ) -> _Shown:
     """Return what a step shows of one direction of a path.
 
     An operation that was partly beside the other direction does not say how many of its bytes that part moved. They
-    are divided by the rates that all operations together show. These are found by a fixed-point iteration: from the
-    known proportion, divide the bytes, compute the rates, and so again. If a step hardly shows one of the two, the
-    known proportion stays.
+    are divided in proportion to seconds times rate. The rates follow from the bytes of all operations: begin with the
+    known part that is kept, divide the bytes, compute the rates, and repeat that until they agree. If a step hardly
+    shows one of the two rates, the known part stays.
 
     Args:
+        known: Its known rates.
+        latency_s: The known latency of an operation.
+        intervals: Its operations.
         spans: When it was busy.
-        others: When the other direction was busy.
+        other_spans: When the other direction was busy.
     """
     nbytes, begins_s, ends_s = np.array([(i.nbytes, i.started_s, i.finished_s) for i in intervals]).T
-    edges_s = np.array(others).ravel() if others else np.zeros(1)
-    # The other's busy seconds up to each edge: every second gap between edges is one of its spans.
-    busy_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * (np.arange(len(edges_s) - 1) % 2 == 0))))
-
-    def beside_s(from_s: Any, to_s: Any) -> Any:
-        return np.interp(to_s, edges_s, busy_s) - np.interp(from_s, edges_s, busy_s)
-
-    whole_s = sum(end_s - begin_s for begin_s, end_s in spans)
-    both_s = float(beside_s(*np.array(spans).T).sum())
+    other_edges_s = np.array(other_spans).ravel() if other_spans else np.zeros(1)
+    busy_s = sum(end_s - begin_s for begin_s, end_s in spans)
+    span_begins_s, span_ends_s = np.array(spans).T
+    both_busy_s = float(_seconds_within(other_edges_s, span_begins_s, span_ends_s).sum())
     # Seconds beside the other direction, and alone: of each operation, and of all.
-    parts_s = np.array([beside_s(begins_s, ends_s), ends_s - begins_s - beside_s(begins_s, ends_s)]).clip(0.0)
-    totals_s = np.array([both_s, whole_s - both_s])
-    keeps = known.rate_share_beside
-    for _ in range(REFINEMENTS if totals_s.min() >= LEAST_SHOWN * whole_s else 0):
-        weights = np.array([[keeps], [1.0]]) * parts_s
+    beside_s = _seconds_within(other_edges_s, begins_s, ends_s)
+    parts_s = np.array([beside_s, ends_s - begins_s - beside_s]).clip(0.0)
+    totals_s = np.array([both_busy_s, busy_s - both_busy_s])
+    kept = known.rate_share_beside
+    shows_both = totals_s.min() >= LEAST_SHOWN * busy_s
+    for _ in range(REFINEMENTS if shows_both else 0):
+        weights = np.array([[kept], [1.0]]) * parts_s
         moved = nbytes * weights / np.maximum(weights.sum(axis=0), TOLERANCE)
         beside, alone = moved.sum(axis=1) / totals_s
-        keeps = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
-    idle_s = min(len(intervals) * latency_s, whole_s / 2)
-    return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s, len(intervals))
+        kept = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
+    idle_s = min(len(intervals) * latency_s, busy_s / 2)
+    return _Shown(kept, float(nbytes.sum()), both_busy_s, busy_s - both_busy_s, idle_s, len(intervals))
+
+
+def _seconds_within(edges_s: Any, from_s: Any, to_s: Any) -> Any:
+    """Return how much of the time from `from_s` to `to_s` (arrays) lies within spans: begin, end, begin, ..."""
+    is_span = np.arange(len(edges_s) - 1) % 2 == 0  # every second gap between edges is one
+    spent_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * is_span)))  # within spans, up to each edge
+    return np.interp(to_s, edges_s, spent_s) - np.interp(from_s, edges_s, spent_s)
 
 
 def at_once(intervals: Sequence[Interval]) -> int:
@@ -273,6 +337,7 @@ class _Turns:
 
 
 def _turns(timeline: Sequence[Interval]) -> _Turns:
+    """Return the engine's turns of a timeline, in order."""
     turns = sorted((i.started_s, i.finished_s) for i in timeline if i.lane == ENGINE)
     return _Turns(tuple(begin_s for begin_s, _ in turns), tuple(end_s for _, end_s in turns))
 
@@ -290,34 +355,40 @@ def _engine_rates(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
     The thread's costs are not learnt with a GPU whose calls have a known cost of their own.
     """
     turns = _turns(timeline)
-    edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)
-    worked_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * (np.arange(len(edges_s) - 1) % 2 == 0))))
-    idle_from_s: dict[str, float] = {}
-    reactions: list[tuple[float, float]] = []
     operations = sorted((i for i in timeline if i.lane != ENGINE), key=lambda item: item.started_s)
-    for interval in operations:
-        device = interval.lane.rpartition(":")[2]
-        due_s = None if interval.lane.startswith(("save:", "copy:")) else interval.due_s
-        if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
-            reactions.append((due_s, max(interval.started_s, due_s)))
-        idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
     learnt = {}
+    reactions = _reactions(operations)
     if reactions:
         due_s, started_s = np.array(reactions).T
-        engine_s = np.interp(started_s, edges_s, worked_s) - np.interp(due_s, edges_s, worked_s)
+        edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)
+        engine_s = _seconds_within(edges_s, due_s, started_s)
         learnt["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
     last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
     if last < 1 or known.gpu.call_s:
         return learnt
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
-    first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)
-    begin_s, later_s = float(takes_s[0]), float(takes_s[1 : last + 1].sum())
+    first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)  # started in the first turn
+    begin_s = float(takes_s[0])
+    later_s = float(takes_s[1 : last + 1].sum())
     if len(operations) > first:
         learnt["operation_s"] = later_s / (len(operations) - first)
     else:  # no operations in later turns: all their time counts as the step's
         begin_s += later_s
     learnt["begin_s"] = max(0.0, begin_s - first * learnt.get("operation_s", known.operation_s))
     return learnt
+
+
+def _reactions(operations: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Return when operations were due and when they began, of those that were due while their lane was idle."""
+    idle_from_s: dict[str, float] = {}
+    reactions: list[tuple[float, float]] = []
+    for interval in operations:
+        device = interval.lane.rpartition(":")[2]
+        due_s = None if interval.lane.startswith(("save:", "copy:")) else interval.due_s
+        if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
+            reactions.append((due_s, max(interval.started_s, due_s)))
+        idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
+    return reactions
 
 
 def _handed_s(interval: Interval, turns: _Turns) -> float:
@@ -332,58 +403,78 @@ def _seconds_by_demand(
     spans: Mapping[str, Sequence[tuple[float, float]]], demands: Mapping[str, float]
 ) -> dict[float, float]:
     """Return the CPU's busy seconds by the memory bandwidth that the other lanes together demanded meanwhile."""
-    edges: list[tuple[float, int, float]] = []
+    edges: list[tuple[float, int, float]] = []  # when, by how many the busy CPU lanes change, and the demand
     for lane, lane_spans in spans.items():
-        demand, cpu_change = (0.0, 1) if lane == "cpu" else (demands.get(lane, 0.0), 0)
+        cpu_change = 1 if lane == "cpu" else 0
+        demand = 0.0 if lane == "cpu" else demands.get(lane, 0.0)
         if demand or cpu_change:
             edges += [(begin_s, cpu_change, demand) for begin_s, _ in lane_spans]
             edges += [(end_s, -cpu_change, -demand) for _, end_s in lane_spans]
     seconds: dict[float, float] = {}
-    last_s, cpu_lanes, demanded = 0.0, 0, 0.0
+    last_s = 0.0
+    busy_cpu_lanes = 0
+    demanded = 0.0
     for at_s, cpu_change, demand in sorted(edges):
-        if cpu_lanes:
+        if busy_cpu_lanes:
             key = round(demanded)  # sums of the same lanes may differ in their last bits
             seconds[key] = seconds.get(key, 0.0) + at_s - last_s
-        last_s, cpu_lanes, demanded = at_s, cpu_lanes + cpu_change, demanded + demand
+        last_s = at_s
+        busy_cpu_lanes += cpu_change
+        demanded += demand
     return seconds
 
 
-def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> tuple[float, float, float]:
-    """Return what a step shows of the CPU and of the memory that it shares with the other lanes.
+class _SharedMemory(NamedTuple):
+    """What a step shows of the CPU and of the memory that it shares with the other lanes.
+
+    Attributes:
+        cpu_bytes_per_s: The CPU's rate alone: slowed by `Rates.cpu_speed`, it gives the bytes of the step in the time
+            of the step. Where memory is the limit all the time, many rates do so; the one nearest to the known rate
+            is taken. At least the rate that was reached, and at most what the memory's bandwidth allows.
+        memory_bytes_per_s: That bandwidth: the known one, or what the update itself took if that is more.
+        traffic_factor: For what other lanes take of it: 1, or less where the step could not have been as fast as it
+            was.
+    """
+
+    cpu_bytes_per_s: float
+    memory_bytes_per_s: float
+    traffic_factor: float = 1.0
+
+
+def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> _SharedMemory:
+    """Return what a step shows of the CPU and of its memory.
 
     Args:
         known: What is known of both.
         nbytes: State bytes that the CPU updated.
         seconds_by_demand: Seconds of its work, by the demand of the other lanes.
-
-    Returns:
-        First, the CPU's rate alone: slowed by `Rates.cpu_speed`, it gives these bytes in this time. Where memory is
-        the limit all the time, many rates do so; the one nearest to the known rate is taken. The rate is at least
-        the one that was reached, and at most what the memory's bandwidth allows. Next, that bandwidth: the known
-        one, or what the update itself took if that is more. Last, a factor for what other lanes take of it: 1, or
-        less where the step could not have been as fast as it was.
     """
-    least = nbytes / sum(seconds_by_demand.values())
-    memory = max(known.memory_bytes_per_s, least * UPDATE_MEMORY_COST)
+    reached = nbytes / sum(seconds_by_demand.values())
+    memory = max(known.memory_bytes_per_s, reached * UPDATE_MEMORY_COST)
     most = memory / UPDATE_MEMORY_COST
     if memory == math.inf:
-        return least, memory, 1.0
+        return _SharedMemory(reached, memory)
 
-    def done(rate: float, factor: float = 1.0) -> float:
+    def updated_bytes(rate: float, factor: float = 1.0) -> float:
+        """Return the bytes that a CPU of this rate updates in the step beside `factor` times the demand."""
         return sum(s * rate * cpu_speed(rate, memory, factor * demand) for demand, s in seconds_by_demand.items())
 
-    if done(most) < nbytes * (1 - IMPOSSIBLE):
-        rate = min(max(known.cpu_bytes_per_s, least), most)
-        return rate, memory, 1.0 - _first(0.0, 1.0, lambda less: done(rate, 1.0 - less) >= nbytes)
-    wanted = min(float(nbytes), done(most))
-    lowest = _first(least, most, lambda rate: done(rate) >= wanted * (1 - TOLERANCE))
-    highest = _first(least, most, lambda rate: done(rate) > wanted * (1 + TOLERANCE))
-    return min(max(known.cpu_bytes_per_s, lowest), highest), memory, 1.0
+    if updated_bytes(most) < nbytes * (1 - IMPOSSIBLE):
+        rate = min(max(known.cpu_bytes_per_s, reached), most)
+        less = _lowest(0.0, 1.0, lambda less: updated_bytes(rate, 1.0 - less) >= nbytes)
+        return _SharedMemory(rate, memory, 1.0 - less)
+    wanted = min(float(nbytes), updated_bytes(most))
+    lowest = _lowest(reached, most, lambda rate: updated_bytes(rate) >= wanted * (1 - TOLERANCE))
+    highest = _lowest(reached, most, lambda rate: updated_bytes(rate) > wanted * (1 + TOLERANCE))
+    return _SharedMemory(min(max(known.cpu_bytes_per_s, lowest), highest), memory)
 
 
-def _first(low: float, high: float, reached: Callable[[float], bool]) -> float:
-    """Return the lowest value at which `reached` is true, by bisection; `high` if it is true there only, or never."""
+def _lowest(low: float, high: float, is_reached: Callable[[float], bool]) -> float:
+    """Return the lowest value at which `is_reached` holds, by bisection; `high` if it holds there only, or never."""
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        if is_reached(middle):
+            high = middle
+        else:
+            low = middle
     return high

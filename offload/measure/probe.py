@@ -59,7 +59,7 @@ GPU_NUMEL = 1 << 24
 """Most elements of an update on a GPU: more than its caches hold."""
 
 MOST_SIDE, MOST_NUMEL = 512, 1 << 18
-"""Limits for the twin of a whole parameter: rows and columns of a matrix; elements of any other."""
+"""Limits for the trial of a whole parameter: rows and columns of a matrix; elements of any other."""
 
 PART_BESIDE = 0.1
 """Part of a pass that one run of the update makes beside a GPU's copies."""
@@ -105,22 +105,21 @@ def quick_probe(
         TierError: If a path fails.
         OffloadError: If the device fails, or it or the host has no memory for it.
     """
-    layout, staging = plan.layout, (address, plan.staging_bytes)
+    layout = plan.layout
+    staging = (address, plan.staging_bytes)
     numels = numels_by_format(layout.parameters, layout.state.format) or {EXACT: 1}
-    formats, measured, gpu = sorted({EXACT, *numels}, key=FORMATS.index), dict[str, Measurement](), NO_GPU
+    formats = sorted({EXACT, *numels}, key=FORMATS.index)
+    measured: dict[str, Measurement] = {}
+    gpu = NO_GPU
     for state_format in formats:
         with contextlib.ExitStack() as ends:
             spec = EXACT_ADAMW.stored_in(state_format)
-            numel, cpus = _host_numel(plan, spec), frozenset(os.sched_getaffinity(0))
+            numel = _host_numel(plan, spec)
+            cpus = frozenset(os.sched_getaffinity(0))
             key = (kernel.threads, cpus, kernel.instruction_set, state_format, numel)
-            # Memory is taken when it is first needed.
+            # Memory is allocated when it is first needed: not if all is known from an earlier probe.
             cpu = functools.cache(partial(_cpu_probe, kernel, queue, spec, numel, staging, ends))
-            if key not in _known:
-                _known[key] = best_of(cpu().samples())
-                reached = ", ".join(f"{name} {format_bytes(each.median)}/s" for name, each in _known[key].items())
-                sizes = map(format_bytes, (numel * trial_bytes(spec), cache_bytes()))
-                log.info("%s, by passes over %s; last-level caches hold %s", reached, *sizes)
-            measured |= _known[key]
+            measured |= _ensure_measured(key, cpu, numel * trial_bytes(spec))
             if state_format == formats[0]:  # exact state, of which the GPU's rates are
                 gpu = lanes.rated(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
@@ -132,6 +131,18 @@ def quick_probe(
     rates = rates_of(measured, kernel.threads, paths)
     rates = replace(rates, cpu_bytes_per_s=mean_rate(cpu_rates, numels), gpu=gpu)
     return trial_rates(kernel, tiers, queue, rates, plan, staging)
+
+
+def _ensure_measured(
+    key: tuple[object, ...], cpu: Callable[[], CpuProbe], passed_bytes: int
+) -> dict[str, Measurement]:
+    """Return the measurements of CPU and memory under a key of `_known`; take and log them if they are not there."""
+    if key not in _known:
+        _known[key] = best_of(cpu().samples())
+        reached = ", ".join(f"{name} {format_bytes(each.median)}/s" for name, each in _known[key].items())
+        sizes = format_bytes(passed_bytes), format_bytes(cache_bytes())
+        log.info("%s, by passes over %s; last-level caches hold %s", reached, *sizes)
+    return _known[key]
 
 
 def _cpu_probe(
@@ -162,10 +173,11 @@ def probe_gpu(
         threads: Number of threads in these.
     """
     state = plan.layout.device_state
-    room = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
-    numel = min(GPU_NUMEL, sum(subgroup.numel for subgroup in plan.layout.subgroups), room)
-    numel = max(numel, SECTOR_NUMEL)
-    copy_bytes, beside = CHUNK_NUMEL * trial_bytes(state) // 2, (*key, lanes.device.name)
+    room_numel = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
+    session_numel = sum(subgroup.numel for subgroup in plan.layout.subgroups)
+    numel = max(SECTOR_NUMEL, min(GPU_NUMEL, session_numel, room_numel))
+    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2
+    beside = (*key, lanes.device.name)  # the key of what is measured of the CPU beside this GPU
     update = None if beside in _known else lambda: cpu().rate(part=PART_BESIDE)
     while True:
         try:
@@ -185,16 +197,16 @@ def probe_gpu(
 def _host_numel(plan: Plan, spec: StateSpec) -> int:
     """Return the elements that updates go over: more than caches hold, if the session and the machine have the room.
 
-    They take no more memory than the session is about to take itself: its staging memory, or the rest.
+    They take no more memory than the session is about to take itself: its staging memory, or the rest, or of a small
+    session both together.
     """
-    beside = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
-    nbytes = min(
-        enough_bytes(),
-        max(beside, plan.staging_bytes - ALIGNMENT_BYTES, min(beside + plan.staging_bytes, SPARE_BYTES)),
-        available_bytes() // SHARE_OF_AVAILABLE,
-    )
+    rest_bytes = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
+    both_bytes = min(rest_bytes + plan.staging_bytes, SPARE_BYTES)
+    session_bytes = max(rest_bytes, plan.staging_bytes - ALIGNMENT_BYTES, both_bytes)
+    nbytes = min(enough_bytes(), session_bytes, available_bytes() // SHARE_OF_AVAILABLE)
     numel = nbytes // trial_bytes(spec)
-    return max(SECTOR_NUMEL, numel // CHUNK_NUMEL * CHUNK_NUMEL or numel // SECTOR_NUMEL * SECTOR_NUMEL)
+    unit = CHUNK_NUMEL if numel >= CHUNK_NUMEL else SECTOR_NUMEL
+    return max(SECTOR_NUMEL, numel // unit * unit)
 
 
 def enough_bytes() -> int:
@@ -207,14 +219,18 @@ def cache_bytes() -> int:
     sizes: dict[str, int] = {}  # by the CPUs that share a cache
     for cpu in os.sched_getaffinity(0):
         with contextlib.suppress(OSError, ValueError):
-            last = max(
-                (SYSTEM_CPUS / f"cpu{cpu}" / "cache").glob("index*"), key=lambda at: int((at / "level").read_text())
-            )
-            size = (last / "size").read_text().strip()
-            units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-            nbytes = int(size[:-1]) * units[size[-1]] if size[-1:] in units else int(size)
+            caches = (SYSTEM_CPUS / f"cpu{cpu}" / "cache").glob("index*")
+            last = max(caches, key=lambda cache: int((cache / "level").read_text()))
+            nbytes = _parse_size((last / "size").read_text().strip())
             sizes[(last / "shared_cpu_list").read_text()] = nbytes
     return sum(sizes.values())
+
+
+def _parse_size(text: str) -> int:
+    """Return the bytes of a size as Linux writes it for a cache, such as "32768K"."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    number, unit = text[:-1], text[-1:]
+    return int(number) * units[unit] if unit in units else int(text)
 
 
 def _path_probe(
@@ -238,28 +254,29 @@ def _path_probe(
 def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
     """Return rates in which the CPU's also accounts for updates of whole parameters, which no kernel makes.
 
-    A small twin of each such parameter is updated. Its time, times the operations of the parameter's update over
-    those of the twin's, is the estimate; the first steps correct it (`offload.measure.observe`). The rate is all
-    state bytes over the seconds of kernels and of these updates.
+    A trial, a small tensor, of each such parameter is updated. Its time, times the operations of the parameter's
+    update over those of the trial's, is the estimate; the first steps correct it (`offload.measure.observe`). The
+    rate is all state bytes over the seconds of kernels and of these updates.
     """
     subgroups = layout.subgroups
     whole = [subgroup for subgroup in subgroups if subgroup.state.rule.is_whole]
     if not whole:
         return rates
     cut_bytes = sum(subgroup.state_bytes for subgroup in subgroups if not subgroup.state.rule.is_whole)
-    seconds, known = cut_bytes / rates.cpu_bytes_per_s, dict[tuple[object, ...], float]()
+    seconds = cut_bytes / rates.cpu_bytes_per_s
+    known_s: dict[tuple[object, ...], float] = {}  # of parameters that take equally long
     for subgroup in whole:
         for segment in subgroup.segments:
             parameter = layout.parameters[segment.parameter]
             key = subgroup.state.rule, parameter.shape, parameter.dtype
-            if key not in known:
-                known[key] = _seconds(subgroup.state.rule, parameter)
-            seconds += known[key]
+            if key not in known_s:
+                known_s[key] = _estimate_update_s(subgroup.state.rule, parameter)
+            seconds += known_s[key]
     return replace(rates, cpu_bytes_per_s=layout.state_bytes / seconds)
 
 
-def _seconds(rule: UpdateRule, parameter: Parameter) -> float:
-    """Return the estimated seconds of a whole parameter's update, from its twin's."""
+def _estimate_update_s(rule: UpdateRule, parameter: Parameter) -> float:
+    """Return the estimated seconds of a whole parameter's update, from those of its trial."""
     shape = parameter.shape or (parameter.numel,)
     small_shape = _smaller(shape)
     update = trial(rule, small_shape, TORCH_DTYPES[parameter.dtype], parameter.group)
@@ -267,11 +284,14 @@ def _seconds(rule: UpdateRule, parameter: Parameter) -> float:
 
 
 def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a parameter's twin: at most `MOST_SIDE` rows and columns, or `MOST_NUMEL` elements."""
+    """Return the shape of a parameter's trial: at most `MOST_SIDE` rows and columns, or `MOST_NUMEL` elements."""
     if len(shape) == 2:
         return tuple(min(size, MOST_SIDE) for size in shape)
-    rest = math.prod(shape[1:])
-    return (max(1, min(shape[0], MOST_NUMEL // max(rest, 1))), *shape[1:]) if shape else shape
+    if not shape:
+        return shape
+    first, *others = shape
+    most_first = MOST_NUMEL // max(math.prod(others), 1)
+    return (max(1, min(first, most_first)), *others)
 
 
 def _best_s(update: Callable[[], None]) -> float:

@@ -84,25 +84,28 @@ class ProductRates:
 @functools.cache
 def product_rates(dtype: torch.dtype) -> ProductRates:
     """Measure two small products, once a process: 50 to 120 ms where 16 bits are slow, and more if it is busy."""
-    least, most = TRIES
+    least_tries, most_tries = TRIES
+    unclear_from, unclear_to = UNCLEAR
     low = fp32 = 0.0
-    for number in range(most):
-        low, fp32 = max(low, measured(dtype)), max(fp32, measured(torch.float32))
-        if number + 1 >= least and not UNCLEAR[0] < low / fp32 < UNCLEAR[1]:
+    for tries in range(1, most_tries + 1):
+        low = max(low, measured_flops(dtype))
+        fp32 = max(fp32, measured_flops(torch.float32))
+        is_unclear = unclear_from < low / fp32 < unclear_to
+        if tries >= least_tries and not is_unclear:
             break
     return ProductRates(dtype, low, fp32)
 
 
-def measured(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest of a few small products."""
-    # As backward multiplies gradients by weights: the order in which slow processors are slowest.
-    a = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
+def measured_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of a few small products on the CPU."""
+    # Row-major times row-major, as where backward multiplies gradients by weights: slow processors are slowest so.
+    matrix = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     seconds: list[float] = []
     with torch.no_grad():
-        # The first one may compile, which alone can take more than `ENOUGH_S`: it does not count.
+        # The first one may compile, which alone can take more than `ENOUGH_S`: its time does not count for that.
         while len(seconds) < 2 or (len(seconds) < MOST_ROUNDS and sum(seconds[1:]) < ENOUGH_S):
             began_s = time.perf_counter()
-            torch.mm(a, a)
+            torch.mm(matrix, matrix)
             seconds.append(time.perf_counter() - began_s)
     return 2 * SIZE**3 / min(seconds)
 
@@ -167,18 +170,23 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Call an operator of torch's; a product of 16-bit tensors is computed in fp32."""
         kwargs = kwargs or {}
-        if func not in _PRODUCTS and func is not _ATTENTION and func is not _ATTENTION_BACKWARD:
+        is_product = func in _PRODUCTS or func is _ATTENTION or func is _ATTENTION_BACKWARD
+        low_dtype = next((value.dtype for value in args if _is_low(value)), None)
+        if not is_product or low_dtype is None:
             return func(*args, **kwargs)
-        low = next((value.dtype for value in args if _is_low(value)), None)
-        if low is None:
-            return func(*args, **kwargs)
-        wide = {name: value.float() if _is_low(value) else value for name, value in kwargs.items()}
-        result = func(*(value.float() if _is_low(value) else value for value in args), **wide)
-        if func is _ATTENTION:  # its other results, sums of exponentials, are in fp32 anyway
-            return result[0].to(low), *result[1:]
+        wide_args = [_widen(value) for value in args]
+        result = func(*wide_args, **{name: _widen(value) for name, value in kwargs.items()})
+        if func is _ATTENTION:
+            output, *sums = result  # sums of exponentials, and so on: in fp32 anyway
+            return output.to(low_dtype), *sums
         if func is _ATTENTION_BACKWARD:
-            return tuple(gradient.to(low) for gradient in result)
-        return result.to(low)
+            return tuple(gradient.to(low_dtype) for gradient in result)
+        return result.to(low_dtype)
+
+
+def _widen(value: Any) -> Any:
+    """Return a 16-bit tensor's copy in fp32; anything else as it is."""
+    return value.float() if _is_low(value) else value
 
 
 def _is_low(value: object) -> bool:
@@ -192,7 +200,7 @@ def _is_low(value: object) -> bool:
 
 @functools.cache
 def tell(rates: ProductRates) -> None:
-    """Warn, once, of products that are slow here."""
+    """Warn of products that are slow here; once, as the result is cached."""
     log.warning(
         "%s: forward and backward of these weights are slow on this processor. With fp32 weights "
         "(`model.float()`, and no autocast) they are not; weights, gradients and exact state take as many "

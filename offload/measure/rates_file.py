@@ -126,18 +126,18 @@ class RatesFile:
 
     def misfit(self) -> str:
         """Return the differences between this file and the present machine and versions, in words; "" if it fits."""
+        there = {f"machine.{name}": value for name, value in self.machine.items()}
+        there |= {f"versions.{name}": value for name, value in self.versions.items()}
+        here = {f"machine.{name}": value for name, value in machine_facts().items()}
+        here |= {f"versions.{name}": value for name, value in versions().items()}
         differences = []
-        for what, known, here in (
-            ("machine", self.machine, machine_facts()),
-            ("versions", self.versions, versions()),
-        ):
-            for name, value in here.items():
-                measured = known.get(name)
-                is_same = measured == value
-                if isinstance(value, int) and name == "memory_bytes" and isinstance(measured, int):
-                    is_same = math.isclose(measured, value, rel_tol=SAME_MEMORY)
-                if not is_same:
-                    differences.append(f"{what}.{name} is {measured!r} there and {value!r} here")
+        for name, value in here.items():
+            measured = there.get(name)
+            is_same = measured == value
+            if name == "machine.memory_bytes" and isinstance(value, int) and isinstance(measured, int):
+                is_same = math.isclose(measured, value, rel_tol=SAME_MEMORY)
+            if not is_same:
+                differences.append(f"{name} is {measured!r} there and {value!r} here")
         return "; ".join(differences)
 
     def for_session(self, paths: Sequence[str], threads: int, numels: Mapping[StateFormat, int]) -> Rates:
@@ -155,12 +155,12 @@ class RatesFile:
         misfit = self.misfit()
         if misfit:
             raise ConfigError("rates", self.file, f"it was measured elsewhere: {misfit}; {_ADVICE}")
-        places = [_place(facts) for facts in self.paths]
+        places = [_place_key(facts) for facts in self.paths]
         rated = []
         for path in paths:
-            place = _place(parse_place(path).facts())
+            place = _place_key(parse_place(path).facts())
             if place not in places:
-                known = [f"{facts.get('path')} ({_place(facts)})" for facts in self.paths]
+                known = [f"{facts.get('path')} ({_place_key(facts)})" for facts in self.paths]
                 allowed = f"it has no rates for {path} ({place}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
                 raise ConfigError("rates", self.file, allowed)
             rated.append(self.rates.paths[places.index(place)])
@@ -205,7 +205,7 @@ class RatesFile:
         if not isinstance(rates, Mapping):
             raise ConfigError("rates", file, f"it has no rates; {_ADVICE}")
         try:
-            cpu = _by_format(rates.get("cpu_bytes_per_s"))
+            cpu = _parse_by_format(rates.get("cpu_bytes_per_s"))
             checked = Rates.from_dict({**rates, "cpu_bytes_per_s": _with_threads(cpu[EXACT], None)})
             paths = _listed(values, "paths", Mapping)
             if paths and len(paths) != len(checked.paths):
@@ -216,10 +216,10 @@ class RatesFile:
                 machine=_object(values, "machine"),
                 versions=_object(values, "versions"),
                 paths=tuple(paths),
-                measurements=_measurements(_object(values, "measurements")),
+                measurements=_parse_measurements(_object(values, "measurements")),
                 warnings=tuple(_listed(values, "warnings", str)),
                 created=str(values.get("created", "")),
-                source=_source(values.get("source")),
+                source=_parse_source(values.get("source")),
                 file=file,
             )
         except ConfigError as error:
@@ -228,15 +228,15 @@ class RatesFile:
 
 def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
     """Return the rate with so many threads, as `RatesFile.cpu_rate` says; None for the most measured."""
-    below, rate = 0, 0.0
-    for count, next_rate in sorted(known.items()):
+    last_count, last_rate = 0, 0.0
+    for count, rate in sorted(known.items()):
         if threads is not None and count >= threads:
-            return rate + (next_rate - rate) * (threads - below) / (count - below)
-        below, rate = count, next_rate
-    return rate
+            return last_rate + (rate - last_rate) * (threads - last_count) / (count - last_count)
+        last_count, last_rate = count, rate
+    return last_rate
 
 
-def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
+def _parse_by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
     """Return rates of the update by format and number of threads, from the value in a file."""
     if values is None:
         raise ConfigError("rates.cpu_bytes_per_s", MISSING, "measure it")
@@ -245,31 +245,34 @@ def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
     for name, known in values.items() if has_formats else [("exact", values)]:
         if name not in STATE_FORMATS:
             raise ConfigError("rates.cpu_bytes_per_s", name, f"give rates by format: {', '.join(STATE_FORMATS)}")
-        by_format[STATE_FORMATS[name]] = _by_threads(known) if isinstance(known, Mapping) else {0: _rate(known)}
+        by_format[STATE_FORMATS[name]] = (
+            _parse_by_threads(known) if isinstance(known, Mapping) else {0: _check_rate(known)}
+        )
     if EXACT not in by_format:
         raise ConfigError("rates.cpu_bytes_per_s.exact", MISSING, "measure it")
     return by_format
 
 
-def _by_threads(values: Mapping[str, Any]) -> dict[int, float]:
+def _parse_by_threads(values: Mapping[str, Any]) -> dict[int, float]:
     """Return rates by number of threads, from the value in a file."""
     rates = {}
     for count, rate in values.items():
         if not (isinstance(count, str) and count.isdecimal() and len(count) < 10 and int(count) > 0):
             allowed = f"give rates by number of threads, at least 1, or by format: {', '.join(STATE_FORMATS)}"
             raise ConfigError("rates.cpu_bytes_per_s", count, allowed)
-        rates[int(count)] = _rate(rate)
+        rates[int(count)] = _check_rate(rate)
     if not rates:
         raise ConfigError("rates.cpu_bytes_per_s", {}, "give the rate for one number of threads at least")
     return rates
 
 
-def _rate(value: Any) -> float:
+def _check_rate(value: Any) -> float:
     """Return a rate; raise the `ConfigError` of `Rates` if it is not usable."""
     return dataclasses.replace(Rates(1.0), cpu_bytes_per_s=value).cpu_bytes_per_s
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an entry of a file that is an object, {} without it; raise `ConfigError` if it is none."""
     entry = values.get(name, {})
     if not isinstance(entry, Mapping):
         raise ConfigError(name, entry, "give an object")
@@ -277,18 +280,20 @@ def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _listed(values: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
+    """Return an entry of a file that is a list of `kind`, [] without it; raise `ConfigError` if it is none."""
     entry = values.get(name, [])
     if not isinstance(entry, list) or not all(isinstance(item, kind) for item in entry):
         raise ConfigError(name, entry, "give a list of strings" if kind is str else "give a list of objects")
     return entry
 
 
-def _source(entry: object) -> Mapping[str, str]:
+def _parse_source(entry: object) -> Mapping[str, str]:
     """Return where figures are from; {} if the entry is no object: then it is free text for people."""
     return {str(name): str(text) for name, text in entry.items()} if isinstance(entry, Mapping) else {}
 
 
-def _measurements(values: Mapping[str, Any]) -> dict[str, Measurement]:
+def _parse_measurements(values: Mapping[str, Any]) -> dict[str, Measurement]:
+    """Return measurements by name, from the value in a file."""
     measurements = {}
     for name, fields in values.items():
         try:
@@ -306,6 +311,7 @@ def default_rates_file() -> Path:
 
     For a user without a home directory it is a name below "/", where no file is, not below the working directory.
     """
+    # Without a home directory `expanduser` returns "~", which becomes "/~".
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("/", os.path.expanduser("~"), ".cache")
     facts = machine_facts()
     key = hashlib.sha256(json.dumps([facts["cpu"], facts["cores"], facts["gpu"]]).encode()).hexdigest()[:12]
@@ -413,12 +419,13 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("offload", "torch")}
 
 
-def _place(facts: Mapping[str, Any]) -> str:
+def _place_key(facts: Mapping[str, Any]) -> str:
     """Return a key that is the same for paths with equal rates: file system and device."""
     return f"{facts.get('file_system')} on {facts.get('device')}"
 
 
 def _cpu_model() -> str:
+    """Return the processor's name as Linux knows it; what Python says of it if that cannot be read."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

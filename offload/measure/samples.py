@@ -53,7 +53,8 @@ T = TypeVar("T")
 
 def repeated(sample: Callable[[], T]) -> list[T]:
     """Take a sample a few times. Callers use the best: other work on the machine only ever slows a run down."""
-    runs, until_s = [sample()], time.perf_counter() + LONGEST_S
+    runs = [sample()]
+    until_s = time.perf_counter() + LONGEST_S
     while len(runs) < QUICK_ROUNDS and time.perf_counter() < until_s:
         runs.append(sample())
     return runs
@@ -62,9 +63,14 @@ def repeated(sample: Callable[[], T]) -> list[T]:
 def best_of(samples: Iterable[Sample]) -> dict[str, Measurement]:
     """Return all rates of each sample's best run (that with the largest sum), and the medians of other values."""
     measurements = {}
+
+    def rate_sum(run: Mapping[str, float]) -> float:
+        """Return the sum of a run's rates."""
+        return sum(value for name, value in run.items() if _unit(name) == RATE)
+
     for _, sample in samples:
         runs = repeated(sample)
-        best = max(runs, key=lambda run: sum(value for name, value in run.items() if _unit(name) == RATE))
+        best = max(runs, key=rate_sum)
         for name, value in best.items():
             summary = summarise([run[name] for run in runs], _unit(name))
             is_rate = summary.unit == RATE
@@ -75,11 +81,19 @@ def best_of(samples: Iterable[Sample]) -> dict[str, Measurement]:
 def medians_of(
     samples: Sequence[Sample], seconds: float, report: Callable[[int, int, str], None]
 ) -> dict[str, Measurement]:
-    """Return medians over all rounds but the first, which warms up and shows how many rounds there is time for."""
+    """Return medians over all rounds but the first, which warms up and shows how many rounds there is time for.
+
+    Args:
+        samples: What to measure; each is taken once a round.
+        seconds: About how long all rounds may take.
+        report: See `full_probe`.
+    """
     taken: dict[str, list[float]] = {}
     started_s = time.monotonic()
     least, most = FULL_ROUNDS
-    rounds, done, number = least, 0, 0
+    rounds = least  # after the first; estimated again after each
+    done = 0
+    number = 0
     while number <= rounds:
         first = number % len(samples)
         for what, sample in [*samples[first:], *samples[:first]]:
@@ -87,9 +101,9 @@ def medians_of(
             values = sample()
             done += 1
             for name, value in values.items():
-                taken.setdefault(name, [])
-                if number:
-                    taken[name].append(value)
+                of_name = taken.setdefault(name, [])
+                if number > 0:
+                    of_name.append(value)
         number += 1
         # The warm-up is shorter or longer than the others, so the estimate is taken again after each round.
         left_s = seconds - (time.monotonic() - started_s)
@@ -110,6 +124,7 @@ def summarise(values: Sequence[float], unit: str) -> Measurement:
 
 
 def _unit(name: str) -> str:
+    """Return the unit of a measurement, by the last part of its name."""
     return {"latency": SECONDS, "speed of cpu": SPEED}.get(name.rpartition("/")[2], RATE)
 
 
@@ -158,8 +173,9 @@ class CpuProbe:
 
     def samples(self) -> Iterator[Sample]:
         """Yield the samples to take."""
-        for each in itertools.product(self.states, self.kernels):
-            yield update_name(*each).replace("/", ", "), partial(self._update, *each)
+        for state_format, threads in itertools.product(self.states, self.kernels):
+            what = update_name(state_format, threads).replace("/", ", ")
+            yield what, partial(self._update, state_format, threads)
         if EXACT in self.states:
             for name, variants in self.variants.items():
                 yield "memory bandwidth", partial(self._stream, name, variants)
@@ -175,16 +191,18 @@ class CpuProbe:
         return lane_rates(self.runs.run(name, least, lambda count: [self.load(count, state_format, threads)]))["cpu"]
 
     def _update(self, state_format: StateFormat, threads: int) -> dict[str, float]:
+        """Take a sample of the update."""
         return {update_name(state_format, threads): self.rate(state_format, threads)}
 
     def _stream(self, name: str, variants: Sequence[StreamVariant]) -> dict[str, float]:
+        """Take a sample of passes over all memory, with the most threads."""
         return {f"memory/{name}": self.states[EXACT].stream_rate(self.kernels[max(self.kernels)], *variants)}
 
 
-def update_name(state_format: StateFormat, count: int) -> str:
+def update_name(state_format: StateFormat, threads: int) -> str:
     """Return the name of the measurement of the update with so many threads."""
     which = f" of {state_format.name}" if state_format.rounds else ""
-    return f"update{which}/{format_count(count, 'thread')}"
+    return f"update{which}/{format_count(threads, 'thread')}"
 
 
 @dataclass
@@ -232,9 +250,12 @@ class PathProbe:
 
     def _loads(self, region: Slots, count: int, *verbs: str) -> list[Load]:
         """Return a load for each direction, each with its own part of a region's slots and of the memory."""
-        halves = ((n, range(n * self.slots, (n + 1) * self.slots)) for n in range(len(verbs)))
-        places = ((slots, self.address + n * self.depth * region.tile_bytes) for n, slots in halves)
-        return [region.load(verb, *at, self.depth, count) for verb, at in zip(verbs, places, strict=True)]
+        loads = []
+        for part, verb in enumerate(verbs):
+            slots = range(part * self.slots, (part + 1) * self.slots)
+            address = self.address + part * self.depth * region.tile_bytes
+            loads.append(region.load(verb, slots, address, self.depth, count))
+        return loads
 
     def _rates(self, region: Slots, *verbs: str) -> dict[str, float]:
         """Return the rate of each direction beside the others, while they move equally many bytes."""
@@ -246,30 +267,34 @@ class PathProbe:
         return rates_beside(timeline)
 
     def _alone(self, name: str, verb: str) -> dict[str, float]:
+        """Take a sample of one direction alone."""
         return {f"{name}/{verb} alone": self._rates(self.regions[-1], verb)[verb]}
 
     def _mixed(self, name: str) -> dict[str, float]:
-        """Return both rates with large tiles, and the latency that smaller ones show.
+        """Take a sample of both directions at once: their rates with large tiles, and the latency by smaller ones.
 
         A lane takes `latency + bytes / rate` for a tile; the latency is that of the line that fits the times of all
         sizes best (`fit_latency`), with operations overlapping as they do in a step.
         """
-        measured = [(region.tile_bytes, self._rates(region, "read", "write")) for region in self.regions]
+        rates_by_size = [(region.tile_bytes, self._rates(region, "read", "write")) for region in self.regions]
         latencies = [
-            fit_latency([(size, size / rates[verb]) for size, rates in measured]) for verb in ("read", "write")
+            fit_latency([(size, size / rates[verb]) for size, rates in rates_by_size]) for verb in ("read", "write")
         ]
-        size, rates = measured[-1]
-        latency_s = min(statistics.mean(latencies), 0.5 * size / max(rates.values()))
-        values = {f"{name}/{verb}": size / (size / rate - latency_s) for verb, rate in rates.items()}
+        largest, rates = rates_by_size[-1]
+        # At most half of the time of a large tile is latency: noise may show more.
+        latency_s = min(statistics.mean(latencies), 0.5 * largest / max(rates.values()))
+        values = {f"{name}/{verb}": largest / (largest / rate - latency_s) for verb, rate in rates.items()}
         return values | {f"{name}/latency": latency_s}
 
     def _beside(self, name: str, cpu: CpuProbe) -> dict[str, float]:
-        """Return the rates of the update and the path beside each other."""
+        """Take a sample of the path beside the update: its rates, and the part of the update's rate that is kept."""
 
         def loads(count: int) -> list[Load]:
+            """Return reads, writes, and updates for as long as these take."""
             return [*self._loads(self.regions[-1], count, "read", "write"), cpu.load(None)]
 
-        alone, timeline = cpu.rate(), self.runs.run("beside", 2 * self.slots, loads)
+        alone = cpu.rate()
+        timeline = self.runs.run("beside", 2 * self.slots, loads)
         values = {f"{name}/{verb} beside cpu": bytes_per_s(timeline, verb) for verb in ("read", "write")}
         return values | {f"{name}/speed of cpu": bytes_per_s(timeline, "cpu") / alone}
 
@@ -298,25 +323,44 @@ def rates_of(
         gpu_bytes: The size of the GPU's memory, 0 where unknown; None without a GPU.
     """
 
+    # The memory's bandwidth is at least the traffic of any pass or update that was measured.
+    traffic = {"memory": 1.0, "update": UPDATE_MEMORY_COST}  # of each byte, by the first part of the name
+    memory = max(traffic.get(name.partition("/")[0], 0.0) * each.median for name, each in found.items())
+    cpu = found[update_name(EXACT, threads)].median
+
     def value(name: str) -> float:
+        """Return the value of a measurement."""
         return found[name].median
 
     def cost(lane: str, io_bytes_per_s: float) -> float:
         """Return the memory traffic of each byte of I/O; that of plain DMA, 1, if it was not measured."""
-        speed = found.get(f"{lane}/speed of cpu")
-        return memory_cost(memory, cpu, speed.median, io_bytes_per_s, speed.spread) if speed else 1.0
+        kept = found.get(f"{lane}/speed of cpu")
+        return memory_cost(memory, cpu, kept.median, io_bytes_per_s, kept.spread) if kept else 1.0
 
-    # The memory's bandwidth is at least the traffic of any pass or update that was measured.
-    costs = {"memory": 1.0, "update": UPDATE_MEMORY_COST}
-    memory = max(costs.get(name.partition("/")[0], 0.0) * each.median for name, each in found.items())
-    cpu, rated, gpu = value(update_name(EXACT, threads)), list[PathRates](), NO_GPU
-    for path in paths:
-        name, together = f"path {path.number}", path.tier.depth if path.shares else 1
-        whats = ("read", "write", "latency", "read alone", "write alone")
-        read, write, latency_s, *alone = (value(f"{name}/{what}") for what in whats)
-        rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], together))
+    def path_rates(path: PathProbe) -> PathRates:
+        """Return the rates of one path."""
+        name = f"path {path.number}"
+        read, write = value(f"{name}/read"), value(f"{name}/write")
+        return PathRates(
+            read,
+            write,
+            latency_s=value(f"{name}/latency"),
+            memory_cost=cost(name, read + write),
+            read_alone_bytes_per_s=value(f"{name}/read alone"),
+            write_alone_bytes_per_s=value(f"{name}/write alone"),
+            at_once=path.tier.depth if path.shares else 1,
+        )
+
+    gpu = NO_GPU
     if gpu_bytes is not None:
-        update, *link = (value(f"gpu/{what}") for what in ("update", "h2d", "d2h", "h2d alone", "d2h alone"))
-        of_memory = min(cost("gpu", link[0] + link[1]), MOST_GPU_MEMORY_COST)
-        gpu = GpuRates(update, link[0], link[1], gpu_bytes, of_memory, 0.0, link[2], link[3])
-    return Rates(cpu, tuple(rated), gpu, memory)
+        h2d, d2h = value("gpu/h2d"), value("gpu/d2h")
+        gpu = GpuRates(
+            value("gpu/update"),
+            h2d,
+            d2h,
+            memory_bytes=gpu_bytes,
+            memory_cost=min(cost("gpu", h2d + d2h), MOST_GPU_MEMORY_COST),
+            h2d_alone_bytes_per_s=value("gpu/h2d alone"),
+            d2h_alone_bytes_per_s=value("gpu/d2h alone"),
+        )
+    return Rates(cpu, tuple(path_rates(path) for path in paths), gpu, memory)

@@ -75,37 +75,40 @@ def trial_rates(
     small = _small_plan(tiers, plan)
     if known.gpu != NO_GPU or any(tier.free_bytes() < small.storage_bytes for tier in tiers):
         return known
-    # For one update at a time: state at home, gradients and weights.
-    beside = SECTOR_NUMEL * trial_bytes(EXACT_ADAMW)
     with contextlib.ExitStack() as ends:
         address, nbytes = memory
         if nbytes < small.staging_bytes:
             staging = Arena(small.staging_bytes, prefault=True)
             ends.callback(staging.close)
             address = staging.address
-        rest = Arena(beside, prefault=True)
+        # For one update at a time: state at home, gradients and weights.
+        rest = Arena(SECTOR_NUMEL * trial_bytes(EXACT_ADAMW), prefault=True)
         ends.callback(rest.close)
         session = _Session(kernel, tiers, queue, small, address, rest.address)
         ends.callback(session.drain)  # an error, or an interrupt, finds lanes at work on that memory
-        seen: list[Rates] = []
+        observed: list[Rates] = []
         until_s = time.monotonic() + LONGEST_S
         for number in range(1, STEPS + 1):
             timeline = session.step(number, known)
+            # The later half counts; on a slow path, the last step that there is time for.
             if number > STEPS // 2 or (number > 1 and time.monotonic() > until_s):
-                seen.append(observe(known, timeline))
+                observed.append(observe(known, timeline))
             if number > 1 and time.monotonic() > until_s:
                 break
         session.settle()
-    return typical(seen)
+    return typical(observed)
 
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
     """Return a plan of the smallest subgroups, with the same part of state at home in memory as `plan`."""
-    count, slots, streamed = SUBGROUPS, SLOTS, 1.0
+    count = SUBGROUPS
+    slots = SLOTS
+    streamed_part = 1.0
     if plan is not None and plan.homes:
-        count, slots = min(SUBGROUPS, len(plan.homes)), max(1, min(SLOTS, plan.staging_slots))
-        streamed = plan.homes.count(Home.STREAMED) / len(plan.homes)
-    at_home = round(count * (1 - streamed)) if tiers else count
+        count = min(SUBGROUPS, len(plan.homes))
+        slots = max(1, min(SLOTS, plan.staging_slots))
+        streamed_part = plan.homes.count(Home.STREAMED) / len(plan.homes)
+    at_home = round(count * (1 - streamed_part)) if tiers else count
     parameters = [Parameter(f"a trial's {number}", SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
     layout = build_layout(parameters, SECTOR_NUMEL)
     size = layout.max_subgroup_bytes
@@ -124,13 +127,16 @@ class _Session:
     def __init__(
         self, kernel: CpuUpdateKernel, tiers: Sequence[Tier], queue: Queue, plan: Plan, address: int, beside: int
     ) -> None:
-        self._plan, self._queue = plan, queue
+        self._plan = plan
+        self._queue = queue
         layout = plan.layout
-        self._home, gradients = beside, beside + layout.max_subgroup_bytes
+        self._home = beside
+        gradients = beside + layout.max_subgroup_bytes
         self._tables = Tables()
         self._tables.extend(layout)
         # One parameter for each subgroup, all with the same gradient and the same weight.
-        self._tables.gradients[:], self._tables.gradient_dtypes[:] = gradients, DtypeCode.BFLOAT16
+        self._tables.gradients[:] = gradients
+        self._tables.gradient_dtypes[:] = DtypeCode.BFLOAT16
         self._tables.weights[:] = gradients + SECTOR_NUMEL * BF16.item_bytes
         self._groups = [layout.rule.values(layout.rule.defaults)]
         self._machine = Machine(plan, TileIndex([(tier.free_bytes(), 1.0) for tier in tiers], plan.slot_counts))
@@ -142,7 +148,8 @@ class _Session:
 
     def step(self, number: int, known: Rates) -> list[Interval]:
         """Take a step as the engine's thread does, which a request wakes; return the timeline of this step."""
-        machine, executor = self._machine, self._executor
+        machine = self._machine
+        executor = self._executor
         self._queue.post(REQUEST)
         while not executor.requests:
             for event in executor.wait():
@@ -172,6 +179,7 @@ class _Session:
         self._executor.drain()
 
     def _check(self) -> None:
+        """Raise the error that has broken the machine, if there is one."""
         if self._machine.broken is not None:
             raise self._machine.broken
 

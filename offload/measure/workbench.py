@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from offload.errors import OffloadError, TierError
 from offload.formats import StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_items, trial_table
+from offload.layout import round_up
 from offload.measure.drive import Load
 from offload.memory.arenas import HUGE_PAGE_BYTES, Arena
 from offload.plan.rates import UPDATE_MEMORY_COST
@@ -32,25 +34,26 @@ UNSEEN_SLOWDOWN = 0.03
 
 
 def memory_cost(
-    memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float, spread: float = 0.0
+    memory_bytes_per_s: float, cpu_bytes_per_s: float, kept_part: float, io_bytes_per_s: float, spread: float = 0.0
 ) -> float:
-    """Return `memory_cost` of a path (or a link) from the part of its rate that the update kept beside it.
+    """Return how many bytes of memory bandwidth the update loses for each byte that a path (or a link) moves.
 
-    Solves `speed = Rates.cpu_speed(cost * io_bytes_per_s)` for the cost: the bandwidth that the update did not use,
-    for each byte of I/O. `io_bytes_per_s` is the path's rate without the update, as in predictions, even if the path
-    was slower beside it.
+    Alone, the update ran at `cpu_bytes_per_s`; with the I/O beside it, at `kept_part` of that. The bandwidth that it
+    did not use then is divided by the bytes of I/O: that solves `kept_part = Rates.cpu_speed(cost * io_bytes_per_s)`.
 
     Args:
         memory_bytes_per_s: Host memory bandwidth.
         cpu_bytes_per_s: The update's rate alone.
-        speed: The part of that rate that was left beside the path; 1 for all.
-        io_bytes_per_s: The path's rates, both directions together.
-        spread: Spread of the runs for `speed`; a loss of less than half of it is noise.
+        kept_part: The part of that rate that the update kept beside the I/O; 1 for all.
+        io_bytes_per_s: The path's rates without the update, both directions together: predictions use these, even if
+            the path was slower beside the update.
+        spread: Spread of the runs for `kept_part`. A loss of less than half the spread is noise.
     """
-    left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
-    cost = max(0.0, left / io_bytes_per_s)
-    # If the update was not slowed, `cost` is an upper limit only: take plain DMA's cost, 1, if that is below it.
-    return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
+    unused = memory_bytes_per_s - kept_part * cpu_bytes_per_s * UPDATE_MEMORY_COST
+    cost = max(0.0, unused / io_bytes_per_s)
+    is_noise = 1 - kept_part <= max(UNSEEN_SLOWDOWN, spread / 2)
+    # If the slow-down is noise, the measured cost is only an upper bound; plain DMA costs 1.
+    return min(cost, 1.0) if is_noise else cost
 
 
 class Borrowed:
@@ -96,32 +99,37 @@ class TrialState:
         self._spec = spec
         self._depth = depth
         self._items = trial_items(spec)
-        offsets, end = {}, 0
+        offsets = {}
+        end = 0
         for index, (name, stored) in enumerate(self._items.items()):
             # Tensors a large power of two apart would compete for the same places in the first-level cache.
-            offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
+            offsets[name] = round_up(end, HUGE_PAGE_BYTES) + index * (68 << 10)
             end = offsets[name] + stored.offset(numel)
         self._arena: Arena | Borrowed
-        if end <= borrowed[1]:
+        _, borrowed_bytes = borrowed
+        if end <= borrowed_bytes:
             self._arena = Borrowed(*borrowed)
-            ctypes.memset(
-                self._arena.address, 0, end
-            )  # old bits, read as moments, may slow the kernel down several times
+            # Old bits, read as moments, may slow the kernel down several times.
+            ctypes.memset(self._arena.address, 0, end)
         else:
             self._arena = Arena(end, prefault=prefault)
         self.close = self._arena.close
         self._addresses = {name: self._arena.address + offset for name, offset in offsets.items()}
-        values = np.random.default_rng(0).standard_normal(min(numel, 1 << 16), np.float32)
-        halves = values.view(np.uint16)[1::2]  # the upper half of a float32 is a bfloat16
-        if self._items["master"].item_bytes == 4:
-            _repeat(values, self._arena.numpy(offsets["master"], numel, np.float32))
-        else:
-            _repeat(halves, self._arena.numpy(offsets["master"], numel, np.uint16))
-        _repeat(halves, self._arena.numpy(offsets["gradient"], numel, np.uint16))
+        self._fill(offsets)
         self._chunk_numel = min(CHUNK_NUMEL, numel // depth)
         starts = range(0, numel - self._chunk_numel + 1, self._chunk_numel)
         self._chunks = [self.table(start, self._chunk_numel) for start in starts]
         self.chunks = len(self._chunks)
+
+    def _fill(self, offsets: Mapping[str, int]) -> None:
+        """Fill master and gradient with random numbers; all else stays 0."""
+        values = np.random.default_rng(0).standard_normal(min(self.numel, 1 << 16), np.float32)
+        bf16_values = values.view(np.uint16)[1::2]  # the upper half of a float32 is a bfloat16
+        if self._items["master"].item_bytes == 4:
+            _repeat(values, self._arena.numpy(offsets["master"], self.numel, np.float32))
+        else:
+            _repeat(bf16_values, self._arena.numpy(offsets["master"], self.numel, np.uint16))
+        _repeat(bf16_values, self._arena.numpy(offsets["gradient"], self.numel, np.uint16))
 
     def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
         """Return the segment table of a run of elements."""
@@ -130,7 +138,8 @@ class TrialState:
 
     def stream_rate(self, kernel: CpuUpdateKernel, *variants: StreamVariant) -> float:
         """Return the bytes per second, reads and writes together, of passes over all memory: one for each variant."""
-        whole, started_s = self.table(0, self.numel), time.perf_counter()
+        whole = self.table(0, self.numel)
+        started_s = time.perf_counter()
         for variant in variants:
             kernel.stream(whole, variant)
         moved_bytes = len(variants) * self.numel * self._spec.item_bytes * self._spec.memory_cost
@@ -138,12 +147,15 @@ class TrialState:
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
         """Return a load of updates of the chunks in turn."""
+        # Each place has chunks of its own, so that no chunk has two updates at once.
         turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
 
         def start(op: int, place: int) -> None:
+            """Start the update of a place's next chunk."""
             kernel.submit(op, next(turns[place]))
 
         def error(completion: Completion) -> OffloadError:
+            """Return the error of an update that failed."""
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
         return Load("cpu", int(self._chunk_numel * self._spec.item_bytes), self._depth, start, error, count)
@@ -185,17 +197,22 @@ class Slots:
             count: Transfers in all; None for as many as there are slots. Only with `depth` None each slot then has
                 exactly one: else a fast place goes over its slots again before a slow one has used all of its own.
         """
-        depth, nbytes = depth or len(slots), self.tile_bytes
-        call = self.tier.read if verb == "read" else self.tier.write
+        depth = depth or len(slots)
+        nbytes = self.tile_bytes
+        transfer = self.tier.read if verb == "read" else self.tier.write
         # Each place has slots of its own, so that no slot has two transfers at once.
         turns = [itertools.cycle(slots[place::depth]) for place in range(depth)]
 
         def start(op: int, place: int) -> None:
+            """Start the transfer of a place's next slot."""
             slot = next(turns[place])
-            tile, offset = TileId(self.number, 0, slot), self.offset + slot * slot_bytes(nbytes)
-            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes, None, self.verify))
+            tile = TileId(self.number, 0, slot)
+            offset = self.offset + slot * slot_bytes(nbytes)
+            place_address = address + place * nbytes
+            transfer(TileRequest(op, tile, 0, offset, place_address, nbytes, checksum=None, verify=self.verify))
 
         def error(completion: Completion) -> OffloadError:
+            """Return the error of a transfer that failed."""
             return tier_error("probe", completion, None, self.tier)
 
         what = f"path {self.tier.path}"

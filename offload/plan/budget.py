@@ -14,9 +14,9 @@ from typing import NamedTuple, TypedDict
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, StateSpec
-from offload.layout import Layout, Subgroup
+from offload.layout import Layout, PlacedTile, Subgroup, round_up
 from offload.plan.rates import Rates
-from offload.protocols import ACTIVATIONS, SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
+from offload.protocols import ACTIVATIONS, NORM_BLOCK_NUMEL, SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
@@ -239,11 +239,16 @@ class Budgets:
 
     def with_more_host(self, nbytes: int) -> Budgets:
         """Return budgets with `nbytes` more host memory for state, on the fastest memory node."""
-        nodes = self.nodes and (self.nodes[0]._replace(nbytes=self.nodes[0].nbytes + nbytes), *self.nodes[1:])
+        nodes = self.nodes
+        if nodes:
+            fastest, *others = nodes
+            nodes = (fastest._replace(nbytes=fastest.nbytes + nbytes), *others)
         return replace(self, host_bytes=self.host_bytes + nbytes, nodes=nodes)
 
     def path_shares(self, rates: Rates | None = None) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold; the sum is 1.
+
+        By the paths' shares; with `follow_rates`, and if rates are given, by rates.
 
         A step reads all tiles of a path and writes as many bytes, at the same time. A path with part p of B bytes and
         rate r (read while as much is written) takes p * B / r, equal for all paths if p is proportional to r.
@@ -310,8 +315,10 @@ class Plan:
             gradient_item_bytes: Size of their elements in host memory.
         """
         plan = replace(self, budgets=replace(self.budgets, speculates=True))
-        of_gpu = (s.numel for s in plan.updated_in_backward if self.weights_on_gpu and self.updates_on_gpu(s.index))
-        nbytes = self.budgets.gradient_bytes + gradient_item_bytes * sum(of_gpu)
+        if not self.weights_on_gpu:
+            return plan  # all gradients are in host memory anyway
+        numel = sum(s.numel for s in plan.updated_in_backward if self.updates_on_gpu(s.index))
+        nbytes = self.budgets.gradient_bytes + gradient_item_bytes * numel
         return replace(plan, budgets=replace(plan.budgets, gradient_bytes=nbytes))
 
     def extra_bytes_for_updates_in_backward(self, gradient_item_bytes: int) -> tuple[int, int]:
@@ -354,7 +361,8 @@ class Plan:
         A gradient has its weight's dtype, and an fp32 weight is the master.
         """
         is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
-        return self.passing_bytes(subgroup) * (self.fetches_gradients + is_master)
+        copies = int(self.fetches_gradients) + int(is_master)
+        return self.passing_bytes(subgroup) * copies
 
     @cached_property
     def unborrowed(self) -> Plan:
@@ -412,7 +420,8 @@ class Plan:
     @cached_property
     def speculative_storage_bytes(self) -> int:
         """Bytes of paths for the versions that updates in backward make: a second slot for each tile."""
-        return sum((size + SECTOR_BYTES) * count for s in self.updated_in_backward for size, count in s.tile_sizes)
+        sizes = (size for subgroup in self.updated_in_backward for size in subgroup.tile_sizes)
+        return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in sizes)
 
     @property
     def image_bytes(self) -> int:
@@ -458,7 +467,10 @@ class Plan:
     def bytes_by_node(self) -> dict[int, int]:
         """Bytes of host memory that are bound to each memory node: homes there, on the fastest also buffers."""
         buffers = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
-        return {n: nbytes + buffers * (n == self.buffer_node) for n, nbytes in self.node_bytes.items()}
+        return {
+            node: home_bytes + (buffers if node == self.buffer_node else 0)
+            for node, home_bytes in self.node_bytes.items()
+        }
 
     @property
     def staging_bytes(self) -> int:
@@ -466,7 +478,7 @@ class Plan:
         return self.staging_slots * self.slot_bytes
 
     @cached_property
-    def gradient_tiles(self) -> tuple[tuple[tuple[TileId, int, int], ...], ...]:
+    def gradient_tiles(self) -> tuple[tuple[PlacedTile, ...], ...]:
         """For each subgroup, the tiles of its gradients; empty if gradients do not pass through buffers."""
         if self.budgets.gradients_kept_bytes is None:
             return ()
@@ -476,15 +488,15 @@ class Plan:
     @cached_property
     def gradient_buffer_bytes(self) -> int:
         """Bytes of one gradient buffer, as large as the largest subgroup's gradients."""
-        return max((sum(nbytes for _, _, nbytes in tiles) for tiles in self.gradient_tiles), default=0)
+        return max((sum(tile.nbytes for tile in tiles) for tiles in self.gradient_tiles), default=0)
 
     @cached_property
     def gradient_buffers(self) -> int:
         """Number of gradient buffers; 0 if all gradients have slots in memory."""
         if not self.gradient_buffer_bytes:
             return 0
-        kept = (self.budgets.gradients_kept_bytes or 0) // self.gradient_buffer_bytes
-        return min(LEAST_BUFFERS + kept, len(self.layout.subgroups))
+        staying = (self.budgets.gradients_kept_bytes or 0) // self.gradient_buffer_bytes
+        return min(LEAST_BUFFERS + staying, len(self.layout.subgroups))
 
     @property
     def staying_gradients(self) -> int:
@@ -495,19 +507,29 @@ class Plan:
     @cached_property
     def scratch(self) -> dict[ScratchKind, ScratchBuffers]:
         """The buffers of each kind of scratch."""
-        count, moving = self.activation_buffers, self.moving_activations
         return {
             "gradients": ScratchBuffers(
-                self.gradient_buffers, self.gradient_buffers, self.staying_gradients, 0, is_promised=True
+                count=self.gradient_buffers,
+                alone=self.gradient_buffers,
+                staying=self.staying_gradients,
+                moving=0,
+                is_promised=True,
             ),
-            "activations": ScratchBuffers(count, count - moving, self.staying_activations, moving, is_promised=False),
+            "activations": ScratchBuffers(
+                count=self.activation_buffers,
+                alone=self.activation_buffers - self.moving_activations,
+                staying=self.staying_activations,
+                moving=self.moving_activations,
+                is_promised=False,
+            ),
         }
 
-    def scratch_tiles(self, owner: ScratchOwner) -> tuple[tuple[TileId, int, int], ...]:
-        """Return the tiles of an owner's scratch, each with its offset in the owner's buffer and its size."""
+    def scratch_tiles(self, owner: ScratchOwner) -> tuple[PlacedTile, ...]:
+        """Return the tiles of an owner's scratch, with their offsets in the owner's buffer."""
         if owner.kind == "gradients":
             return self.gradient_tiles[owner.number]
-        return ((TileId(0, ACTIVATIONS, owner.number % (1 << 31)), 0, self.budgets.activation_tile_bytes),)
+        number = owner.number % (1 << 31)  # fits the 32 bits of a slot's header
+        return (PlacedTile(TileId(0, ACTIVATIONS, number), 0, self.budgets.activation_tile_bytes),)
 
     def gradients_of(self, subgroup: int) -> ScratchOwner | None:
         """Return the owner of a subgroup's gradients in scratch; None if they do not pass through buffers."""
@@ -547,30 +569,33 @@ class Plan:
     @cached_property
     def path_gradient_bytes(self) -> int:
         """Bytes of gradients that backward writes to the paths and the step reads."""
-        return sum(nbytes for tiles in self.gradient_tiles[self.staying_gradients :] for _, _, nbytes in tiles)
+        return sum(tile.nbytes for tiles in self.gradient_tiles[self.staying_gradients :] for tile in tiles)
 
     @property
     def gradient_storage_bytes(self) -> int:
         """Most bytes that gradients take on the paths, with headers."""
-        return sum(nbytes + SECTOR_BYTES for tiles in self.gradient_tiles for _, _, nbytes in tiles)
+        return sum(tile.nbytes + SECTOR_BYTES for tiles in self.gradient_tiles for tile in tiles)
 
     @cached_property
     def slot_counts(self) -> dict[int, int]:
         """For each payload size, the most slots the stores need at once: live versions and those in flight.
 
         A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
-        each of its tiles. At most `staging_slots` subgroups are flushed at once, of at most `most[n]` tiles of size n
-        each, and never more than there are. Gradients need one slot for each tile.
+        each of its tiles. At most `staging_slots` subgroups are flushed at once, and no more tiles than there are.
+        Gradients need one slot for each tile.
         """
-        live: Counter[int] = Counter()
-        most: Counter[int] = Counter()  # tiles of one subgroup
+        live: Counter[int] = Counter()  # tiles of all subgroups, by size
+        most_of_one: Counter[int] = Counter()  # tiles of the subgroup that has most of a size
         streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
-        for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
+        for sizes, subgroups in Counter(subgroup.tile_sizes for subgroup in streamed).items():
             for nbytes, count in sizes:
-                live[nbytes] += alike * count
-                most[nbytes] = max(most[nbytes], count)
-        counts = Counter({n: count + min(count, self.staging_slots * most[n]) for n, count in live.items()})
-        counts.update(nbytes for tiles in self.gradient_tiles for _, _, nbytes in tiles)
+                live[nbytes] += subgroups * count
+                most_of_one[nbytes] = max(most_of_one[nbytes], count)
+        counts: Counter[int] = Counter()
+        for nbytes, count in live.items():
+            in_flight = min(count, self.staging_slots * most_of_one[nbytes])
+            counts[nbytes] = count + in_flight
+        counts.update(tile.nbytes for tiles in self.gradient_tiles for tile in tiles)
         return dict(sorted(counts.items()))
 
     @property
@@ -586,11 +611,13 @@ class Plan:
         """
         if not self.budgets.checkpoints or not self.budgets.paths:
             return 0
-        one = 0
+        one_bytes = 0
         for subgroup in self.layout.subgroups:
             for nbytes, count in (*subgroup.tile_sizes, *subgroup.weight_tile_sizes):
-                one += (nbytes + SECTOR_BYTES) * count
-        return (self.budgets.checkpoints + self.budgets.mirrors + 1) * one
+                one_bytes += (nbytes + SECTOR_BYTES) * count
+        mirrored = 1 if self.budgets.mirrors else 0
+        written = 1
+        return (self.budgets.checkpoints + mirrored + written) * one_bytes
 
     @property
     def _end_bytes(self) -> int:
@@ -631,7 +658,7 @@ class Plan:
             rates.gpu.check_used(planned=False)
 
     def path_shares(self, rates: Rates) -> tuple[float, ...]:
-        """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
+        """Return the part of all tiles that each path should hold, by `Budgets.path_shares`; the sum is 1.
 
         If shares follow rates, each is large enough that a step moves `MEASURABLE_BYTES` on its path (at most half of
         an even share): a path that was slow for a while is then seen to have recovered.
@@ -647,8 +674,8 @@ class Plan:
     @cached_property
     def largest_tile_bytes(self) -> int:
         """Bytes of the largest tile; 0 without state."""
-        sizes = (n for s in self.layout.subgroups for n, _ in (*s.tile_sizes, *s.weight_tile_sizes))
-        return max(sizes, default=0)
+        sizes = (size for s in self.layout.subgroups for size in (*s.tile_sizes, *s.weight_tile_sizes))
+        return max((nbytes for nbytes, _ in sizes), default=0)
 
     @property
     def checkpoint_buffer_bytes(self) -> int:
@@ -664,7 +691,7 @@ class Plan:
     def table_bytes(self) -> int:
         """Bytes of host memory for segment tables, the norm's block sums, and `FIXED_OVERHEAD_BYTES`."""
         segments = sum(len(subgroup.segments) for subgroup in self.layout.subgroups)
-        blocks = sum(-(-parameter.numel // 4096) for parameter in self.layout.parameters)
+        blocks = sum(-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in self.layout.parameters)
         return FIXED_OVERHEAD_BYTES + 512 * segments + 8 * blocks
 
     @cached_property
@@ -691,135 +718,141 @@ class Plan:
         slots = self.staging_bytes + self.budgets.gradient_bytes + self.budgets.activation_bytes + self.image_bytes
         return self.home_bytes[Home.HOST] + slots + gpu_buffers + self.overhead_bytes
 
+    def __str__(self) -> str:
+        subgroups = self.layout.subgroups
+        largest = max((subgroup.numel for subgroup in subgroups), default=0)
+        numel = sum(parameter.numel for parameter in self.layout.parameters)
+        title = (
+            f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
+            f"{format_count(len(subgroups), 'subgroup')} of at most {largest:,} elements"
+        )
+        lines = [*self._format_lines(), *self._gpu_lines(), *self._host_lines(), *self._storage_lines()]
+        return "\n".join([title, *lines])
+
     def _format_lines(self) -> list[str]:
         """Return lines with the bytes of each state format, if any parameter has another than `exact`."""
         if not self.layout.state.format.rounds:
             return []
         return [
-            f"  {name:<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
-            f"{nbytes / numel:.4g} bytes each"
+            _line(nbytes, f"state of {numel:,} parameters, {nbytes / numel:.4g} bytes each", name)
             for name, (numel, nbytes) in self.layout.formats.items()
         ]
 
-    def __str__(self) -> str:
-        subgroups = self.layout.subgroups
-        state = {home: format_bytes(nbytes) for home, nbytes in self.home_bytes.items()}
-        at_home = {home: format_count(self.homes.count(home), "subgroup") for home in Home}
-        largest = max((subgroup.numel for subgroup in subgroups), default=0)
-        numel = sum(parameter.numel for parameter in self.layout.parameters)
-        lines = [
-            f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
-            f"{format_count(len(subgroups), 'subgroup')} of at most {largest:,} elements",
-            *self._format_lines(),
-            *self._gpu_lines(),
-            f"  host memory  {state[Home.HOST]:>10}  state of {at_home[Home.HOST]} at home there",
-        ]
-        for node, offered in self.budgets.nodes:
+    def _host_lines(self) -> list[str]:
+        """Return the lines about host memory."""
+        at_home = format_count(self.homes.count(Home.HOST), "subgroup")
+        lines = [_line(self.home_bytes[Home.HOST], f"state of {at_home} at home there", "host memory")]
+        for node, offered_bytes in self.budgets.nodes:
             beside = ", as is what follows but for tables and checkpoints" if node == self.buffer_node else ""
-            size, most = format_bytes(self.node_bytes[node]), format_bytes(offered)
-            lines.append(f"               {size:>10}  of that on node{node}, of {most}{beside}")
+            lines.append(
+                _line(self.node_bytes[node], f"of that on node{node}, of {format_bytes(offered_bytes)}{beside}")
+            )
         if self.staging_slots:
-            lines.append(
-                f"               {format_bytes(self.staging_bytes):>10}  staging, {self.staging_slots} slots of "
-                f"{format_bytes(self.slot_bytes)}"
-            )
-        gradients = format_bytes(self.budgets.gradient_bytes)
-        if self.gradient_buffers:
-            size, left = format_bytes(self.gradient_buffer_bytes), format_bytes(self.path_gradient_bytes)
-            buffers = f"{format_count(self.gradient_buffers, 'buffer')} of {size}"
-            lines.append(
-                f"               {gradients:>10}  gradients, {buffers}; {left} leave for the paths in backward"
-            )
-        else:
-            lines.append(f"               {gradients:>10}  gradients (in place of torch's own)")
+            slots = f"staging, {self.staging_slots} slots of {format_bytes(self.slot_bytes)}"
+            lines.append(_line(self.staging_bytes, slots))
+        lines.append(_line(self.budgets.gradient_bytes, self._gradients_in_words()))
         if self.activation_buffers:
             size = format_bytes(self.budgets.activation_tile_bytes)
             buffers = f"{format_count(self.activation_buffers, 'buffer')} of {size}"
-            activations = format_bytes(self.budgets.activation_bytes)
-            lines.append(f"               {activations:>10}  activations, {buffers}; others leave for the paths")
+            lines.append(_line(self.budgets.activation_bytes, f"activations, {buffers}; others leave for the paths"))
         if self.image_bytes:
-            images = format_bytes(self.image_bytes)
-            lines.append(f"               {images:>10}  new weights, where they are made during backward")
+            lines.append(_line(self.image_bytes, "new weights, where they are made during backward"))
         if self.weights_on_gpu:
-            weights = format_bytes(self.weight_slots * self.weight_slot_bytes)
-            lines.append(f"               {weights:>10}  new weights on their way to the GPU")
-        if self.bounce_bytes:
-            lines.append(
-                f"               {format_bytes(self.bounce_bytes):>10}  state at home on the GPU, while it is read"
-            )
-        if self.scratch_bytes:
-            lines.append(f"               {format_bytes(self.scratch_bytes):>10}  updates of whole parameters")
-        if self.brought_bytes:
-            brought = format_bytes(self.brought_bytes)
-            lines.append(f"               {brought:>10}  copies of sharded matrices that this rank updates")
-        if self.checkpoint_buffer_bytes:
-            buffers = format_bytes(self.checkpoint_buffer_bytes)
-            lines.append(f"               {buffers:>10}  checkpoints, while they are copied or loaded")
-        if self.mirror_buffer_bytes:
-            buffers = format_bytes(self.mirror_buffer_bytes)
-            lines.append(f"               {buffers:>10}  checkpoints, while they are mirrored")
-        lines.append(f"               {format_bytes(self.table_bytes):>10}  tables, threads and other overhead")
-        lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
-        if self.staging_slots:
-            lines.append(
-                f"  storage      {state[Home.STREAMED]:>10}  state of {at_home[Home.STREAMED]}, "
-                f"{format_bytes(self.storage_bytes)} with headers and versions in flight"
-            )
-            if self.staging_slots >= self.homes.count(Home.STREAMED):
-                lines.append(f"{'':27}all of it fits the staging slots: steps read and write nothing")
-            for path, share in zip(self.budgets.paths, self.budgets.path_shares(), strict=True):
-                part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
-                lines.append(f"               {part:>10}  on {path.name}")
+            lines.append(_line(self.weight_slots * self.weight_slot_bytes, "new weights on their way to the GPU"))
+        others = (
+            (self.bounce_bytes, "state at home on the GPU, while it is read"),
+            (self.scratch_bytes, "updates of whole parameters"),
+            (self.brought_bytes, "copies of sharded matrices that this rank updates"),
+            (self.checkpoint_buffer_bytes, "checkpoints, while they are copied or loaded"),
+            (self.mirror_buffer_bytes, "checkpoints, while they are mirrored"),
+        )
+        lines += [_line(nbytes, text) for nbytes, text in others if nbytes]
+        lines.append(_line(self.table_bytes, "tables, threads and other overhead"))
+        lines.append(_line(self.host_bytes, "in all"))
+        return lines
+
+    def _gradients_in_words(self) -> str:
+        """Return how gradients lie in host memory."""
+        if not self.gradient_buffers:
+            return "gradients (in place of torch's own)"
+        departing = format_bytes(self.path_gradient_bytes)
+        buffers = f"{format_count(self.gradient_buffers, 'buffer')} of {format_bytes(self.gradient_buffer_bytes)}"
+        return f"gradients, {buffers}; {departing} leave for the paths in backward"
+
+    def _storage_lines(self) -> list[str]:
+        """Return the lines about the paths."""
+        lines = self._streamed_lines() if self.staging_slots else []
         if self.gradient_buffers:
-            left, room = (format_bytes(n) for n in (self.path_gradient_bytes, self.gradient_storage_bytes))
-            lines.append(
-                f"               {left:>10}  gradients, written in backward, read in the step; room for {room}"
-            )
+            room = format_bytes(self.gradient_storage_bytes)
+            text = f"gradients, written in backward, read in the step; room for {room}"
+            lines.append(_line(self.path_gradient_bytes, text))
         if self.activation_buffers:
-            room = format_bytes(self.activation_storage_bytes)
-            lines.append(f"               {room:>10}  activations at most: what state and checkpoints leave")
+            text = "activations at most: what state and checkpoints leave"
+            lines.append(_line(self.activation_storage_bytes, text))
         if self.image_bytes:
-            room = (
+            too_much = (
                 "" if self.has_room_to_speculate else ", which is more than there is: part is updated during backward"
             )
-            size = format_bytes(self.speculative_storage_bytes)
-            lines.append(f"               {size:>10}  versions made during backward, beside the live ones{room}")
+            text = f"versions made during backward, beside the live ones{too_much}"
+            lines.append(_line(self.speculative_storage_bytes, text))
         if self.checkpoint_bytes:
-            room = "" if self.has_room_for_checkpoints else ", which is more than there is"
-            title, size = "" if self.staging_slots else "storage", format_bytes(self.checkpoint_bytes)
-            kept = _checkpoints(self.budgets)
-            lines.append(f"  {title:<12} {size:>10}  at most for {kept}{room}")
-        return "\n".join(lines)
+            too_much = "" if self.has_room_for_checkpoints else ", which is more than there is"
+            title = "" if self.staging_slots else "storage"
+            lines.append(_line(self.checkpoint_bytes, f"at most for {_checkpoints(self.budgets)}{too_much}", title))
+        return lines
 
-    def change_from(self, before: Plan) -> str:
-        """Return in words how many subgroups the GPU updates now, and how many by the plan before."""
-        now, then = (plan.placements.count(Placement.GPU) for plan in (self, before))
-        return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
+    def _streamed_lines(self) -> list[str]:
+        """Return the lines about streamed state."""
+        streamed = self.homes.count(Home.STREAMED)
+        size = format_bytes(self.storage_bytes)
+        text = f"state of {format_count(streamed, 'subgroup')}, {size} with headers and versions in flight"
+        lines = [_line(self.home_bytes[Home.STREAMED], text, "storage")]
+        if self.staging_slots >= streamed:
+            lines.append(_line("", "all of it fits the staging slots: steps read and write nothing"))
+        for path, share in zip(self.budgets.paths, self.budgets.path_shares(), strict=True):
+            lines.append(_line("by rate" if self.budgets.follow_rates else f"{share:.0%}", f"on {path.name}"))
+        return lines
 
     def _gpu_lines(self) -> list[str]:
         """Return the lines about GPU memory."""
-        pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
-        small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
+        others = []
+        if self.piece_buffer_bytes:
+            pieces_bytes = PIECE_BUFFERS * self.piece_buffer_bytes
+            others.append((pieces_bytes, "small tensors on their way to and from the CPU"))
         if Placement.GPU not in self.placements:
             if self.budgets.borrows:
-                small = [f"{format_bytes(0):>10}  staging: the CPU is as fast without", *small]
-            return [f"  GPU memory   {line}" for line in small]
-        home = self.homes.count(Home.GPU)
-        copied = self.placements.count(Placement.GPU) - home
-        staging = format_bytes(self.gpu_staging_bytes)
-        here = format_count(home, "subgroup")
+                others.insert(0, (0, "staging: the CPU is as fast without"))
+            return [_line(nbytes, text, "GPU memory") for nbytes, text in others]
+        at_home = self.homes.count(Home.GPU)
+        copied = self.placements.count(Placement.GPU) - at_home
         slots = f"{self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}"
         if self.budgets.borrows:
-            room = self.budgets.gpu_staging_bytes // self.gpu_slot_bytes
-            slots = f"borrowed from backward's end to forward, {slots} ({room} fit)"
+            fitting = self.budgets.gpu_staging_bytes // self.gpu_slot_bytes
+            slots = f"borrowed from backward's end to forward, {slots} ({fitting} fit)"
+        text = f"staging, {slots}; {copied} of the other subgroups are updated on the GPU"
         return [
-            f"  GPU memory   {format_bytes(self.home_bytes[Home.GPU]):>10}  state of {here} at home there",
-            f"               {staging:>10}  staging, {slots}; {copied} of the other subgroups are updated on the GPU",
-            *(f"{'':15}{line}" for line in small),
+            _line(
+                self.home_bytes[Home.GPU], f"state of {format_count(at_home, 'subgroup')} at home there", "GPU memory"
+            ),
+            _line(self.gpu_staging_bytes, text),
+            *(_line(nbytes, text) for nbytes, text in others),
         ]
+
+    def change_from(self, before: Plan) -> str:
+        """Return in words how many subgroups the GPU updates now, and how many by the plan before."""
+        now = self.placements.count(Placement.GPU)
+        then = before.placements.count(Placement.GPU)
+        return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
+
+
+def _line(size: int | str, text: str, title: str = "") -> str:
+    """Return a line of `Plan.__str__`: a title, a size (or another entry for that column), and what has it."""
+    entry = size if isinstance(size, str) else format_bytes(size)
+    return f"  {title:<12} {entry:>10}  {text}"
 
 
 def _checkpoints(budgets: Budgets) -> str:
+    """Return in words which checkpoints lie on the paths at most."""
     mirrored = ", one being mirrored" if budgets.mirrors else ""
     return f"{format_count(budgets.checkpoints, 'checkpoint')} kept{mirrored} and one being written"
 
@@ -831,10 +864,11 @@ def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:
     """
     needed = 0
     for subgroup in subgroups:
-        item = int(ITEM_BYTES[subgroup.dtype])
-        small = [s.numel for s in subgroup.segments if s.numel * item < LEAST_COPY_BYTES]
-        if len(small) > KERNEL_COPIES:
-            needed = max(needed, sum(-(-numel * item // PIECE_ALIGNMENT) * PIECE_ALIGNMENT for numel in small))
+        item_bytes = int(ITEM_BYTES[subgroup.dtype])
+        sizes = (segment.numel * item_bytes for segment in subgroup.segments)
+        small = [nbytes for nbytes in sizes if nbytes < LEAST_COPY_BYTES]
+        if len(small) > KERNEL_COPIES:  # else a copy each costs no more than the kernel that gathers them
+            needed = max(needed, sum(round_up(nbytes, PIECE_ALIGNMENT) for nbytes in small))
     return min(needed + PIECE_ALIGNMENT, MOST_PIECE_BUFFER_BYTES) if needed else 0
 
 
@@ -870,49 +904,69 @@ def make_plan(
     """
     sizes = layout.subgroup_bytes
     homes, nodes = _homes(sizes, budgets, kept, budgets.nodes if deal is None else deal)
-    asked = itertools.chain(placements, itertools.repeat(Placement.CPU))
-    placed = [Placement.GPU if home is Home.GPU else device for home, device in zip(homes, asked, strict=False)]
-    most_gpu_slots, gpu_slots = gpu_slots, 0
-    if placed.count(Placement.GPU) > homes.count(Home.GPU):
+    wanted = itertools.chain(placements, itertools.repeat(Placement.CPU))
+    placed = tuple(Placement.GPU if home is Home.GPU else device for home, device in zip(homes, wanted, strict=False))
+    planned_gpu_slots = 0
+    if placed.count(Placement.GPU) > homes.count(Home.GPU):  # some are copied there to be updated
         largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not Home.GPU)
-        gpu_slots = min(most_gpu_slots, budgets.gpu_staging_bytes // largest)
-        if gpu_slots < 1:
-            offers = {"GPU staging": budgets.gpu_staging_bytes}
-            raise InfeasiblePlanError(
-                "one staging slot on the GPU", largest, offers, "raise gpu_memory or lower subgroup_numel"
-            )
-    streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is Home.STREAMED]
-    plan = Plan(layout, homes, tuple(placed), 0, 0, budgets, gpu_slots, nodes if budgets.nodes else ())
-    if streamed:
-        slot_bytes = max(*streamed, least_slot_bytes(layout.state))
-        least = max(1, kept.staging_slots if kept else 0)
-        slots = count_staging_slots(budgets, slot_bytes, len(streamed), max(least, staging_slots))
-        if slots < least:
-            # A slot may hold the only copy of its state, so that none can be taken away.
-            what = f"{least} staging slots as large as the largest subgroup" if least > 1 else "one staging slot"
-            offers = {"staging_memory": budgets.staging_bytes or 0}
-            remedy = "raise staging_memory or lower subgroup_numel"
-            raise InfeasiblePlanError(what, least * slot_bytes, offers, remedy)
-        plan = replace(plan, staging_slots=slots, slot_bytes=slot_bytes)
+        planned_gpu_slots = _count_gpu_slots(budgets, largest, gpu_slots)
+    plan = Plan(layout, homes, placed, 0, 0, budgets, planned_gpu_slots, nodes if budgets.nodes else ())
+    plan = _with_staging(plan, kept, staging_slots)
     if plan.slot_counts:
         _refuse_without_room(plan)
-    return _with_checkpoints(plan)
+    _refuse_without_checkpoints(plan)
+    return plan
+
+
+def _count_gpu_slots(budgets: Budgets, slot_bytes: int, most: int) -> int:
+    """Return how many staging slots the GPU has room for, up to `most`; raise if it has room for none."""
+    slots = min(most, budgets.gpu_staging_bytes // slot_bytes)
+    if slots < 1:
+        offers = {"GPU staging": budgets.gpu_staging_bytes}
+        advice = "raise gpu_memory or lower subgroup_numel"
+        raise InfeasiblePlanError("one staging slot on the GPU", slot_bytes, offers, advice)
+    return slots
+
+
+def _with_staging(plan: Plan, kept: Plan | None, staging_slots: int) -> Plan:
+    """Return a plan with staging slots for its streamed subgroups; raise if staging memory holds too few.
+
+    Args:
+        plan: Without staging slots.
+        kept: See `make_plan`.
+        staging_slots: Number of slots if the budgets have no `staging_bytes`.
+    """
+    budgets = plan.budgets
+    sizes = zip(plan.homes, plan.layout.subgroup_bytes, strict=True)
+    streamed = [nbytes for home, nbytes in sizes if home is Home.STREAMED]
+    if not streamed:
+        return plan
+    slot_bytes = max(*streamed, least_slot_bytes(plan.layout.state))
+    # A slot of `kept` may hold the only copy of its state, so that none can be taken away.
+    least = max(1, kept.staging_slots if kept else 0)
+    slots = count_staging_slots(budgets, slot_bytes, len(streamed), max(least, staging_slots))
+    if slots < least:
+        what = f"{least} staging slots as large as the largest subgroup" if least > 1 else "one staging slot"
+        offers = {"staging_memory": budgets.staging_bytes or 0}
+        advice = "raise staging_memory or lower subgroup_numel"
+        raise InfeasiblePlanError(what, least * slot_bytes, offers, advice)
+    return replace(plan, staging_slots=slots, slot_bytes=slot_bytes)
 
 
 def _homes(
     sizes: Sequence[int], budgets: Budgets, kept: Plan | None, deal: Sequence[NodeBudget]
 ) -> tuple[tuple[Home, ...], tuple[int | None, ...]]:
     """Return each subgroup's home, the first tier and node with room (or as `kept` has it), and its memory node."""
-    homes = [(home, kept.node_of(n)) for n, home in enumerate(kept.homes)] if kept else []
-    left: dict[tuple[Home, int | None], float] = {(Home.GPU, None): budgets.gpu_bytes}
+    places = [(home, kept.node_of(number)) for number, home in enumerate(kept.homes)] if kept else []
+    room: dict[tuple[Home, int | None], float] = {(Home.GPU, None): budgets.gpu_bytes}
     for node, nbytes in deal or ((None, budgets.host_bytes),):
-        left[Home.HOST, node] = nbytes
-    left[Home.STREAMED, None] = math.inf
+        room[Home.HOST, node] = nbytes
+    room[Home.STREAMED, None] = math.inf
     for number, nbytes in enumerate(sizes):
-        if number == len(homes):
-            homes.append(next(home for home, room in left.items() if nbytes <= room))
-        left[homes[number]] -= nbytes
-    return tuple(home for home, _ in homes), tuple(node for _, node in homes)
+        if number == len(places):
+            places.append(next(place for place, left in room.items() if nbytes <= left))
+        room[places[number]] -= nbytes
+    return tuple(home for home, _ in places), tuple(node for _, node in places)
 
 
 def count_staging_slots(budgets: Budgets, slot_bytes: int, streamed: int, wanted: int = DEFAULT_STAGING_SLOTS) -> int:
@@ -935,11 +989,9 @@ _WHO_NEEDS_STORES = "`offload gc --dry-run PATH` says which checkpoints need wha
 def _refuse_without_room(plan: Plan) -> None:
     """Raise if the paths have too little room for a plan's streamed state."""
     budgets = plan.budgets
-    offers = {
-        **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
-        "host_memory": budgets.host_bytes,
-        **{path.name: path.available_bytes for path in budgets.paths},
-    }
+    offers = {"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}
+    offers["host_memory"] = budgets.host_bytes
+    offers |= {path.name: path.available_bytes for path in budgets.paths}
     if not budgets.paths:
         raise InfeasiblePlanError(
             "the optimizer state", plan.state_bytes, offers, "raise host_memory or give paths to stream from"
@@ -955,21 +1007,18 @@ def _refuse_without_room(plan: Plan) -> None:
         raise InfeasiblePlanError(what, needed, offers, advice)
 
 
-def _with_checkpoints(plan: Plan) -> Plan:
-    """Return the plan; raise if it has no room for checkpoints although the budgets require that."""
+def _refuse_without_checkpoints(plan: Plan) -> None:
+    """Raise if a plan has no room for checkpoints although the budgets require that."""
     budgets = plan.budgets
-    if budgets.checkpoints_required and not plan.has_room_for_checkpoints:
-        offers = {path.name: path.available_bytes for path in budgets.paths}
-        advice = "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)"
-        if budgets.leftover_bytes:
-            offers["stores of ended sessions"] = budgets.leftover_bytes
-            advice += f"; {_WHO_NEEDS_STORES}"
-        raise InfeasiblePlanError(
-            f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
-            f"{format_bytes(plan.checkpoint_bytes)} for "
-            f"{_checkpoints(budgets)})",
-            plan.needed_with_checkpoints,
-            offers,
-            advice,
-        )
-    return plan
+    if not budgets.checkpoints_required or plan.has_room_for_checkpoints:
+        return
+    offers = {path.name: path.available_bytes for path in budgets.paths}
+    advice = "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)"
+    if budgets.leftover_bytes:
+        offers["stores of ended sessions"] = budgets.leftover_bytes
+        advice += f"; {_WHO_NEEDS_STORES}"
+    what = (
+        f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
+        f"{format_bytes(plan.checkpoint_bytes)} for {_checkpoints(budgets)})"
+    )
+    raise InfeasiblePlanError(what, plan.needed_with_checkpoints, offers, advice)

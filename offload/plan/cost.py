@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from offload.plan.budget import Home, Placement, Plan
-from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, Rates
+from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, PathRates, Rates, Slowness
 
 BISECTIONS = 7
 
@@ -59,62 +60,105 @@ class SubgroupSum:
     nbytes: float = 0
 
 
+class ByDevice(NamedTuple):
+    """Subgroups of one kind of home, by the device that updates them."""
+
+    on_cpu: SubgroupSum
+    on_gpu: SubgroupSum
+
+
+class LaneWork(NamedTuple):
+    """What one lane does in a step: the bytes (of its own, or of the memory traffic it causes), and its seconds."""
+
+    nbytes: float
+    busy_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Mix:
     """What matters of a plan: how many subgroups, and how many bytes, of each kind.
 
     Attributes:
-        streamed: Parts of the streamed state, (updated on the CPU, updated on the GPU).
-        host: Parts of the state at home in host memory, likewise.
+        streamed: The streamed state.
+        host: The state at home in host memory.
         gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
         fetched_gradient_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
-        slots: Staging slots in host memory.
+        staging_slots: Staging slots in host memory.
         gpu_slots: Staging slots on the GPU.
-        left_bytes: Gradients that are read from the paths in the step.
-        tiles: Tiles of a mean streamed subgroup.
-        segments: Segments of a mean subgroup.
-        nodes: Parts of what `host` has, likewise, by the memory node of their homes; empty where that is of one kind.
+        path_gradient_bytes: Gradients that are read from the paths in the step.
+        mean_tiles: Tiles of a mean streamed subgroup.
+        mean_segments: Segments of a mean subgroup.
+        nodes: What `host` has, by the memory node of the homes; empty where there is only one node.
     """
 
-    streamed: tuple[SubgroupSum, SubgroupSum]
-    host: tuple[SubgroupSum, SubgroupSum]
+    streamed: ByDevice
+    host: ByDevice
     gpu: SubgroupSum
     pushed_bytes: float
     fetched_gradient_bytes: float
-    slots: int
+    staging_slots: int
     gpu_slots: int
-    left_bytes: float
-    tiles: float
-    segments: float
-    nodes: Mapping[int, tuple[SubgroupSum, SubgroupSum]] = field(default_factory=dict)
+    path_gradient_bytes: float
+    mean_tiles: float
+    mean_segments: float
+    nodes: Mapping[int, ByDevice] = field(default_factory=dict)
+
+    @property
+    def count_on_cpu(self) -> int:
+        """Number of subgroups that the CPU updates."""
+        return self.streamed.on_cpu.count + self.host.on_cpu.count
+
+    @property
+    def copied_count(self) -> int:
+        """Number of subgroups that pass through the GPU's staging slots: updated there, at home elsewhere."""
+        return self.streamed.on_gpu.count + self.host.on_gpu.count
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes of state that is copied to the GPU, updated there, and copied back."""
+        return self.streamed.on_gpu.nbytes + self.host.on_gpu.nbytes
 
 
 def mix_of(plan: Plan) -> Mix:
-    """Return what `estimate` needs to know of a plan."""
+    """Sum up a plan's subgroups: all that `estimate_mix` needs to know of the plan."""
     subgroups = plan.layout.subgroups
 
-    def part(home: Home | int, placement: Placement, homes: Sequence[Home | int | None] = plan.homes) -> SubgroupSum:
+    def sum_of(homes: Sequence[Home | int | None], home: Home | int, placement: Placement) -> SubgroupSum:
+        """Add up the subgroups that one device updates, of one home in `homes` (or of one node in `plan.nodes`)."""
         kinds = zip(homes, plan.placements, subgroups, strict=True)
         sizes = [s.state_bytes for where, device, s in kinds if where == home and device == placement]
         return SubgroupSum(len(sizes), sum(sizes))
 
-    (_, gpu), host, streamed = ((part(home, Placement.CPU), part(home, Placement.GPU)) for home in Home)
-    on_cpu = [number for number in range(len(subgroups)) if not plan.updates_on_gpu(number)]
-    pushed_bytes, brought_bytes = sum(map(plan.passing_bytes, on_cpu)), sum(map(plan.leaving_bytes, on_cpu))
-    tiles = sum(s.tile_count for s in subgroups if not plan.is_resident(s.index))
-    mean_tiles = tiles / max(plan.homes.count(Home.STREAMED), 1)
-    segments = sum(len(s.segments) for s in subgroups) / max(len(subgroups), 1)
-    slots = plan.staging_slots, plan.gpu_slots
-    left_bytes = plan.path_gradient_bytes
-    nodes = {n: (part(n, Placement.CPU, plan.nodes), part(n, Placement.GPU, plan.nodes)) for n in plan.node_bytes}
-    return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, left_bytes, mean_tiles, segments, nodes)
+    def by_device(homes: Sequence[Home | int | None], home: Home | int) -> ByDevice:
+        """Add up the subgroups of one home (or node) by the device that updates them."""
+        return ByDevice(sum_of(homes, home, Placement.CPU), sum_of(homes, home, Placement.GPU))
+
+    updated_on_cpu = [number for number in range(len(subgroups)) if not plan.updates_on_gpu(number)]
+    streamed_tiles = sum(s.tile_count for s in subgroups if not plan.is_resident(s.index))
+    segments = sum(len(s.segments) for s in subgroups)
+    return Mix(
+        streamed=by_device(plan.homes, Home.STREAMED),
+        host=by_device(plan.homes, Home.HOST),
+        gpu=sum_of(plan.homes, Home.GPU, Placement.GPU),
+        pushed_bytes=sum(map(plan.passing_bytes, updated_on_cpu)),
+        fetched_gradient_bytes=sum(map(plan.leaving_bytes, updated_on_cpu)),
+        staging_slots=plan.staging_slots,
+        gpu_slots=plan.gpu_slots,
+        path_gradient_bytes=plan.path_gradient_bytes,
+        mean_tiles=streamed_tiles / max(plan.homes.count(Home.STREAMED), 1),
+        mean_segments=segments / max(len(subgroups), 1),
+        nodes={node: by_device(plan.nodes, node) for node in plan.node_bytes},
+    )
 
 
 def in_step(mix: Mix, rates: Rates) -> Rates:
-    """Return rates by which the link to the GPU works in a step: each direction beside the other, or alone."""
-    copied = mix.streamed[1].nbytes + mix.host[1].nbytes
-    gpu = rates.gpu.copying(copied + mix.pushed_bytes, copied + mix.fetched_gradient_bytes)
+    """Return rates whose link to the GPU has the mean rates of a step: directions run beside each other, then alone.
+
+    The directions have different amounts to copy. So one goes on alone, and faster, when the other has ended.
+    """
+    to_gpu_bytes = mix.copied_bytes + mix.pushed_bytes
+    gpu = rates.gpu.copying(to_gpu_bytes, mix.copied_bytes + mix.fetched_gradient_bytes)
     return rates if gpu is rates.gpu else replace(rates, gpu=gpu)
 
 
@@ -128,13 +172,14 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
 
     With S streamed subgroups and A staging slots, M = S - A subgroups go out and as many come in. A mean subgroup
     takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A slot goes through update,
-    flush and fetch in turn, the engine reacting in between, so subgroups come back every max(r, w, what each device
-    and link needs for one, (u + w + r + reactions) / A) seconds, after the first has gone all the way; the last one
-    is then updated. A path of one bandwidth for both directions needs r + w for one; a slot waits for w and r as they
-    are alone: with few slots, directions seldom meet. On a path that serves several transfers at once, as many slots
-    are flushed, and fetched, together: they come back one update after the other, and the first has waited for nearly
-    all. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait its turn. What
-    passes through the GPU's own slots is a pipeline of the same form.
+    flush and fetch in turn, and the engine reacts in between. So the first subgroup comes back after u + w + r +
+    reactions, and the others every max(r, w, what each device and link needs for one, (u + w + r + reactions) / A)
+    seconds. The last one is then updated. A path of one bandwidth for both directions needs r + w for one. But a slot
+    waits for w and r as they are alone: with few slots, directions seldom meet. On a path that serves several
+    transfers at once, as many slots are flushed, and fetched, together: they come back one update after the other,
+    and the first has waited for nearly all. Resident subgroups fill the waits of the CPU; while they last, a streamed
+    one that comes back has to wait for its turn. What passes through the GPU's own slots is a pipeline of the same
+    form.
 
     Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
     in which those are busy, which is found by bisection.
@@ -144,31 +189,26 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         shares: The part of all tiles on each path.
         rates: Speed of every lane.
     """
-    slower_bytes = -mix.host[0].nbytes
-    mix, rates = _on_fastest(mix, rates), in_step(mix, rates)
-    slower_bytes += mix.host[0].nbytes
-    lanes = _lanes(mix, shares, rates)
+    real_mix = mix
+    mix = _on_fastest(real_mix, rates)
+    rates = in_step(real_mix, rates)
+    lanes = _lane_work(mix, shares, rates)
     costs = {
         **{f"{verb}:{n}": path.memory_cost for n, path in enumerate(rates.paths) for verb in ("read", "write")},
         **{lane: cost for lane, (_, cost) in rates.gpu.lanes.items()},
     }
-    traffic = {lane: (lanes[lane][0] * cost, lanes[lane][1]) for lane, cost in costs.items()}
-    # While the CPU still works, the last copies out are not behind the step.
-    copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.fetched_gradient_bytes
-    traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
-    beside = _beside(traffic)
-    step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
-    if _mean_speed(rates, beside, span_s) < 1:
-        # The slower the updates, the longer the step, and the thinner the other traffic: one speed fits.
-        slow, fast = LEAST_CPU_SPEED, 1.0
-        for _ in range(BISECTIONS):
-            speed = (slow + fast) / 2
-            step_s, span_s = _step_s(mix, shares, rates, lanes, speed)
-            slow, fast = (speed, fast) if _mean_speed(rates, beside, span_s) > speed else (slow, speed)
-    lane_s = {lane: seconds for lane, (_, seconds) in lanes.items()}
+    traffic = {lane: LaneWork(lanes[lane].nbytes * cost, lanes[lane].busy_s) for lane, cost in costs.items()}
+    # `_lane_work` leaves out the last copies from the GPU, which go on behind the step. While the CPU still works,
+    # they are not behind it: they take memory bandwidth from the CPU like all others.
+    outward = mix.copied_bytes + mix.fetched_gradient_bytes
+    traffic["d2h"] = LaneWork(outward * rates.gpu.memory_cost, outward / rates.gpu.d2h_bytes_per_s)
+    step_s = _slowed_step_s(mix, shares, rates, lanes, _traffic_by_direction(traffic))
+    lane_s = {lane: work.busy_s for lane, work in lanes.items()}
     if rates.memory_bytes_per_s != math.inf:
-        moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
-        updated_bytes = lanes["cpu"][0] - slower_bytes
+        moved_bytes = sum(lanes[lane].nbytes * cost for lane, cost in costs.items())
+        # State on slower nodes is counted as more bytes by `_on_fastest`; the memory moves only the real ones.
+        slower_bytes = mix.host.on_cpu.nbytes - real_mix.host.on_cpu.nbytes
+        updated_bytes = lanes["cpu"].nbytes - slower_bytes
         lane_s["memory"] = (updated_bytes * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
         step_s = max(step_s, lane_s["memory"])
     if rates.operation_s or rates.begin_s or rates.gpu.call_s:
@@ -177,179 +217,361 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     return Estimate(step_s, lane_s)
 
 
+def _slowed_step_s(
+    mix: Mix,
+    shares: tuple[float, ...],
+    rates: Rates,
+    lanes: Mapping[str, LaneWork],
+    traffic: Sequence[LaneWork],
+) -> float:
+    """Return the seconds of a step whose CPU is slowed down by the other lanes' memory traffic.
+
+    The slower the CPU, the longer the step, and the thinner the traffic, which slows the CPU less: one speed fits.
+    Bisection finds it.
+    """
+    step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
+    if _mean_speed(rates, traffic, span_s) >= 1:
+        return step_s
+    slow, fast = LEAST_CPU_SPEED, 1.0
+    for _ in range(BISECTIONS):
+        speed = (slow + fast) / 2
+        step_s, span_s = _step_s(mix, shares, rates, lanes, speed)
+        if _mean_speed(rates, traffic, span_s) > speed:
+            slow = speed
+        else:
+            fast = speed
+    return step_s
+
+
 def slower(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
-    """Return how many times as long as on the fastest memory node work on homes takes, by lane and subgroup."""
+    """Return how many times as long work on a subgroup's home takes as on the fastest memory node.
+
+    By lane and subgroup; only for subgroups that have a home on a memory node.
+    """
     slowness = rates.slowness(plan.node_bytes)
-    found: dict[tuple[str, int], float] = {}
+    factors: dict[tuple[str, int], float] = {}
     for number, node in enumerate(plan.nodes):
         if node in slowness:
-            update, copy = slowness[node]
-            found |= {("cpu", number): update, ("h2d", number): copy, ("d2h", number): copy}
-    return found
+            of_node = slowness[node]
+            factors |= {("cpu", number): of_node.update}
+            factors |= {("h2d", number): of_node.copy, ("d2h", number): of_node.copy}
+    return factors
 
 
 def _on_fastest(mix: Mix, rates: Rates) -> Mix:
-    """Return a mix of so many bytes on the fastest memory node as take the time of those that lie on slower ones."""
-    slowness, host = rates.slowness(mix.nodes), list(mix.host)
-    for node, parts in mix.nodes.items():
-        for n, (part, times) in enumerate(zip(parts, slowness.get(node, (1.0, 1.0)), strict=True)):
-            host[n] = SubgroupSum(host[n].count, host[n].nbytes + part.nbytes * (times - 1))
-    return replace(mix, host=(host[0], host[1])) if mix.nodes else mix
+    """Return a mix with all homes on the fastest memory node, and more bytes of state instead of slower nodes.
+
+    So many more that they take the time which the state takes where it lies.
+    """
+    if not mix.nodes:
+        return mix
+    slowness = rates.slowness(mix.nodes)
+    on_cpu, on_gpu = mix.host
+    for node, part in mix.nodes.items():
+        of_node = slowness.get(node, Slowness(1.0, 1.0))
+        on_cpu = SubgroupSum(on_cpu.count, on_cpu.nbytes + part.on_cpu.nbytes * (of_node.update - 1))
+        on_gpu = SubgroupSum(on_gpu.count, on_gpu.nbytes + part.on_gpu.nbytes * (of_node.copy - 1))
+    return replace(mix, host=ByDevice(on_cpu, on_gpu))
 
 
-def _beside(traffic: Mapping[str, tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return memory traffic in bytes, and busy seconds, of all reads, of all writes and of each way of the link."""
-    groups = [[each for lane, each in traffic.items() if lane.startswith(v)] for v in ("read", "write", "h2d", "d2h")]
-    busy = [[(nbytes, busy_s) for nbytes, busy_s in group if busy_s] for group in groups]
-    return [(sum(nbytes for nbytes, _ in group), max(busy_s for _, busy_s in group)) for group in busy if group]
+def _traffic_by_direction(traffic: Mapping[str, LaneWork]) -> list[LaneWork]:
+    """Return the memory traffic of all reads, of all writes, and of each direction of the link.
+
+    All reads count as one lane, which is busy for as long as the busiest of them; so do all writes.
+    """
+    groups = [
+        [work for lane, work in traffic.items() if lane.startswith(kind) and work.busy_s]
+        for kind in ("read", "write", "h2d", "d2h")
+    ]
+    return [
+        LaneWork(sum(work.nbytes for work in group), max(work.busy_s for work in group)) for group in groups if group
+    ]
 
 
-def _mean_speed(rates: Rates, beside: Sequence[tuple[float, float]], span_s: float) -> float:
-    """Return the mean part of its rate that the CPU keeps while other lanes come and go, each for itself.
+def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> float:
+    """Return the mean part of its rate that the CPU keeps beside the other lanes' memory traffic.
+
+    Each lane is taken as busy for a part of the time, independently of the others. So each combination of busy lanes
+    has a probability, and a traffic per second.
 
     Args:
         rates: Speed of every lane.
-        beside: Their bytes of memory traffic and the seconds in which they are busy.
+        traffic: Bytes of memory traffic, and the seconds in which lanes are busy with them.
         span_s: The time that all this takes.
     """
-    states = [(1.0, 0.0)]  # probability and traffic per second
-    for nbytes, busy_s in beside if span_s else ():
+    combinations = [(1.0, 0.0)]  # probability and traffic per second
+    for nbytes, busy_s in traffic if span_s else ():
         active = min(1.0, busy_s / span_s)
-        demand, rest = nbytes / (active * span_s), 1 - active
-        states = [state for p, d in states for state in ((p * rest, d), (p * active, d + demand)) if state[0] > 0]
-    return sum(p * rates.cpu_speed(d) for p, d in states)
+        idle = 1 - active
+        added = nbytes / (active * span_s)
+        both = (
+            pair
+            for probability, demand in combinations
+            for pair in ((probability * idle, demand), (probability * active, demand + added))
+        )
+        combinations = [(probability, demand) for probability, demand in both if probability > 0]
+    return sum(probability * rates.cpu_speed(demand) for probability, demand in combinations)
 
 
 def _engine_s(mix: Mix, rates: Rates) -> float:
-    """Return what the engine's thread does in a step, which is one thing after the other."""
-    on_cpu, copied = (mix.streamed[n].count + mix.host[n].count for n in (0, 1))
+    """Return what the engine's thread does in a step, which is one thing after the other.
+
+    For each subgroup on the CPU an update, and with weights on a GPU also a push and its awaiting; for each that is
+    copied to the GPU two copies and an update; for each tile on a path a read and a write.
+    """
+    on_cpu, copied = mix.count_on_cpu, mix.copied_count
     moved, _ = _moved(mix)
-    operations = on_cpu * (3 if mix.pushed_bytes else 1) + 3 * copied + mix.gpu.count + 2 * moved * mix.tiles
-    passing = (mix.pushed_bytes > 0) + (mix.fetched_gradient_bytes > 0)
-    calls = CALLS * (3 * copied + mix.gpu.count) + passing * on_cpu * (PASSING_CALLS + mix.segments)
+    operations_each = 3 if mix.pushed_bytes else 1
+    operations = on_cpu * operations_each + 3 * copied + mix.gpu.count + 2 * moved * mix.mean_tiles
+    passing = (mix.pushed_bytes > 0) + (mix.fetched_gradient_bytes > 0)  # directions: weights out, gradients in
+    calls = CALLS * (3 * copied + mix.gpu.count) + passing * on_cpu * (PASSING_CALLS + mix.mean_segments)
     return operations * rates.operation_s + calls * rates.gpu.call_s
 
 
 def _moved(mix: Mix) -> tuple[int, float]:
-    """Return how many subgroups a step flushes and fetches, and the bytes of a mean one."""
-    count = mix.streamed[0].count + mix.streamed[1].count
-    nbytes = mix.streamed[0].nbytes + mix.streamed[1].nbytes
-    return max(count - mix.slots, 0), nbytes / count if count else 0.0
+    """Return how many subgroups a step flushes and fetches, and the bytes of a mean one.
+
+    As many as there are staging slots stay in these from step to step.
+    """
+    count = mix.streamed.on_cpu.count + mix.streamed.on_gpu.count
+    nbytes = mix.streamed.on_cpu.nbytes + mix.streamed.on_gpu.nbytes
+    return max(count - mix.staging_slots, 0), nbytes / count if count else 0.0
 
 
-def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple[float, float]]:
-    """Return each lane's bytes and seconds."""
-    on_cpu = mix.streamed[0].nbytes + mix.host[0].nbytes
-    copied = mix.streamed[1].nbytes + mix.host[1].nbytes
-    lanes = {"cpu": (float(on_cpu), on_cpu / rates.cpu_bytes_per_s)}
-    # The last ones are copied out behind the step.
-    count = mix.streamed[1].count + mix.host[1].count
-    outward = copied * max(0, count - mix.gpu_slots) / max(count, 1) + mix.fetched_gradient_bytes
-    on_gpu = {"gpu": copied + mix.gpu.nbytes, "h2d": copied + mix.pushed_bytes, "d2h": outward}
-    lanes |= {lane: (on_gpu[lane], on_gpu[lane] / rate) for lane, (rate, _) in rates.gpu.lanes.items()}
-    moved, mean_bytes = _moved(mix)
+def _lane_work(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, LaneWork]:
+    """Return what each lane does, by name."""
+    cpu_bytes = mix.streamed.on_cpu.nbytes + mix.host.on_cpu.nbytes
+    lanes = {"cpu": LaneWork(float(cpu_bytes), cpu_bytes / rates.cpu_bytes_per_s)}
+    # When the step ends, the last `gpu_slots` subgroups are still on the GPU: their copies out are behind the step.
+    count = mix.copied_count
+    copied_out = mix.copied_bytes * max(0, count - mix.gpu_slots) / max(count, 1)
+    bytes_of = {
+        "gpu": mix.copied_bytes + mix.gpu.nbytes,
+        "h2d": mix.copied_bytes + mix.pushed_bytes,
+        "d2h": copied_out + mix.fetched_gradient_bytes,
+    }
+    lanes |= {lane: LaneWork(bytes_of[lane], bytes_of[lane] / rate) for lane, (rate, _) in rates.gpu.lanes.items()}
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
-        nbytes, latency_s = moved * mean_bytes * share, moved * mix.tiles * share * path.latency_s
-        left_bytes = mix.left_bytes * share
-        left_s = left_bytes / path.read.alone
-        lanes[f"read:{number}"] = nbytes + left_bytes, latency_s + nbytes / path.read.alone + left_s
-        lanes[f"write:{number}"] = nbytes, latency_s + nbytes / path.write.alone
-        if path.is_half_duplex:
-            both_s = latency_s + nbytes / path.each_way_bytes_per_s + left_s
-            lanes[f"path:{number}"] = 2 * nbytes + left_bytes, both_s
+        lanes |= _path_work(mix, number, share, path)
     return lanes
 
 
+def _path_work(mix: Mix, number: int, share: float, path: PathRates) -> dict[str, LaneWork]:
+    """Return what the lanes of one path do, which has this share of all tiles."""
+    moved, mean_bytes = _moved(mix)
+    state_bytes = moved * mean_bytes * share
+    latency_s = moved * mix.mean_tiles * share * path.latency_s
+    gradient_bytes = mix.path_gradient_bytes * share
+    gradients_s = gradient_bytes / path.read.alone
+    read_s = latency_s + state_bytes / path.read.alone + gradients_s
+    write_s = latency_s + state_bytes / path.write.alone
+    lanes = {
+        f"read:{number}": LaneWork(state_bytes + gradient_bytes, read_s),
+        f"write:{number}": LaneWork(state_bytes, write_s),
+    }
+    if path.is_half_duplex:
+        both_s = latency_s + state_bytes / path.each_way_bytes_per_s + gradients_s
+        lanes[f"path:{number}"] = LaneWork(2 * state_bytes + gradient_bytes, both_s)
+    return lanes
+
+
+class _GpuSeconds(NamedTuple):
+    """Seconds of state on the GPU, of a byte or of a subgroup: copied there, updated, copied back."""
+
+    in_s: float
+    update_s: float
+    out_s: float
+
+    @property
+    def chain_s(self) -> float:
+        """Seconds of all three, one after the other."""
+        return self.in_s + self.update_s + self.out_s
+
+    def times(self, nbytes: float) -> _GpuSeconds:
+        """Return the seconds of so many bytes."""
+        return _GpuSeconds(nbytes * self.in_s, nbytes * self.update_s, nbytes * self.out_s)
+
+
 def _step_s(
-    mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: dict[str, tuple[float, float]], speed: float
+    mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], speed: float
 ) -> tuple[float, float]:
     """Return the seconds of a step, and of the part of it in which state is on its way.
 
+    Three chains of work run beside each other, and the longest one ends the step: all updates of the CPU; streamed
+    state through the staging slots (`_pipeline_s`); and the GPU (`_gpu_s`).
+
     Args:
-        speed: Part of its own rate that the CPU's update keeps meanwhile.
+        speed: Part of its own rate that the CPU's update keeps while state is on its way.
     """
-    gpu, cpu_s_per_byte = rates.gpu, 1 / (rates.cpu_bytes_per_s * speed)
-    in_s, up_s, out_s = 1 / gpu.h2d_bytes_per_s, 1 / gpu.update_bytes_per_s, 1 / gpu.d2h_bytes_per_s
-    on_cpu = mix.streamed[0].count + mix.host[0].count
-    push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
-    bring_s = mix.fetched_gradient_bytes / on_cpu * out_s if on_cpu else 0.0
-    gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s, bring_s, rates.reaction_s)
-    moved, mean_bytes = _moved(mix)
+    gpu = rates.gpu
+    per_byte = _GpuSeconds(1 / gpu.h2d_bytes_per_s, 1 / gpu.update_bytes_per_s, 1 / gpu.d2h_bytes_per_s)
+    cpu_s_per_byte = 1 / (rates.cpu_bytes_per_s * speed)
+    on_cpu = mix.count_on_cpu
+    push_s = mix.pushed_bytes / on_cpu * per_byte.in_s if on_cpu else 0.0  # of one subgroup's weights
+    fetch_s = mix.fetched_gradient_bytes / on_cpu * per_byte.out_s if on_cpu else 0.0  # of one subgroup's gradients
+    gpu_s = _gpu_s(mix, per_byte, push_s, fetch_s, rates.reaction_s)
     pipeline_s = last_s = 0.0
+    moved, mean_bytes = _moved(mix)
     if moved:
-        streamed = mix.streamed[0].count + mix.streamed[1].count
-        read_s = max(lanes[f"read:{number}"][1] for number in range(len(shares))) / moved
-        write_s = max(lanes[f"write:{number}"][1] for number in range(len(shares))) / moved
-        path_s = max(seconds for lane, (_, seconds) in lanes.items() if lane.startswith(PATH_LANES)) / moved
-        on_gpu = mix.streamed[1].count / streamed
-        update_s = mean_bytes * cpu_s_per_byte
-        chain_s = mean_bytes * (in_s + up_s + out_s)
-        last_s = max((on_gpu < 1) * (update_s + push_s), (on_gpu > 0) * mean_bytes * (in_s + up_s))
-        # The engine's thread starts tile after tile, and the first is on its way meanwhile.
-        starts_s, tiles = rates.operation_s, max(mix.tiles, 1.0)
-        engine_s = 3 * rates.reaction_s + starts_s
-        engine_s += sum(max(starts_s, tiles * starts_s - s * (1 - 1 / tiles)) for s in (write_s, read_s))
-        away_s = write_s + read_s + engine_s
-        worked_s = (1 - on_gpu) * update_s + on_gpu * chain_s
-        work_s = max((1 - on_gpu) * update_s, on_gpu * mean_bytes * max(up_s, in_s, out_s))
-        round_s, together = worked_s + away_s, 1.0
-        for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
-            so_many = max(1.0, min(path.at_once / max(mix.tiles * share, 1.0), mix.slots, moved))
-            moved_s = (lanes[f"read:{number}"][1] + lanes[f"write:{number}"][1]) / moved
-            so_s = worked_s + so_many * moved_s - 2 * (so_many - 1) * work_s + engine_s
-            if so_s > round_s:
-                round_s, together = so_s, so_many
-        every_s = max(
-            path_s,
-            work_s,
-            on_gpu * (chain_s + rates.reaction_s) / max(mix.gpu_slots, 1),
-            round_s / mix.slots,
-        )
-        # While resident subgroups last, one that comes back finds the device at work on one and others handed over.
-        copy_s = mean_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
-        behind = (
-            (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.host[0].nbytes),
-            (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.host[1].nbytes),
-        )
-        hindrance_s = 0.0
-        for part, wait_s, each_s, resident_bytes in behind:
-            hindered_s = max(every_s, (round_s + part * wait_s) / mix.slots)
-            spare_s = hindered_s - part * each_s
-            if part and spare_s > 0:
-                lasts = resident_bytes / mean_bytes * each_s / spare_s
-                hindrance_s += min(moved, int(lasts)) * (hindered_s - every_s)
-        pipeline_s = round_s + (moved - together) * every_s + (together - 1) * work_s + hindrance_s
-    elif mix.left_bytes:
-        pipeline_s = max(seconds for lane, (_, seconds) in lanes.items() if lane.startswith("read"))
-    # What the CPU has not done by then, it does at its full speed.
+        turn = _turn(mix, rates, lanes, per_byte, cpu_s_per_byte)
+        pipeline_s = _pipeline_s(mix, shares, rates, lanes, turn)
+        # The last one is fetched, and then updated.
+        last_on_cpu_s = turn.update_s + push_s if turn.gpu_part < 1 else 0.0
+        last_on_gpu_s = mean_bytes * (per_byte.in_s + per_byte.update_s) if turn.gpu_part > 0 else 0.0
+        last_s = max(last_on_cpu_s, last_on_gpu_s)
+    elif mix.path_gradient_bytes:
+        pipeline_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith("read"))
     span_s = max(pipeline_s, gpu_s)
-    cpu_s = lanes["cpu"][0] * cpu_s_per_byte
-    if cpu_s > span_s:
+    cpu_s = lanes["cpu"].nbytes * cpu_s_per_byte
+    if cpu_s > span_s:  # what the CPU has not done by then, it does at its full speed
         cpu_s = span_s + (cpu_s - span_s) * speed
-    ends_s = max(bring_s + cpu_s + push_s, pipeline_s + last_s, gpu_s)
+    ends_s = max(fetch_s + cpu_s + push_s, pipeline_s + last_s, gpu_s)
     return ends_s + 2 * rates.reaction_s + rates.begin_s, span_s
 
 
-def _gpu_s(
-    mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float, bring_s: float, reaction_s: float
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the turn of a mean streamed subgroup takes: updated, flushed, and another one fetched to its slot.
+
+    Attributes:
+        gpu_part: The part of streamed subgroups that the GPU updates.
+        update_s: An update on the CPU.
+        chain_s: A copy to the GPU, an update there and a copy back.
+        busiest_s: For one subgroup of the mean, the time of the busiest of CPU, GPU and the link's directions.
+        read_s: Its reads, on the path where these take longest.
+        write_s: Its writes, likewise.
+        engine_s: What the engine adds: its reactions, and its thread's starts of operations.
+    """
+
+    gpu_part: float
+    update_s: float
+    chain_s: float
+    busiest_s: float
+    read_s: float
+    write_s: float
+    engine_s: float
+
+    @property
+    def worked_s(self) -> float:
+        """The mean time of its update, on the CPU or on the GPU with the copies."""
+        return (1 - self.gpu_part) * self.update_s + self.gpu_part * self.chain_s
+
+    @property
+    def away_s(self) -> float:
+        """The time from the end of an update in a slot until that slot's next subgroup has been fetched."""
+        return self.write_s + self.read_s + self.engine_s
+
+
+def _turn(
+    mix: Mix, rates: Rates, lanes: Mapping[str, LaneWork], per_byte: _GpuSeconds, cpu_s_per_byte: float
+) -> _Turn:
+    """Return what the turn of a mean streamed subgroup takes. Call it only if a step moves at least one."""
+    moved, mean_bytes = _moved(mix)
+    paths = range(len(rates.paths))
+    read_s = max(lanes[f"read:{number}"].busy_s for number in paths) / moved
+    write_s = max(lanes[f"write:{number}"].busy_s for number in paths) / moved
+    gpu_part = mix.streamed.on_gpu.count / (mix.streamed.on_cpu.count + mix.streamed.on_gpu.count)
+    update_s = mean_bytes * cpu_s_per_byte
+    busiest_s = max((1 - gpu_part) * update_s, gpu_part * mean_bytes * max(per_byte))
+    # Reactions to the ends of update, flush and fetch, and the start of the update. The thread starts tile after
+    # tile, while the first is on its way: only what takes longer than the transfer is added.
+    tiles = max(mix.mean_tiles, 1.0)
+    start_s = rates.operation_s  # of one operation
+    engine_s = 3 * rates.reaction_s + start_s
+    engine_s += sum(max(start_s, tiles * start_s - io_s * (1 - 1 / tiles)) for io_s in (write_s, read_s))
+    return _Turn(gpu_part, update_s, mean_bytes * per_byte.chain_s, busiest_s, read_s, write_s, engine_s)
+
+
+def _pipeline_s(
+    mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], turn: _Turn
 ) -> float:
+    """Return when the last streamed subgroup has been fetched; `estimate_mix` has the model.
+
+    The first comes back after a whole round, the others every `every_s` after it; those that move together with the
+    first come back as fast as they are updated.
+    """
+    moved, _ = _moved(mix)
+    round_s, together = _round(mix, shares, rates, lanes, turn)
+    path_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith(PATH_LANES)) / moved
+    gpu_round_s = turn.gpu_part * (turn.chain_s + rates.reaction_s)
+    every_s = max(path_s, turn.busiest_s, gpu_round_s / max(mix.gpu_slots, 1), round_s / mix.staging_slots)
+    hindrance_s = _hindrance_s(mix, rates, turn, round_s, every_s)
+    return round_s + (moved - together) * every_s + (together - 1) * turn.busiest_s + hindrance_s
+
+
+def _round(
+    mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], turn: _Turn
+) -> tuple[float, float]:
+    """Return the seconds after which a slot is updated again, and how many subgroups move together meanwhile.
+
+    A path that serves several subgroups at once takes as many times as long for each; less the time in which the
+    others of them are still, or already, updated.
+    """
+    moved, _ = _moved(mix)
+    round_s, together = turn.worked_s + turn.away_s, 1.0
+    for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
+        count = max(1.0, min(path.at_once / max(mix.mean_tiles * share, 1.0), mix.staging_slots, moved))
+        io_s = (lanes[f"read:{number}"].busy_s + lanes[f"write:{number}"].busy_s) / moved
+        shared_s = turn.worked_s + count * io_s - 2 * (count - 1) * turn.busiest_s + turn.engine_s
+        if shared_s > round_s:
+            round_s, together = shared_s, count
+    return round_s, together
+
+
+def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: float) -> float:
+    """Return how much later streamed subgroups come back, all together, since resident ones are updated in between.
+
+    While resident subgroups last, a streamed one that comes back finds its device at work on one of them and others
+    handed over, and waits for these. On the CPU it waits for the update under way and the one behind it; on the GPU
+    for as many copies as there are slots.
+    """
+    moved, mean_bytes = _moved(mix)
+
+    def of_device(part: float, wait_s: float, each_s: float, resident_bytes: float) -> float:
+        """Return the seconds for one device: it updates `part` of the streamed subgroups, each for `each_s`."""
+        hindered_s = max(every_s, (round_s + part * wait_s) / mix.staging_slots)
+        spare_s = hindered_s - part * each_s  # between two that come back: the device's time for resident ones
+        if not part or spare_s <= 0:
+            return 0.0
+        turns = int(resident_bytes / mean_bytes * each_s / spare_s)  # until no resident subgroup is left
+        return min(moved, turns) * (hindered_s - every_s)
+
+    # Since the slot went away: until the update ends that is under way at its return, and the one handed over.
+    free_s = (math.ceil(turn.away_s / turn.update_s) + 1) * turn.update_s
+    on_cpu_s = of_device(1 - turn.gpu_part, free_s - turn.away_s, turn.update_s, mix.host.on_cpu.nbytes)
+    copy_s = mean_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
+    on_gpu_s = of_device(turn.gpu_part, mix.gpu_slots * copy_s, copy_s, mix.host.on_gpu.nbytes)
+    return on_cpu_s + on_gpu_s
+
+
+def _gpu_s(mix: Mix, per_byte: _GpuSeconds, push_s: float, fetch_s: float, reaction_s: float) -> float:
     """Return when the last update on the GPU has ended, and the last copy to it.
 
     What passes through its slots is copied in, updated and copied out, all of that enqueued at once; the last copies
-    out end behind the step.
+    out end behind the step. The longest of four bounds counts: copies in, with an update behind the last; updates,
+    behind the first copy in; copies out, for those that wait for a slot; and the slots, each of which takes one
+    subgroup after the other.
+
+    Args:
+        push_s: Seconds to push one subgroup's weights to the GPU.
+        fetch_s: Seconds to fetch one subgroup's gradients from it.
     """
-    count = mix.host[1].count + mix.streamed[1].count
-    total_s = mix.gpu.nbytes * up_s
-    pushes_s, brings_s = (each_s * (mix.host[0].count + mix.streamed[0].count) for each_s in (push_s, bring_s))
+    at_home_s = mix.gpu.nbytes * per_byte.update_s
+    pushes_s = push_s * mix.count_on_cpu
+    fetches_s = fetch_s * mix.count_on_cpu
+    count = mix.copied_count
     if not count:
-        return max(total_s, pushes_s, brings_s)
-    mean_bytes = (mix.host[1].nbytes + mix.streamed[1].nbytes) / count
-    in_s, up_s, out_s = mean_bytes * in_s, mean_bytes * up_s, mean_bytes * out_s
-    again = max(0, count - mix.gpu_slots)  # that have to wait for a slot
-    turns, rest = divmod(count - 1, mix.gpu_slots)
+        return max(at_home_s, pushes_s, fetches_s)
+    each = per_byte.times(mix.copied_bytes / count)
+    first_s = each.in_s + each.update_s
+    waiting = max(0, count - mix.gpu_slots)  # number of those that have to wait for a slot
+    copies_out_s = first_s + waiting * each.out_s + fetches_s if waiting else 0.0
+    rounds, others = divmod(count - 1, mix.gpu_slots)
+    slots_s = rounds * (each.chain_s + reaction_s) + others * max(each.in_s, each.update_s)
     return max(
-        count * in_s + pushes_s + up_s,
-        in_s + count * up_s + total_s,
-        (again > 0) * (in_s + up_s + again * out_s + brings_s) + in_s + up_s,
-        turns * (in_s + up_s + out_s + reaction_s) + rest * max(in_s, up_s) + in_s + up_s,
+        count * each.in_s + pushes_s + each.update_s,
+        each.in_s + count * each.update_s + at_home_s,
+        # Behind these, the last one is copied in and updated.
+        copies_out_s + each.in_s + each.update_s,
+        slots_s + each.in_s + each.update_s,
     )

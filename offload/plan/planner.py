@@ -27,7 +27,7 @@ from offload.plan.budget import (
     count_staging_slots,
     make_plan,
 )
-from offload.plan.cost import Mix, SubgroupSum, estimate_mix, mix_of
+from offload.plan.cost import ByDevice, Mix, SubgroupSum, estimate_mix, mix_of
 from offload.plan.rates import Rates
 
 STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
@@ -88,9 +88,8 @@ def choose_plan(
     except InfeasiblePlanError:
         if deal is budgets.nodes:
             raise
-        return _plan_with_node_bytes(
-            layout, budgets, rates, placement, kept, budgets.nodes
-        )  # more is streamed by this deal than fits the paths
+        # That deal streams more than fits the paths: use all memory of all nodes instead.
+        return _plan_with_node_bytes(layout, budgets, rates, placement, kept, budgets.nodes)
 
 
 def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Plan:
@@ -124,32 +123,40 @@ def _choose_node_bytes(
     search takes subgroups as equally large. It is skipped if a placement says which subgroups the GPU updates.
     """
     nodes = budgets.nodes
-    if len(nodes) < 2 or not (budgets.paths or budgets.gpu_staging_bytes) or placement not in ("auto", "cpu", 0):
+    has_choice = len(nodes) > 1 and bool(budgets.paths or budgets.gpu_staging_bytes)
+    if not has_choice or placement not in ("auto", "cpu", 0):
         return nodes  # without paths and GPU staging, all state has to be at home there
     filled = make_plan(layout, budgets)
-    base, shares, largest = mix_of(filled), filled.path_shares(rates), max(layout.max_subgroup_bytes, 1)
-    count, nbytes = base.host[0].count + base.streamed[0].count, base.host[0].nbytes + base.streamed[0].nbytes
+    base = mix_of(filled)
+    shares = filled.path_shares(rates)
+    largest = max(layout.max_subgroup_bytes, 1)
+    count = base.host.on_cpu.count + base.streamed.on_cpu.count
+    nbytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
     gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest) if placement == "auto" else 0
-    tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
+    mean_tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
+    base = replace(base, mean_tiles=mean_tiles, gpu_slots=gpu_slots)
 
-    def part(few: int) -> tuple[SubgroupSum, SubgroupSum]:  # updated on the CPU, and on the GPU
-        return SubgroupSum(few, nbytes * few / max(count, 1)), SubgroupSum()
+    def part(few: int) -> ByDevice:
+        """Return so many mean subgroups, all updated on the CPU."""
+        return ByDevice(SubgroupSum(few, nbytes * few / max(count, 1)), SubgroupSum())
 
     @functools.cache
     def cost_s(counts: tuple[int, ...]) -> float:
+        """Return the seconds of a step with so many homes on each node, and the best coarse share of GPU updates."""
         streamed = count - sum(counts)
         slots = count_staging_slots(budgets, largest, streamed)
         if streamed < 0 or (streamed and not (budgets.paths and slots)):
             return math.inf
-        by_node = dict(zip((node.node for node in nodes), map(part, counts), strict=True))
-        mix = replace(base, host=part(sum(counts)), streamed=part(streamed), nodes=by_node, tiles=tiles)
-        mix = replace(mix, slots=slots, gpu_slots=gpu_slots)
+        by_node = {node.node: part(few) for node, few in zip(nodes, counts, strict=True)}
+        host, on_paths = part(sum(counts)), part(streamed)
+        mix = replace(base, host=host, streamed=on_paths, nodes=by_node, staging_slots=slots)
         on_gpu = _coarse_counts((*counts, streamed), COARSE_DEALS if gpu_slots else 0)
         return min(estimate_mix(_spread_to_gpu(mix, some), shares, rates).step_s for some in on_gpu)
 
     most = [min(count, node.nbytes // largest) for node in nodes]
     full = tuple(min(few, max(0, count - sum(most[:n]))) for n, few in enumerate(most))  # as `make_plan` fills them
-    best = _descend(min((full, *_coarse_counts(most, COARSE_DEALS)), key=cost_s), most, COARSE_DEALS, cost_s)
+    coarse = min((full, *_coarse_counts(most, COARSE_DEALS)), key=cost_s)
+    best = _descend(coarse, most, COARSE_DEALS, cost_s)
     if cost_s(full) <= (1 + WORTH_A_DEAL) * cost_s(best):
         return nodes
     return [node._replace(nbytes=few * largest) for node, few in zip(nodes, best, strict=True)]
@@ -163,15 +170,19 @@ def _plan_with_node_bytes(
     kept: Plan | None,
     deal: Sequence[NodeBudget],
 ) -> Plan:
-    """Return the plan with the shortest predicted step that uses the memory nodes as `deal` says."""
+    """Return the plan with the shortest predicted step that uses the memory nodes as `deal` says.
+
+    Placements are chosen first, then the numbers of staging slots that suit them.
+    """
     make = functools.partial(make_plan, layout, budgets, kept=kept, deal=deal)
     plan = make()
-    on_cpu = mix = mix_of(plan)
+    on_cpu = mix_of(plan)
+    mix = on_cpu
     placements = plan.placements
     if placement == "auto":
         placements, mix = _cheapest_placements(plan, on_cpu, rates)
     elif placement != "cpu":
-        placements = _placements_named(plan, placement)
+        placements = _placements_of(plan, placement)
         mix = mix_of(make(placements=placements, gpu_slots=budgets.most_gpu_slots))
     gpu_slots = _fewest_gpu_slots(mix, plan.path_shares(rates), rates)
     slots = plan.staging_slots
@@ -179,7 +190,7 @@ def _plan_with_node_bytes(
         slots = _fewest_staging_slots(mix, plan.path_shares(rates), rates, slots)
         if placement == "auto" and placements != plan.placements and slots != plan.staging_slots:
             # With more slots, updates of more subgroups may be faster on the GPU, copies included.
-            placements, _ = _cheapest_placements(plan, replace(on_cpu, slots=slots), rates)
+            placements, _ = _cheapest_placements(plan, replace(on_cpu, staging_slots=slots), rates)
     if slots == plan.staging_slots and placements == plan.placements:
         return plan
     try:
@@ -199,16 +210,15 @@ def _fewest_gpu_slots(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
 
 
 def _fewest_staging_slots(mix: Mix, shares: tuple[float, ...], rates: Rates, usual: int) -> int:
-    """Return the fewest of `STAGING_SLOTS` with nearly the best throughput; `usual` if all streamed state fits in
-    them.
+    """Return the fewest of `STAGING_SLOTS` with nearly the best throughput; `usual` if each holds all streamed state.
 
     State in slots stays there between steps, so a step moves `streamed - slots` subgroups out and in. More slots keep
     more state in memory, as more `host_memory` would, which is the user's choice. So slots are compared by the time
     for each subgroup that moves, step_s / (streamed - slots).
     """
-    streamed = mix.streamed[0].count + mix.streamed[1].count
+    streamed = mix.streamed.on_cpu.count + mix.streamed.on_gpu.count
     costs = {
-        slots: estimate_mix(replace(mix, slots=slots), shares, rates).step_s / (streamed - slots)
+        slots: estimate_mix(replace(mix, staging_slots=slots), shares, rates).step_s / (streamed - slots)
         for slots in STAGING_SLOTS
         if slots < streamed
     }
@@ -216,21 +226,22 @@ def _fewest_staging_slots(mix: Mix, shares: tuple[float, ...], rates: Rates, usu
     return next((slots for slots, cost_s in costs.items() if cost_s <= enough), usual)
 
 
-def _placements_named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
-    """Return the device of each subgroup's update by a placement other than "auto" and "cpu"."""
+def _placements_of(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
+    """Return the device of each subgroup's update by a stride, a share, or "gpu"."""
     count = len(plan.homes)
     if isinstance(placement, str) and placement != "gpu":
-        k = int(placement.removeprefix(STRIDE))
-        return _with_gpu(plan, range(k - 1, count, k))
+        stride = int(placement.removeprefix(STRIDE))
+        return _with_gpu(plan, range(stride - 1, count, stride))
     share = 1.0 if isinstance(placement, str) else placement
     elsewhere = [number for number in range(count) if not plan.at_home_on_gpu(number)]
     return _with_gpu(plan, _spread(elsewhere, round(share * len(elsewhere))))
 
 
 def _check_placement(placement: str | float) -> None:
+    """Raise `ConfigError` unless a placement is one that `choose_plan` knows."""
     if isinstance(placement, str) and placement.startswith(STRIDE):
-        k = placement.removeprefix(STRIDE)
-        if not k.isdecimal() or not int(k):
+        stride = placement.removeprefix(STRIDE)
+        if not stride.isdecimal() or not int(stride):
             raise ConfigError("placement", placement, 'give a stride of 1 or more, as in "stride:3"')
         return
     is_share = isinstance(placement, int | float) and not isinstance(placement, bool) and 0 <= placement <= 1
@@ -247,7 +258,10 @@ def _with_gpu(plan: Plan, numbers: Iterable[int]) -> tuple[Placement, ...]:
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
-    """Return `count` of `numbers`, as evenly spread as can be: those at which floor(i * count / total) grows."""
+    """Return `count` of `numbers`, as evenly spread as can be: those at which floor(i * count / total) grows.
+
+    That is 0 for i = 0 and `count` for i = total, and grows by at most 1 at a time.
+    """
     total = len(numbers)
     return [number for i, number in enumerate(numbers) if (i + 1) * count // total > i * count // total]
 
@@ -255,55 +269,70 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...], Mix]:
     """Return the placements with the shortest predicted step, and the mix that they make of the plan's.
 
-    Subgroups of one kind (at home on one memory node, or streamed) are chosen as evenly spread as can be.
+    Tried are all updates on the CPU, fixed strides, and counts of each kind (see `_subgroups_by_kind`), whose
+    subgroups are as evenly spread as can be.
     """
-    sizes, count = plan.layout.subgroup_bytes, len(plan.homes)
-    homes = list(zip(plan.homes, plan.nodes or (None,) * count, strict=True))
-    hosts = [(Home.HOST, node) for node in (mix.nodes or [None])]
-    kinds = [[n for n in range(count) if homes[n] == kind] for kind in (*hosts, (Home.STREAMED, None))]
+    sizes = plan.layout.subgroup_bytes
+    kinds = _subgroups_by_kind(plan, mix)
     largest = max((sizes[number] for kind in kinds for number in kind), default=0)
     slots = min(plan.budgets.most_gpu_slots, plan.budgets.gpu_staging_bytes // largest) if largest else 0
     if not slots:
         return plan.placements, mix
     shares = plan.path_shares(rates)
     base = replace(mix, gpu_slots=slots)
-    sizes_of_kind = [[sizes[n] if n in members else 0 for n in range(count)] for members in map(frozenset, kinds)]
 
     def cost_s(mix: Mix) -> float:
+        """Return the seconds of a step."""
         return estimate_mix(mix, shares, rates).step_s
 
     @functools.cache
     def spread_cost_s(counts: tuple[int, ...]) -> float:
+        """Return the seconds of a step whose GPU updates so many subgroups of each kind."""
         return cost_s(_spread_to_gpu(base, counts))
 
+    def mix_with(chosen: Sequence[Sequence[int]]) -> Mix:
+        """Return the mix whose GPU updates these subgroups of each kind, with their real sizes."""
+        return _moved_to_gpu(base, [SubgroupSum(len(some), sum(sizes[n] for n in some)) for some in chosen])
+
     most = [len(kind) for kind in kinds]
-    best = _descend(min(_coarse_counts(most, COARSE_SHARES), key=spread_cost_s), most, COARSE_SHARES, spread_cost_s)
-    chosen_of = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
-    numbers = [number for chosen in chosen_of for number in chosen]
-    exact = [(len(chosen), sum(sizes[n] for n in chosen)) for chosen in chosen_of]
-    choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (_moved_to_gpu(base, exact), numbers)]
-    for k in _strides(count):
-        picked = [[nbytes for nbytes in part[k - 1 :: k] if nbytes] for part in sizes_of_kind]
-        choices.append((_moved_to_gpu(base, [(len(part), sum(part)) for part in picked]), range(k - 1, count, k)))
+    coarse = min(_coarse_counts(most, COARSE_SHARES), key=spread_cost_s)
+    best = _descend(coarse, most, COARSE_SHARES, spread_cost_s)
+    spread = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
+    choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
+    members = [frozenset(number for number in kind if sizes[number]) for kind in kinds]
+    for stride in _strides(len(plan.homes)):
+        picked = range(stride - 1, len(plan.homes), stride)
+        choices.append((mix_with([[n for n in picked if n in kind] for kind in members]), picked))
     best_mix, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
     if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(best_mix):
         return plan.placements, mix
     return _with_gpu(plan, chosen), best_mix
 
 
-def _moved_to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
-    """Return a mix whose GPU updates these parts (count, bytes) of the CPU's, by node; streamed state last."""
-    cpu_bytes = base.host[0].nbytes + base.streamed[0].nbytes
-    left = (
-        1 - sum(nbytes for _, nbytes in parts) / cpu_bytes
-    )  # part of its bytes; pushes and fetches are proportional
+def _subgroups_by_kind(plan: Plan, mix: Mix) -> list[list[int]]:
+    """Return the subgroups at home in host memory (of each memory node, if there are several), then streamed ones."""
+    nodes = plan.nodes or (None,) * len(plan.homes)
+    homes = list(zip(plan.homes, nodes, strict=True))
+    kinds = [*((Home.HOST, node) for node in (mix.nodes or [None])), (Home.STREAMED, None)]
+    return [[number for number, home in enumerate(homes) if home == kind] for kind in kinds]
+
+
+def _moved_to_gpu(base: Mix, parts: Sequence[SubgroupSum]) -> Mix:
+    """Return a mix whose GPU updates these parts of what the CPU updates in `base`.
+
+    Args:
+        base: All that is not at home on the GPU is updated by the CPU.
+        parts: Of the homes on each memory node, in the order of `base.nodes`; of streamed state last.
+    """
+    cpu_bytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
+    left = 1 - sum(part.nbytes for part in parts) / cpu_bytes  # the part of its bytes that the CPU still updates
     *host, streamed = parts
-    nodes = {node: _split(halves[0], *part) for (node, halves), part in zip(base.nodes.items(), host, strict=False)}
+    of_nodes = zip(base.nodes.items(), host, strict=False)
     return replace(
         base,
-        host=_split(base.host[0], *map(sum, zip(*host, strict=True))),
-        streamed=_split(base.streamed[0], *streamed),
-        nodes=nodes,
+        host=_split(base.host, SubgroupSum(sum(part.count for part in host), sum(part.nbytes for part in host))),
+        streamed=_split(base.streamed, streamed),
+        nodes={node: _split(whole, part) for (node, whole), part in of_nodes},
         pushed_bytes=base.pushed_bytes * left,
         fetched_gradient_bytes=base.fetched_gradient_bytes * left,
     )
@@ -311,25 +340,33 @@ def _moved_to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
 
 def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
     """Return a mix whose GPU updates so many subgroups of each kind, taken as equally large."""
-    homes = [halves[0] for halves in base.nodes.values()] or [base.host[0]]
-    totals = (*homes, base.streamed[0])
-    return _moved_to_gpu(base, [(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)])
+    kinds = [*(base.nodes.values() or [base.host]), base.streamed]
+    totals = [kind.on_cpu for kind in kinds]
+    return _moved_to_gpu(
+        base,
+        [SubgroupSum(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)],
+    )
 
 
-def _split(part: SubgroupSum, count: int, nbytes: float) -> tuple[SubgroupSum, SubgroupSum]:
-    """Return a part less so much of it, for the CPU, and that, for the GPU."""
-    return SubgroupSum(part.count - count, part.nbytes - nbytes), SubgroupSum(count, nbytes)
+def _split(whole: ByDevice, part: SubgroupSum) -> ByDevice:
+    """Return what the CPU updates, divided: `part` for the GPU, the rest for the CPU."""
+    on_cpu = whole.on_cpu
+    return ByDevice(SubgroupSum(on_cpu.count - part.count, on_cpu.nbytes - part.nbytes), part)
 
 
 def _coarse_counts(most: Sequence[int], shares: int) -> Iterator[tuple[int, ...]]:
-    """Yield counts of each kind to try first: none; and for each share, of all kinds, of one kind alone, or of all
-    kinds but one, of which all are taken."""
+    """Yield counts of each kind to try first: none, and for each share three sorts of counts.
+
+    The share of all kinds; the share of one kind, and none of the others; all of one kind, and the share of the
+    others.
+    """
     yield (0,) * len(most)
+    kinds = range(len(most))
     for part in range(1, shares + 1):
         some = tuple(count * part // shares for count in most)
-        alone = [tuple(n * (i == k) for i, n in enumerate(some)) for k in range(len(most))]
-        beside = [tuple(most[i] if i == k else n for i, n in enumerate(some)) for k in range(len(most))]
-        yield from dict.fromkeys((some, *alone, *beside))
+        one_alone = [tuple(some[i] if i == kind else 0 for i in kinds) for kind in kinds]
+        one_whole = [tuple(most[i] if i == kind else some[i] for i in kinds) for kind in kinds]
+        yield from dict.fromkeys((some, *one_alone, *one_whole))
 
 
 def _descend(
@@ -341,15 +378,17 @@ def _descend(
     distance of `_coarse_counts`.
     """
     kinds = range(len(most))
-    moves = [{}, *({k: by} for k in kinds for by in (-1, 1))]
-    moves += [{a: by, b: -by} for a, b in itertools.combinations(kinds, 2) for by in (1, -1)]
+    # Signs of the changes, by kind. The first move stays: `min` prefers it to others that are no cheaper.
+    moves = [{}, *({kind: sign} for kind in kinds for sign in (-1, 1))]
+    moves += [{a: sign, b: -sign} for a, b in itertools.combinations(kinds, 2) for sign in (1, -1)]
     step = max(most) // shares // 2 + 1
     while step:
-        moved = [tuple(n + step * move.get(k, 0) for k, n in enumerate(best)) for move in moves]
-        allowed = [counts for counts in moved if all(0 <= n <= m for n, m in zip(counts, most, strict=True))]
-        better = min(allowed, key=cost_s)
-        step = step if better != best else step // 2
-        best = better
+        moved = [tuple(n + step * move.get(kind, 0) for kind, n in enumerate(best)) for move in moves]
+        possible = [counts for counts in moved if all(0 <= n <= m for n, m in zip(counts, most, strict=True))]
+        cheapest = min(possible, key=cost_s)
+        if cheapest == best:
+            step //= 2
+        best = cheapest
     return best
 
 
@@ -358,10 +397,12 @@ def _strides(count: int) -> list[int]:
 
     Stride k picks m = count // k; the last stride that picks m is count // m.
     """
-    strides, k = [], 1
-    while k <= count:
-        strides.append(k)
-        k = k + 1 if k < EVERY_STRIDE else count // (count // k) + 1
+    strides = []
+    stride = 1
+    while stride <= count:
+        strides.append(stride)
+        last_alike = stride if stride < EVERY_STRIDE else count // (count // stride)
+        stride = last_alike + 1
     return strides
 
 
@@ -373,4 +414,5 @@ def visit_order(wanted: Sequence[int], cached: Collection[int]) -> tuple[int, ..
     MLP-Offload, SC '25, arXiv 2509.02480, which alternates the direction to the same end).
     """
     first = [subgroup for subgroup in wanted if subgroup in cached]
-    return (*first, *(subgroup for subgroup in wanted if subgroup not in cached))
+    others = [subgroup for subgroup in wanted if subgroup not in cached]
+    return (*first, *others)

@@ -38,16 +38,22 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
         bytes_per_s: The rate of each format; a missing one updates as many elements a second as `EXACT`.
         numels: Number of elements in each format, one at least.
     """
-    each = {form: EXACT_ADAMW.stored_in(form).item_bytes for form in numels}
+    item_bytes = {form: EXACT_ADAMW.stored_in(form).item_bytes for form in numels}
+    nbytes = {form: numel * item_bytes[form] for form, numel in numels.items()}
     exact_numel_per_s = bytes_per_s[EXACT] / EXACT_ADAMW.item_bytes
-    seconds = sum(
-        numel * each[form] / bytes_per_s.get(form, exact_numel_per_s * each[form]) for form, numel in numels.items()
-    )
-    return sum(numel * each[form] for form, numel in numels.items()) / seconds
+    seconds = sum(nbytes[form] / bytes_per_s.get(form, exact_numel_per_s * item_bytes[form]) for form in numels)
+    return sum(nbytes.values()) / seconds
+
+
+class Slowness(NamedTuple):
+    """How many times as long a byte of state on a memory node takes as on the fastest: its update, and its copies."""
+
+    update: float
+    copy: float
 
 
 class Direction(NamedTuple):
-    """Bytes per second of one direction of a path.
+    """Bytes per second of one direction of a path, or of a GPU's link.
 
     Attributes:
         beside: While the other direction is in use, too.
@@ -200,11 +206,14 @@ class GpuRates:
             return self
         both_s = min(h2d_bytes / self.h2d.beside, d2h_bytes / self.d2h.beside)
 
-        def mean(way: Direction, nbytes: float) -> float:
-            rest = max(0.0, nbytes - both_s * way.beside)
-            return nbytes / (both_s + rest / way.alone) if nbytes else way.alone
+        def mean_rate(direction: Direction, nbytes: float) -> float:
+            """Return the bytes a second of a direction over all of its time."""
+            rest = max(0.0, nbytes - both_s * direction.beside)
+            return nbytes / (both_s + rest / direction.alone) if nbytes else direction.alone
 
-        h2d, d2h = mean(self.h2d, h2d_bytes), mean(self.d2h, d2h_bytes)
+        h2d = mean_rate(self.h2d, h2d_bytes)
+        d2h = mean_rate(self.d2h, d2h_bytes)
+        # Without rates alone, directions do not hinder each other: the mean rates hold all the time.
         return self.reaching({"h2d": h2d, "d2h": d2h, "h2d_alone": 0.0, "d2h_alone": 0.0})
 
     def times(self, factor: float) -> GpuRates:
@@ -216,13 +225,20 @@ class GpuRates:
     def lanes(self) -> Mapping[str, tuple[float, float]]:
         """For each lane its bytes a second (a link's: beside the other direction), and the host's memory traffic of
         each byte."""
-        updates, cost = (self.update_bytes_per_s, 0.0), self.memory_cost
-        return {"gpu": updates, "h2d": (self.h2d_bytes_per_s, cost), "d2h": (self.d2h_bytes_per_s, cost)}
+        cost = self.memory_cost
+        return {
+            "gpu": (self.update_bytes_per_s, 0.0),
+            "h2d": (self.h2d_bytes_per_s, cost),
+            "d2h": (self.d2h_bytes_per_s, cost),
+        }
 
     def reaching(self, bytes_per_s: Mapping[str, float]) -> GpuRates:
         """Return these rates with others for some lanes; "h2d_alone" is for copies while none comes back."""
-        names: Any = {f"{'update' if lane == 'gpu' else lane}_bytes_per_s": s for lane, s in bytes_per_s.items()}
-        return dataclasses.replace(self, **names)
+        fields: Any = {
+            "update_bytes_per_s" if lane == "gpu" else f"{lane}_bytes_per_s": rate
+            for lane, rate in bytes_per_s.items()
+        }
+        return dataclasses.replace(self, **fields)
 
     def check_used(self, *, planned: bool) -> None:
         """Raise `ConfigError` if there is no GPU, for a plan that uses it, or will use it (`planned`)."""
@@ -236,6 +252,7 @@ class _NoGpu(GpuRates):
     lanes: Mapping[str, tuple[float, float]] = {}
 
     def check_used(self, *, planned: bool) -> None:
+        """Raise `ConfigError`, as there is no GPU."""
         uses = "is to use" if planned else "uses"
         raise ConfigError("rates.gpu", MISSING, f"the plan {uses} a GPU: describe or measure it")
 
@@ -283,7 +300,8 @@ class Rates:
     nodes: tuple[NodeRates, ...] = ()
 
     def __post_init__(self) -> None:
-        parts: list[tuple[str, Any]] = [("", self), ("gpu.", self.gpu)]
+        """Raise `ConfigError` for a rate that is not usable; see the class."""
+        parts: list[tuple[str, Any]] = [("", self), ("gpu.", self.gpu)]  # the prefix of a part's fields, the part
         parts += [(f"paths[{number}].", path) for number, path in enumerate(self.paths)]
         parts += [(f"nodes[{number}].", node) for number, node in enumerate(self.nodes)]
         for prefix, part in parts:
@@ -309,32 +327,43 @@ class Rates:
         Raises:
             ConfigError: One has no rates; names it.
         """
-        known = {rates.node: rates for rates in self.nodes}
         wanted = sorted(numbers)  # ties by number
-        for number in wanted if len(wanted) > 1 else ():
+        if len(wanted) < 2:  # no rates are needed
+            return wanted
+        known = {rates.node: rates for rates in self.nodes}
+        for number in wanted:
             if number not in known:
                 have = ", ".join(f"node{other}" for other in known) or "no node"
                 raise ConfigError("host_memory", f"node{number}", f"the rates have {have}; run `offload probe`")
 
         def speed(number: int) -> tuple[float, float]:
+            """Return what nodes are compared by."""
             rates = known[number]
             return rates.update_bytes_per_s, rates.read_bytes_per_s + rates.write_bytes_per_s
 
-        return sorted(wanted, key=speed, reverse=True) if len(wanted) > 1 else wanted
+        return sorted(wanted, key=speed, reverse=True)
 
-    def slowness(self, among: Iterable[int]) -> dict[int, tuple[float, float]]:
-        """Return, for each of these memory nodes, two factors: how much longer a byte of state there takes.
+    def slowness(self, among: Iterable[int]) -> dict[int, Slowness]:
+        """Return the slowness of each of these memory nodes that has rates.
 
-        To be updated by the CPU, compared with the fastest of them; and to be copied to the GPU or back, compared
-        with the GPU's link, or with the fastest of them if that is slower. 1 if unknown.
+        Updates by the CPU are compared with those on the fastest of the nodes; copies to the GPU and back with the
+        GPU's link, or with the fastest of the nodes if the link is faster than that. A node whose own link's rate is
+        unknown copies as fast as cores read and write there.
         """
-        nodes = [rates for rates in self.nodes if rates.node in set(among)]
-        update = max((rates.update_bytes_per_s for rates in nodes), default=1.0)
-        links = [min(x.link_bytes_per_s or math.inf, x.read_bytes_per_s, x.write_bytes_per_s) for x in nodes]
-        gpu_link = self.gpu.lanes and min(self.gpu.h2d_bytes_per_s, self.gpu.d2h_bytes_per_s)
-        link = min(max(links, default=1.0), gpu_link or math.inf)
+        numbers = set(among)
+        nodes = [rates for rates in self.nodes if rates.node in numbers]
+        fastest_update = max((rates.update_bytes_per_s for rates in nodes), default=1.0)
+        copies = {
+            rates.node: min(rates.link_bytes_per_s or math.inf, rates.read_bytes_per_s, rates.write_bytes_per_s)
+            for rates in nodes
+        }
+        gpu_link = min(self.gpu.h2d_bytes_per_s, self.gpu.d2h_bytes_per_s) if self.gpu.lanes else math.inf
+        fastest_copy = min(max(copies.values(), default=1.0), gpu_link)
         return {
-            x.node: (update / x.update_bytes_per_s, max(1.0, link / y)) for x, y in zip(nodes, links, strict=True)
+            rates.node: Slowness(
+                fastest_update / rates.update_bytes_per_s, max(1.0, fastest_copy / copies[rates.node])
+            )
+            for rates in nodes
         }
 
     def shared_by(self, ranks: int) -> Rates:
@@ -343,22 +372,24 @@ class Rates:
         Memory traffic of a rank's link, both directions together, is limited to the rank's part of memory bandwidth.
         """
         paths = tuple(path.scaled(1 / ranks) for path in self.paths)
-        gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
-        h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
+        cpu = self.cpu_bytes_per_s / ranks
+        memory = self.memory_bytes_per_s / ranks
+        gpu = self.gpu
         if gpu.memory_cost:
-            part = min(1.0, memory / (gpu.memory_cost * (h2d + d2h)))
+            h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
+            share = min(1.0, memory / (gpu.memory_cost * (h2d + d2h)))
             most = memory / gpu.memory_cost
             alone = {
                 "h2d_alone": min(most, gpu.h2d_alone_bytes_per_s),
                 "d2h_alone": min(most, gpu.d2h_alone_bytes_per_s),
             }
-            gpu = gpu.reaching({"h2d": part * h2d, "d2h": part * d2h} | alone)
-        cpu = self.cpu_bytes_per_s / ranks
+            gpu = gpu.reaching({"h2d": share * h2d, "d2h": share * d2h} | alone)
         return dataclasses.replace(self, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all rates for JSON, without those that are infinite or absent."""
-        values, absent = dataclasses.asdict(self), {"gpu": NO_GPU, "memory_bytes_per_s": math.inf, "nodes": ()}
+        absent = {"gpu": NO_GPU, "memory_bytes_per_s": math.inf, "nodes": ()}
+        values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if getattr(self, name) != absent.get(name)}
 
     @classmethod
@@ -373,8 +404,9 @@ class Rates:
             listed = top.get(name, ())
             if isinstance(listed, str | Mapping) or not hasattr(listed, "__iter__"):
                 raise ConfigError(f"rates.{name}", listed, f"give a list with an object for each {name[:-1]}")
-            parts = [kind(**_checked_fields(f"rates.{name}[{n}]", kind, part)) for n, part in enumerate(listed)]
-            top[name] = tuple(parts)
+            top[name] = tuple(
+                kind(**_checked_fields(f"rates.{name}[{n}]", kind, part)) for n, part in enumerate(listed)
+            )
         gpu = top.get("gpu")
         top["gpu"] = NO_GPU if gpu is None else GpuRates(**_checked_fields("rates.gpu", GpuRates, gpu))
         return cls(**top)
@@ -398,7 +430,7 @@ _MAY_BE_ZERO = (
 
 
 def _check(name: str, field: str, value: object) -> None:
-    """Raise `ConfigError` unless a rate (a node: its number) is usable."""
+    """Raise `ConfigError` unless the value of a field is usable; `name` says whose field it is, in the message."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(name, value, "give a number")
     if field == "node":
@@ -416,10 +448,10 @@ def _checked_fields(name: str, kind: type[Any], values: object) -> Mapping[str, 
     if not isinstance(values, Mapping):
         raise ConfigError(name, values, "give an object with rates by name")
     known = dataclasses.fields(kind)
+    names = [field.name for field in known]
     for key in values:
-        if key not in [field.name for field in known]:
-            allowed = f"unknown; known are {', '.join(field.name for field in known)}"
-            raise ConfigError(f"{name}.{key}", values[key], allowed)
+        if key not in names:
+            raise ConfigError(f"{name}.{key}", values[key], f"unknown; known are {', '.join(names)}")
     for field in known:
         if field.default is dataclasses.MISSING and field.name not in values:
             raise ConfigError(f"{name}.{field.name}", MISSING, "measure it")

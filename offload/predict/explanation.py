@@ -62,13 +62,8 @@ class Explanation:
         return max(self.lanes, key=lambda lane: abs(lane.apart_s), default=None)
 
     def __str__(self) -> str:
-        nodes = [
-            f"  node{number:<6} {format_bytes(meant_bytes):>10} of host memory bound there"
-            + (f", of which {format_bytes(elsewhere_bytes)} lie on other nodes" if elsewhere_bytes else "")
-            for number, (meant_bytes, elsewhere_bytes) in self.nodes.items()
-        ]
         if not self.lanes or self.largest is None:
-            return "\n".join([str(self.prediction), *nodes])
+            return "\n".join([str(self.prediction), *self._node_lines()])
         predicted_s = self.prediction.step_s
         lines = [
             f"a step takes {format_seconds(predicted_s)}, bound by {self.prediction.bound_by}; the last one took "
@@ -82,7 +77,17 @@ class Explanation:
         apart_s = self.largest.apart_s
         by = f"{format_seconds(abs(apart_s))} {'longer' if apart_s > 0 else 'shorter'}"
         lines.append(f"  furthest from its prediction: {self.largest.lane}, {by}")
-        return "\n".join([*lines, *nodes])
+        return "\n".join([*lines, *self._node_lines()])
+
+    def _node_lines(self) -> list[str]:
+        """Return a line for each memory node."""
+        lines = []
+        for number, (bound_bytes, elsewhere_bytes) in self.nodes.items():
+            line = f"  node{number:<6} {format_bytes(bound_bytes):>10} of host memory bound there"
+            if elsewhere_bytes:
+                line += f", of which {format_bytes(elsewhere_bytes)} lie on other nodes"
+            lines.append(line)
+        return lines
 
 
 def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanation:
@@ -99,9 +104,11 @@ def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanati
 def compare(prediction: Prediction, figures: Mapping[str, float]) -> Explanation:
     """Compare a prediction with the step that `figures` are about; see `explain`."""
     nodes = {}
-    for name, meant_bytes in figures.items():
-        if (node := metrics.which(metrics.NODE_BYTES, name)) is not None:
-            nodes[int(node)] = int(meant_bytes), int(figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)])
+    for name, bound_bytes in figures.items():
+        node = metrics.which(metrics.NODE_BYTES, name)
+        if node is not None:
+            elsewhere_bytes = figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)]
+            nodes[int(node)] = int(bound_bytes), int(elsewhere_bytes)
     if not figures.get(metrics.STEP):
         return Explanation(prediction, math.nan, (), nodes)
     lanes = tuple(
@@ -125,18 +132,21 @@ ONE_MORE = "one more path like the fastest"
 
 def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
     """Return the changes that make a step shorter by the closed form, with the seconds that they save, most first."""
-    now_s, placement = estimate(plan, rates).step_s, "auto" if plan.uses_gpu else "cpu"
+    now_s = estimate(plan, rates).step_s
+    placement = "auto" if plan.uses_gpu else "cpu"
     helpful = []
-    for what, nbytes, budgets, faster in changes(plan, rates, int(HOST_SHARE * plan.state_bytes)):
-        other = replace(plan, budgets=budgets)
-        if what == "host":
+    for change in changes(plan, rates, int(HOST_SHARE * plan.state_bytes)):
+        what = change.what
+        other = replace(plan, budgets=change.budgets)
+        if what == "host":  # only more memory changes where state lives
+            what = f"host_memory +{format_bytes(change.nbytes)}"
             try:
-                other = choose_plan(plan.layout, budgets, faster, placement)
+                other = choose_plan(plan.layout, change.budgets, change.rates, placement)
             except (ConfigError, InfeasiblePlanError):  # a planner may refuse budgets of a plan made by hand
                 continue
-        saved_s = now_s - estimate(other, faster).step_s
+        saved_s = now_s - estimate(other, change.rates).step_s
         if saved_s > LEAST_SAVED * now_s:
-            helpful.append((f"host_memory +{format_bytes(nbytes)}" if what == "host" else what, saved_s))
+            helpful.append((what, saved_s))
     return sorted(helpful, key=lambda item: -item[1])
 
 
@@ -161,10 +171,12 @@ def changes(plan: Plan, rates: Rates, host_bytes: int, gpu_bytes: int = 0) -> It
         best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
         one_more = replace(budgets, paths=(*budgets.paths, PathBudget("one more", 1 << 60)))
         yield Change(ONE_MORE, 0, one_more, replace(rates, paths=(*rates.paths, best)))
-    if (more := min(plan.home_bytes[Home.STREAMED], host_bytes)) > 0:
-        yield Change("host", more, budgets.with_more_host(more), rates)
-    if (more := min(plan.state_bytes, gpu_bytes)) > 0:
-        yield Change("GPU", more, replace(budgets, gpu_bytes=budgets.gpu_bytes + more), rates)
+    more_host = min(plan.home_bytes[Home.STREAMED], host_bytes)
+    if more_host > 0:
+        yield Change("host", more_host, budgets.with_more_host(more_host), rates)
+    more_gpu = min(plan.state_bytes, gpu_bytes)
+    if more_gpu > 0:
+        yield Change("GPU", more_gpu, replace(budgets, gpu_bytes=budgets.gpu_bytes + more_gpu), rates)
     yield Change("a link to the GPU twice as fast", 0, budgets, replace(rates, gpu=rates.gpu.times(2)))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
     yield Change("CPU and memory twice as fast", 0, budgets, cpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from offload.plan.budget import Plan
 from offload.plan.cost import estimate
@@ -22,26 +23,36 @@ DRIFT = 0.1
 """Part by which the closed form's step may change before the step is simulated again."""
 
 
+class _Simulation(NamedTuple):
+    """A simulated step, what it was made from, and the seconds of the closed form then."""
+
+    plan: Plan
+    rates: Rates
+    estimated_s: float
+    prediction: Prediction
+
+
 class Forecast:
     """Predictions for one session, whose plan and rates change as it goes on."""
 
     def __init__(self) -> None:
-        self._last: tuple[Plan, Rates, float, Prediction] | None = None  # the closed form's seconds, too
+        self._last: _Simulation | None = None
         self._late_steps = 0
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
         """Simulate a step, and keep the prediction."""
         prediction = predict(plan, rates)
-        self._last = plan, rates, estimate(plan, rates).step_s, prediction
+        self._last = _Simulation(plan, rates, estimate(plan, rates).step_s, prediction)
         return prediction
 
     def carried_on(self, plan: Plan, rates: Rates) -> Prediction:
         """Return the last simulation, scaled by the closed form; a new one if plan or rates have changed too much."""
-        if self._last is not None and self._last[0] is plan:
-            _, then, then_s, prediction = self._last
-            closed_s = estimate(plan, rates).step_s
-            if abs(closed_s - then_s) <= DRIFT * then_s:
-                return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
+        last = self._last
+        if last is not None and last.plan is plan:
+            now_s = estimate(plan, rates).step_s
+            if abs(now_s - last.estimated_s) <= DRIFT * last.estimated_s:
+                factor = now_s / last.estimated_s if last.estimated_s else 1.0
+                return carry_on(last.prediction, last.rates, rates, factor)
         return self.simulated(plan, rates)
 
     def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float) -> float:
@@ -55,10 +66,14 @@ class Forecast:
         return with_backward_s(simulated, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
 
     def _drifted(self, plan: Plan, rates: Rates) -> tuple[Prediction, float]:
-        """Return the last simulation, which has a timeline, and the factor by which a step takes longer now."""
+        """Return the last simulation, which has a timeline, and the factor by which a step takes longer now.
+
+        What `carried_on` returns may be without a timeline.
+        """
         now = self.carried_on(plan, rates)
-        simulated = now if self._last is None else self._last[3]
-        return simulated, now.step_s / simulated.step_s if simulated.step_s else 1.0
+        simulated = now if self._last is None else self._last.prediction
+        factor = now.step_s / simulated.step_s if simulated.step_s else 1.0
+        return simulated, factor
 
     def borrowing_s(self, plan: Plan, rates: Rates) -> tuple[float, float] | None:
         """Return the seconds of a step with borrowed GPU staging slots, and without; None if none are borrowed."""
@@ -68,12 +83,13 @@ class Forecast:
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Warn of a step that took far longer than expected: of the first, second, fourth, and so on."""
-        if step_s <= FAR_S:
+        if step_s <= FAR_S:  # cannot be late; saves the estimate
             return
         expected_s = estimate(plan, rates).step_s
         if step_s > max(FAR * expected_s, expected_s + FAR_S):
             self._late_steps += 1
-            if self._late_steps.bit_count() == 1:
+            is_power_of_two = self._late_steps.bit_count() == 1
+            if is_power_of_two:
                 text = "the step took %.1f s, and %.1f s were expected: optimizer.explain() says which lane was late"
                 log.warning(text, step_s, expected_s)
 
@@ -107,7 +123,15 @@ class PlanReport:
     frozen_bytes: int = 0
 
     def __str__(self) -> str:
-        lines = [str(self.plan), str(self.explanation)]
+        plan = str(self.plan)
+        if self.unpinned_bytes:
+            nbytes = format_bytes(self.unpinned_bytes)
+            plan += f"\n  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU"
+        if self.frozen_bytes:
+            nbytes = format_bytes(self.frozen_bytes)
+            rest = "of the state, of frozen parameters: it stays where it is, and steps take less than is predicted"
+            plan += f"\n  frozen       {nbytes:>10}  {rest}"
+        lines = [plan, str(self.explanation)]
         if self.iteration is not None:
             forward_s, backward_s, iteration_s = self.iteration
             lines.append(
@@ -120,13 +144,6 @@ class PlanReport:
                 f"with the staging slots that are borrowed a step takes {with_s}, and {without_s} without; "
                 f"the last step has borrowed {format_bytes(self.borrowed_bytes)}"
             )
-        if self.frozen_bytes:
-            nbytes = format_bytes(self.frozen_bytes)
-            rest = "of the state, of frozen parameters: it stays where it is, and steps take less than is predicted"
-            lines.insert(1, f"  frozen       {nbytes:>10}  {rest}")
-        if self.unpinned_bytes:
-            nbytes = format_bytes(self.unpinned_bytes)
-            lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")
         if self.parked is not None:
             given_bytes, back_s = self.parked
             lines.append(f"parked: {format_bytes(given_bytes)} given back, back in about {format_seconds(back_s)}")
@@ -155,10 +172,13 @@ def predict_back_s(
         beside_bytes: Memory that is allocated while state is read.
         take_bytes_per_s: Speed of allocation; 0 where unknown.
     """
-    paths = [path.read.alone for path in rates.paths]
-    read_s = max(
-        (nbytes / (paths[n] if n < len(paths) else min(paths)) for n, nbytes in read_bytes.items()), default=0.0
-    )
+    path_rates = [path.read.alone for path in rates.paths]
+
+    def path_rate(number: int) -> float:
+        """Return the rate of a path; of another store, whose path is not known here, the slowest one's."""
+        return path_rates[number] if number < len(path_rates) else min(path_rates)
+
+    read_s = max((nbytes / path_rate(number) for number, nbytes in read_bytes.items()), default=0.0)
     sent_s = sent_bytes / rates.gpu.h2d.alone if sent_bytes else 0.0
     if not take_bytes_per_s:
         return read_s + sent_s
@@ -169,7 +189,9 @@ def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> 
     """Scale a prediction to rates that have changed a little: without simulation, and without a timeline.
 
     Args:
-        prediction: Made with the rates `then`.
+        prediction: What to scale.
+        then: The rates that it was made from.
+        now: The present rates.
         factor: Factor by which the whole step takes longer now.
     """
     busy_s = {lane: s * _rate(then, lane) / _rate(now, lane) for lane, s in prediction.busy_s.items()}

@@ -80,16 +80,18 @@ class VirtualLanes:
         self._reads: list[Lane] = []
         self._writes: list[Lane] = []
         for number, path in enumerate(rates.paths):
-            even = (path.latency_s, path.memory_cost, servers)
-            self._reads.append(Lane(f"read:{number}", path.read_bytes_per_s, *even))
-            self._writes.append(Lane(f"write:{number}", path.write_bytes_per_s, *even))
+            of_both = (path.latency_s, path.memory_cost, servers)
+            self._reads.append(Lane(f"read:{number}", path.read_bytes_per_s, *of_both))
+            self._writes.append(Lane(f"write:{number}", path.write_bytes_per_s, *of_both))
         # For checkpoints: a sink that is as fast as the first path, and commits.
-        copies = rates.paths[0] if rates.paths else None
-        self._copies = Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
+        copies_bytes_per_s = rates.paths[0].write_bytes_per_s if rates.paths else rates.cpu_bytes_per_s
+        self._copies = Lane("copies", copies_bytes_per_s, servers=servers)
         self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
         self._pushes = Lane("pushes", rates.cpu_bytes_per_s)
+        # What `wait` reports: when, a number that breaks ties (first given, first reported), what, a test's fault.
         self._heap: list[tuple[float, int, Operation | Event, Any]] = []
-        self._pushed = 0  # breaks ties in time: first given, first reported
+        self._pushed = 0  # such numbers so far
+        # For the timeline: lane, what (see `label`), begin and end in seconds, and bytes.
         self._started: list[tuple[Lane, Operation | int | None, float, float, int]] = []
 
     @property
@@ -111,6 +113,7 @@ class VirtualLanes:
         return {lane.name: lane.nbytes for lane in self._lanes()}
 
     def _lanes(self) -> list[Lane]:
+        """Return the lanes that figures are about: no copies to checkpoints, commits or pushes."""
         return [*self._named.values(), *self._reads, *self._writes]
 
     def lane_of(self, operation: Operation) -> tuple[Lane, int]:
@@ -136,6 +139,7 @@ class VirtualLanes:
                 return self._commits, 0
 
     def _write_lane(self, path: int) -> Lane:
+        """Return the lane of a path's writes; that of checkpoints for a number beyond the paths."""
         return self._writes[path] if path < len(self._writes) else self._copies
 
     def inject(self, event: Event, at_s: float | None = None) -> None:
@@ -143,6 +147,7 @@ class VirtualLanes:
         self._push(self.now_s if at_s is None else at_s, event)
 
     def _push(self, at_s: float, what: Operation | Event, fault: Any = None) -> None:
+        """Let `wait` report an operation or event at a time; tests' executors give a fault with it."""
         self._pushed += 1
         heappush(self._heap, (at_s, self._pushed, what, fault))
 
@@ -155,8 +160,10 @@ def label(operation: Operation | int | None) -> str:
         return f"gradients of subgroup {operation}"
     if isinstance(operation, RunVisit):
         return f"subgroup {operation.visit.subgroup}"
-    if isinstance(operation, Transfer | AwaitPush | FreeHome):
-        is_state = not isinstance(operation, AwaitPush) and getattr(operation, "what", "state") == "state"
+    if isinstance(operation, FreeHome):
+        return f"subgroup {operation.subgroup}"
+    if isinstance(operation, Transfer | AwaitPush):
+        is_state = isinstance(operation, Transfer) and operation.what == "state"
         return f"subgroup {operation.subgroup}" if is_state else f"weights of subgroup {operation.subgroup}"
     if isinstance(operation, Sync):
         return f"sync of path {operation.path}"

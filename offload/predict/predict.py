@@ -69,13 +69,16 @@ def with_forward_s(
         apart: Whether forward runs on a GPU; evident if weights lie there.
     """
     updates = [interval for interval in prediction.timeline if interval.lane in ("cpu", "gpu")]
-    nbytes, now_s = sum(interval.nbytes for interval in updates), 0.0
-    if not nbytes:
+    updated_bytes = sum(interval.nbytes for interval in updates)
+    if not updated_bytes:
         return prediction.step_s * factor + forward_s
+    share_cores = not (plan.weights_on_gpu or apart)
+    now_s = 0.0
     for interval in sorted(updates, key=lambda interval: interval.finished_s):
-        if not (plan.weights_on_gpu or apart):  # they share the cores
+        if share_cores:
             now_s += (interval.finished_s - interval.started_s) * factor
-        now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / nbytes
+        # The next part of forward begins when its weights are updated, and the part before has ended.
+        now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / updated_bytes
     return now_s
 
 
@@ -109,29 +112,32 @@ def with_backward_s(
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
     early = plan.updated_in_backward
-    streamed_bytes, moved_bytes = sum(s.state_bytes for s in early), sum(interval.nbytes for interval in moves)
+    streamed_bytes = sum(subgroup.state_bytes for subgroup in early)
+    moved_bytes = sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
     # The step's time of I/O, for as many bytes as are moved now: all of the streamed state, both ways.
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
+    io_in_backward_s = io_s - in_forward_s
     if plan.weights_on_gpu:
         rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
-        update_s = streamed_bytes * (update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s)
+        s_per_byte = update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s
+        update_s = streamed_bytes * s_per_byte
         leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in early)
         if leaving_bytes:
             update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h.alone)
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
-        return forward_s + max(backward_s, update_s, io_s - in_forward_s) + rest_s
+        return forward_s + max(backward_s, update_s, io_in_backward_s) + rest_s
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:
         return max(forward_s + backward_s, update_s, io_s)
     if apart:
-        return forward_s + max(backward_s, update_s - at_home_s, io_s - in_forward_s) + at_home_s
+        return forward_s + max(backward_s, update_s - at_home_s, io_in_backward_s) + at_home_s
     if follows:
         return max(forward_s + backward_s + update_s, io_s)
-    return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
+    return forward_s + max(backward_s + update_s - at_home_s, io_in_backward_s) + at_home_s
 
 
 def _rest_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
@@ -143,20 +149,21 @@ def _rest_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
     """
     early = plan.updated_in_backward
     of_gpu = [subgroup for subgroup in early if plan.updates_on_gpu(subgroup.index)]
-    ahead_bytes, gpu_bytes = (sum(subgroup.state_bytes for subgroup in some) for some in (early, of_gpu))
-    leaving = (plan.leaving_bytes(subgroup.index) for subgroup in early if not plan.updates_on_gpu(subgroup.index))
-    done_bytes = {
-        "cpu": ahead_bytes - gpu_bytes,
+    of_cpu = [subgroup for subgroup in early if not plan.updates_on_gpu(subgroup.index)]
+    early_bytes = sum(subgroup.state_bytes for subgroup in early)
+    gpu_bytes = sum(subgroup.state_bytes for subgroup in of_gpu)
+    spared_bytes = {
+        "cpu": early_bytes - gpu_bytes,
         "gpu": gpu_bytes,
         "h2d": gpu_bytes - sum(subgroup.weight_bytes for subgroup in of_gpu),
-        "d2h": gpu_bytes + sum(leaving),
+        "d2h": gpu_bytes + sum(plan.leaving_bytes(subgroup.index) for subgroup in of_cpu),
     }
     rest_s = 0.0
     for lane, busy_s in prediction.busy_s.items():
-        of_path = lane.startswith(("read:", "write:"))
-        done = 2 * ahead_bytes if of_path else done_bytes.get(lane, 0)
-        nbytes = moved_bytes if of_path else prediction.lane_bytes.get(lane, 0)
-        rest_s = max(rest_s, busy_s * (1 - min(done / max(nbytes, 1), 1.0)))
+        is_of_path = lane.startswith(("read:", "write:"))
+        spared = 2 * early_bytes if is_of_path else spared_bytes.get(lane, 0)
+        nbytes = moved_bytes if is_of_path else prediction.lane_bytes.get(lane, 0)
+        rest_s = max(rest_s, busy_s * (1 - min(spared / max(nbytes, 1), 1.0)))
     return rest_s / max(prediction.busy_s.values()) if rest_s else 0.0
 
 
@@ -185,45 +192,81 @@ def predict(
     if steps < 1:
         raise ConfigError("steps", steps, "simulate at least 1")
     shares = plan.path_shares(rates)
-    index = TileIndex(
-        [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, shares, strict=True)],
-        plan.slot_counts,
-    )
-    machine = Machine(plan, index)
+    rooms = [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, shares, strict=True)]
+    machine = Machine(plan, TileIndex(rooms, plan.slot_counts))
     executor = TimingExecutor(plan, in_step(mix_of(plan), rates))
-    everything = range(len(plan.layout.subgroups))
-
-    def has_finished(machine: Machine) -> bool:
-        report((number - 1) * len(everything) + len(machine.changed_subgroups), steps * len(everything))
-        return machine.finished_sweep is not None
-
+    subgroups = len(plan.layout.subgroups)
     for number in range(1, steps + 1):
-        executor.record_timeline, backward_began_s = False, executor.now_s
-        for owner in filter(None, map(plan.gradients_of, reversed(everything))):
-            machine.handle(RequestBuffer(owner, fills=True))
-            pump(machine, executor, partial(_may_fill, owner))
-            machine.handle(ReleaseBuffer(owner, fills=True))
-        gradients_s = executor.now_s - backward_began_s
+        executor.record_timeline = False
+        gradients_s = _simulate_backward(plan, machine, executor)
         executor.record_timeline = timeline and number == steps
         began_s = max(executor.now_s, executor.end_device())
-        busy_before, bytes_before = executor.busy_s, executor.lane_bytes
-        visits = update_visits(plan, visit_order(everything, machine.slots))
-        executor.inject(BeginSweep(Sweep(number, number, visits)), began_s)
-        pump(machine, executor, has_finished)
-        invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
-        machine.take_finished_sweep()
-        told_s = executor.now_s + rates.reaction_s  # when the caller's thread is told; the GPU needs no telling
-        step_s = max(told_s, executor.end_device()) - began_s
+        # The executor's sums go on from step to step: those of the last step are the differences.
+        busy_before_s = executor.busy_s
+        bytes_before = executor.lane_bytes
+        report_visits = partial(_report_visits, report, (number - 1) * subgroups, steps * subgroups)
+        ended_s = _simulate_step(plan, rates, machine, executor, number, began_s, report_visits)
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # flushes that go on after the step
-    busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
-    lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}
+    busy_s = {lane: seconds - busy_before_s[lane] for lane, seconds in executor.busy_s.items()}
+    lane_bytes = {lane: nbytes - bytes_before[lane] for lane, nbytes in executor.lane_bytes.items()}
     intervals = tuple(
         interval._replace(started_s=interval.started_s - began_s, finished_s=interval.finished_s - began_s)
         for interval in executor.timeline
     )
     bound_by = max(busy_s, key=lambda lane: busy_s[lane])
-    return Prediction(step_s, busy_s, lane_bytes, bound_by, gradients_s, intervals)
+    return Prediction(ended_s - began_s, busy_s, lane_bytes, bound_by, gradients_s, intervals)
+
+
+def _simulate_backward(plan: Plan, machine: Machine, executor: TimingExecutor) -> float:
+    """Let backward fill all gradient buffers, which go to the paths; return how long that takes.
+
+    The step reads gradients from the paths, so they have to lie there. Without buffers, nothing is done.
+    """
+    began_s = executor.now_s
+    for number in reversed(range(len(plan.layout.subgroups))):
+        owner = plan.gradients_of(number)
+        if owner is not None:
+            machine.handle(RequestBuffer(owner, fills=True))
+            pump(machine, executor, partial(_may_fill, owner))
+            machine.handle(ReleaseBuffer(owner, fills=True))
+    return executor.now_s - began_s
+
+
+def _simulate_step(
+    plan: Plan,
+    rates: Rates,
+    machine: Machine,
+    executor: TimingExecutor,
+    number: int,
+    began_s: float,
+    report_visits: Callable[[int], None],
+) -> float:
+    """Run a step that updates everything from `began_s`; return when it ends, for the caller and on the GPU.
+
+    Args:
+        number: The step's.
+        report_visits: Called with the number of its visits so far.
+    """
+
+    def has_finished(machine: Machine) -> bool:
+        """Report progress, and return whether all visits have run."""
+        report_visits(len(machine.changed_subgroups))
+        return machine.finished_sweep is not None
+
+    order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
+    executor.inject(BeginSweep(Sweep(number, number, update_visits(plan, order))), began_s)
+    pump(machine, executor, has_finished)
+    invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
+    machine.take_finished_sweep()
+    told_s = executor.now_s + rates.reaction_s  # when the caller's thread is told; the GPU needs no telling
+    return max(told_s, executor.end_device())
+
+
+def _report_visits(report: Callable[[int, int], None], before: int, total: int, visited: int) -> None:
+    """Call `report` of `predict` after visits of a step; `before` is the number of visits of earlier steps."""
+    report(before + visited, total)
 
 
 def _may_fill(owner: ScratchOwner, machine: Machine) -> bool:
+    """Return whether an owner's buffer may be filled now."""
     return machine.scratch[owner.kind].may_fill(owner.number)

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from offload.plan.rates import Direction, PathRates
 
@@ -37,6 +37,20 @@ class Flow(Generic[T]):
     started_s: float
 
 
+class _Served(NamedTuple, Generic[T]):
+    """A transfer that is served, as an entry of a heap.
+
+    Attributes:
+        ends_share_s: The lane's `share_s` at which it ends.
+        number: Of those begun on the lane; breaks ties.
+        transfer: What is served.
+    """
+
+    ends_share_s: float
+    number: int
+    transfer: Flow[T]
+
+
 @dataclass(slots=True)
 class _Lane(Generic[T]):
     """One direction.
@@ -50,17 +64,18 @@ class _Lane(Generic[T]):
     latency_s: float
     at_once: int
     queue: deque[Flow[T]] = field(default_factory=deque)
-    served: list[tuple[float, int, Flow[T]]] = field(default_factory=list)
-    """A heap, by the `share_s` at which each transfer ends."""
+    served: list[_Served[T]] = field(default_factory=list)
+    """A heap: the first is the one that ends first."""
     share_s: float = 0.0
     begun: int = 0
+    """Number of transfers that have begun."""
     busy_s: float = 0.0
     alone_s: float = 0.0
-    """Seconds that all served transfers take one after the other, while the other direction is not used,"""
+    """Seconds that all served transfers take one after the other, while the other direction is not used."""
     beside_s: float = 0.0
-    """and while it is."""
+    """The same while the other direction is used."""
     nbytes: int = 0
-    """Their bytes."""
+    """Bytes of all served transfers."""
 
     def work_s(self, transfer: Flow[T], bytes_per_s: float) -> float:
         """Return the seconds that a transfer takes by itself at a rate."""
@@ -88,12 +103,12 @@ class _Lane(Generic[T]):
             transfer = self.queue.popleft()
             transfer.started_s = at_s
             self.begun += 1
-            ends = self.share_s + self.work_s(transfer, self.rates.alone)
-            heappush(self.served, (ends, self.begun, transfer))
+            ends_share_s = self.share_s + self.work_s(transfer, self.rates.alone)
+            heappush(self.served, _Served(ends_share_s, self.begun, transfer))
             self.count(transfer, 1)
 
     def end(self) -> Flow[T]:
-        """End the transfer that ends first."""
+        """Take the transfer that ends first from those served, and return it."""
         self.share_s, _, transfer = heappop(self.served)
         self.count(transfer, -1)
         if not self.served:
@@ -128,10 +143,14 @@ class SharedPath(Generic[T]):
         self._look_ahead()
 
     def change(self) -> list[tuple[str, Flow[T]]]:
-        """Go on to the next change; return the transfers that end there, each after its direction."""
+        """Go on to the next change; return the transfers that end there, each after its direction.
+
+        Then begin transfers that wait for their turn.
+        """
         at_s = self.changes_s
-        alone = self._alone()
-        ends = {
+        alone = self._is_alone()
+        # Asked before time goes on: afterwards, rounding may leave a little of a transfer that ends now.
+        has_end = {
             verb: self._at_s + self._left_s(lane, alone=alone) <= at_s
             for verb, lane in self._lanes.items()
             if lane.served
@@ -139,28 +158,28 @@ class SharedPath(Generic[T]):
         self._go_on(at_s)
         ended = []
         for verb, lane in self._lanes.items():
-            if ends.get(verb):
+            if has_end.get(verb):
                 ended.append((verb, lane.end()))
-                while lane.served and lane.served[0][0] - lane.share_s <= AT_ONCE_S:
+                while lane.served and lane.served[0].ends_share_s - lane.share_s <= AT_ONCE_S:
                     ended.append((verb, lane.end()))
             lane.begin(at_s)
         self._look_ahead()
         return ended
 
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         """Return whether at most one direction is in use."""
         return not all(lane.served for lane in self._lanes.values())
 
     def _left_s(self, lane: _Lane[T], *, alone: bool) -> float:
         """Return the seconds until the first of the served transfers ends, if nothing changes before."""
-        return max(0.0, lane.served[0][0] - lane.share_s) * lane.stretch(alone=alone)
+        return max(0.0, lane.served[0].ends_share_s - lane.share_s) * lane.stretch(alone=alone)
 
     def _go_on(self, to_s: float) -> None:
         """Let both directions work until `to_s`."""
         passed_s = to_s - self._at_s
         if passed_s <= 0:
             return
-        alone = self._alone()
+        alone = self._is_alone()
         for lane in self._lanes.values():
             if lane.served:
                 lane.share_s += passed_s / lane.stretch(alone=alone)
@@ -169,7 +188,9 @@ class SharedPath(Generic[T]):
 
     def _look_ahead(self) -> None:
         """Compute the time of the next change, and the memory traffic until then."""
-        alone, self.demand, self.changes_s = self._alone(), 0.0, math.inf
+        alone = self._is_alone()
+        self.demand = 0.0
+        self.changes_s = math.inf
         for lane in self._lanes.values():
             if lane.served:
                 self.changes_s = min(self.changes_s, self._at_s + self._left_s(lane, alone=alone))

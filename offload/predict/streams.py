@@ -57,8 +57,13 @@ class Work(Generic[What]):
         follows: Work[What] | None = None,
         gap_s: float = 0.0,
     ) -> None:
-        self.stream, self.engine, self.what, self.nbytes = stream, engine, what, nbytes
-        self.given_s, self.follows, self.gap_s = given_s, follows, gap_s
+        self.stream = stream
+        self.engine = engine
+        self.what = what
+        self.nbytes = nbytes
+        self.given_s = given_s
+        self.follows = follows
+        self.gap_s = gap_s
         self.ends_s = math.inf
 
 
@@ -71,7 +76,7 @@ class Streams(Generic[What]):
         self._ended_s: dict[str, float] = {}  # when the last work ends that has begun, by stream
         self._free_s: dict[str, float] = {}  # likewise, by engine
         self._last: dict[str, str] = {}  # the stream of the last work, by engine
-        self._next: tuple[float, Work[What] | None] | None = None
+        self._next: tuple[float, Work[What] | None] | None = None  # what `next` returns; None if to be found
 
     def put(self, work: Work[What]) -> Work[What]:
         """Put work on its stream."""
@@ -88,8 +93,10 @@ class Streams(Generic[What]):
     def begin(self, work: Work[What], ends_s: float) -> None:
         """Begin the work that `next` has returned; it ends at `ends_s`."""
         self._waiting[work.stream].popleft()
-        work.ends_s = self._ended_s[work.stream] = self._free_s[work.engine] = ends_s
-        work.follows = None
+        work.ends_s = ends_s
+        self._ended_s[work.stream] = ends_s
+        self._free_s[work.engine] = ends_s
+        work.follows = None  # lets the other's memory go
         self._last[work.engine] = work.stream
         self._next = None
 
@@ -98,11 +105,8 @@ class Streams(Generic[What]):
         ready: dict[str, list[tuple[float, Work[What]]]] = {}
         for stream, waiting in self._waiting.items():
             if waiting:
-                first, ready_s = waiting[0], waiting[0].given_s
-                if first.gap_s:
-                    ready_s = max(ready_s, self._ended_s.get(stream, -math.inf) + first.gap_s)
-                if first.follows is not None:
-                    ready_s = max(ready_s, first.follows.ends_s)
+                first = waiting[0]
+                ready_s = self._ready_s(stream, first)
                 if ready_s < math.inf:
                     ready.setdefault(first.engine, []).append((ready_s, first))
         for engine, heads in ready.items():
@@ -112,3 +116,12 @@ class Streams(Generic[What]):
                 last = self._last.get(engine)
                 chosen = next((work for s, work in heads if work.stream == last and s <= begins_s), chosen)
             yield begins_s, chosen
+
+    def _ready_s(self, stream: str, first: Work[What]) -> float:
+        """Return when the first work of a stream waits for its engine only; infinite if that is not known yet."""
+        ready_s = first.given_s
+        if first.gap_s:
+            ready_s = max(ready_s, self._ended_s.get(stream, -math.inf) + first.gap_s)
+        if first.follows is not None:
+            ready_s = max(ready_s, first.follows.ends_s)
+        return ready_s

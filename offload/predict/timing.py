@@ -71,28 +71,26 @@ class TimingExecutor(VirtualLanes):
         self._call_s = rates.gpu.call_s
         self._reaction_s = rates.reaction_s  # to the last report; 0 if the engine itself caused that, by enqueuing
         self._has_engine_lane = bool(rates.operation_s or rates.begin_s or self._call_s)
-        # How long an update takes depends on other lanes' memory traffic: then updates wait here, not in the heap.
-        demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
-        demand += sum(
+        # Updates wait here, not in the heap, if their ends are not known when they begin: if other lanes' memory
+        # traffic may slow them down, or they may have to wait for gradients.
+        most_demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
+        most_demand += sum(
             path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_half_duplex
         )
-        # So they do if they may have to wait for gradients.
-        self._queues_updates = rates.cpu_speed(demand) < 1 or plan.fetches_gradients
+        self._queues_updates = rates.cpu_speed(most_demand) < 1 or plan.fetches_gradients
         self._updates: deque[tuple[RunVisit, float]] = deque()  # and when each may begin
         self._update_left_s = 0.0  # of the first one, at the CPU's own speed
         self._update_from_s = 0.0  # when the first one may begin
-        self._demand = 0.0  # memory traffic of the other lanes, bytes a second,
-        self._demands: list[tuple[float, float]] = []  # and its coming changes: a heap of (when, by how much)
-        self._last_in_slot: dict[
-            int, Work[Operation | int]
-        ] = {}  # by GPU staging slot: the next work there follows it
+        self._demand = 0.0  # memory traffic of the other lanes now, in bytes a second
+        self._demands: list[tuple[float, float]] = []  # coming changes of `_demand`: a heap of (when, by how much)
+        # By staging slot of the GPU: the work that the next work in the slot follows.
+        self._last_in_slot: dict[int, Work[Operation | int]] = {}
         self._to_fetch: dict[int, int] = {}  # bytes of gradients on the GPU that are not asked for yet, by subgroup
         self._ahead: set[int] = set()  # subgroups whose gradients were asked for before their visits
         self._gradient_copies: dict[int, Work[Operation | int]] = {}  # by subgroup
         self._weights_sent: dict[int, Work[Operation | int]] = {}  # from each weight slot
-        self._awaited: dict[
-            Work[Operation | int], tuple[float, Operation]
-        ] = {}  # operations to report when work ends
+        # Operations that are reported when work ends, each after the earliest time of that.
+        self._awaited: dict[Work[Operation | int], tuple[float, Operation]] = {}
 
     def end_device(self) -> float:
         """Let the GPU do all enqueued work; return when it has ended its updates and the copies to it."""
@@ -101,62 +99,81 @@ class TimingExecutor(VirtualLanes):
         return max((lane.free_s[0] for name, lane in self._named.items() if name not in ("cpu", "d2h")), default=0.0)
 
     def _lanes(self) -> list[Lane]:
+        """Return all lanes, with the engine's thread if its costs are known."""
         return [*super()._lanes(), self._engine] if self._has_engine_lane else super()._lanes()
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Put operations on their lanes; each may begin when the engine has reacted and done its own work for it."""
         ready_s = self.now_s + self._reaction_s
         for operation in operations:
-            lane, nbytes = self.lane_of(operation)
             if self._has_engine_lane:
-                ready_s = self._engine_work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
-            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_fetch:
-                ready_s = self._fetch_with_state(operation.tile.subgroup, ready_s)
-            if isinstance(operation, Transfer | AwaitPush) or (
-                isinstance(operation, RunVisit) and operation.visit.gpu
-            ):
-                self._enqueue(operation, nbytes, ready_s)
-                continue
-            if lane is self._cpu and isinstance(operation, RunVisit):
-                number = operation.visit.subgroup
-                if self._to_fetch or self._ahead:
-                    ready_s = self._fetch_for_visit(number, ready_s)
-                if self._queues_updates:
-                    self._updates.append((operation, ready_s))
-                    if len(self._updates) == 1:
-                        self._start_update()
-                    continue
-            if lane.shared is not None:
-                self._give_shared(lane, lane.shared, operation, nbytes, ready_s)
-                continue
+                work_s = self._rates.operation_s + self._count_calls(operation) * self._call_s
+                ready_s = self._engine_work(ready_s, work_s)
+            ready_s = self._fetch_for(operation, ready_s)
+            self._put(operation, ready_s)
+
+    def _fetch_for(self, operation: Operation, ready_s: float) -> float:
+        """Fetch the gradients that an operation makes the engine ask for; return when its thread has done that.
+
+        A visit's gradients are asked for when its first tile is read, or when the CPU is to run the visit.
+        """
+        if isinstance(operation, ReadTile):
+            subgroup, tensor, tile = operation.tile
+            return self._fetch_with_state(subgroup, ready_s) if tensor == tile == 0 else ready_s
+        if isinstance(operation, RunVisit) and not operation.visit.gpu and (self._to_fetch or self._ahead):
+            return self._fetch_for_visit(operation.visit.subgroup, ready_s)
+        return ready_s
+
+    def _put(self, operation: Operation, ready_s: float) -> None:
+        """Put an operation on its lane, where it may begin at `ready_s`."""
+        lane, nbytes = self.lane_of(operation)
+        if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, RunVisit) and operation.visit.gpu):
+            self._enqueue(operation, nbytes, ready_s)
+        elif isinstance(operation, RunVisit) and self._queues_updates:
+            self._updates.append((operation, ready_s))
+            if len(self._updates) == 1:
+                self._start_update()
+        elif lane.shared is not None:
+            self._give_shared(lane, lane.shared, operation, nbytes, ready_s)
+        else:
             self._push(self._give(lane, operation, nbytes, ready_s), operation)
 
     def _enqueue(self, operation: Transfer | AwaitPush | RunVisit, nbytes: int, ready_s: float) -> None:
         """Put work on a stream of the GPU; report it when it ends, or now if the host need not wait for its end."""
         if isinstance(operation, AwaitPush):
-            self._report(self._weights_sent.pop(operation.transfer_slot), ready_s, operation)
+            self._report_after(self._weights_sent.pop(operation.transfer_slot), ready_s, operation)
         elif isinstance(operation, RunVisit):
-            slot = operation.transfer_slot
-            state = self._last_in_slot.pop(slot, None) if slot is not None else None
-            work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
-            if slot is not None:
-                self._last_in_slot[slot] = work
-            self._push(ready_s, operation)
+            self._enqueue_update(operation, nbytes, ready_s)
         elif operation.what == "state":
-            slot = operation.transfer_slot
-            work = self._copy(
-                operation.lane, operation.lane, operation, nbytes, ready_s, self._last_in_slot.pop(slot, None)
-            )
-            if operation.lane == "h2d":
-                self._last_in_slot[slot] = work
-                self._push(ready_s, operation)
-            else:
-                self._report(work, ready_s, operation)
+            self._enqueue_state(operation, nbytes, ready_s)
         elif operation.lane == "h2d":
             self._weights_sent[operation.transfer_slot] = self._copy("h2d", "h2d", operation, nbytes, ready_s)
             self._push(ready_s, operation)
         else:
-            self._report(self._copy(self.gradient_stream, "d2h", operation, nbytes, ready_s), ready_s, operation)
+            weights = self._copy(self.gradient_stream, "d2h", operation, nbytes, ready_s)
+            self._report_after(weights, ready_s, operation)
+
+    def _enqueue_update(self, operation: RunVisit, nbytes: int, ready_s: float) -> None:
+        """Put an update on the GPU behind the copy of its state there, and report it now."""
+        slot = operation.transfer_slot  # None for state at home on the GPU
+        state = self._last_in_slot.pop(slot, None) if slot is not None else None
+        work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
+        if slot is not None:
+            self._last_in_slot[slot] = work
+        self._push(ready_s, operation)
+
+    def _enqueue_state(self, operation: Transfer, nbytes: int, ready_s: float) -> None:
+        """Copy state to a staging slot on the GPU, or from it behind the update there.
+
+        A copy to the GPU is reported now. One to the host is reported when it ends.
+        """
+        lane, slot = operation.lane, operation.transfer_slot
+        work = self._copy(lane, lane, operation, nbytes, ready_s, self._last_in_slot.pop(slot, None))
+        if lane == "h2d":
+            self._last_in_slot[slot] = work
+            self._push(ready_s, operation)
+        else:
+            self._report_after(work, ready_s, operation)
 
     def _copy(
         self,
@@ -168,16 +185,16 @@ class TimingExecutor(VirtualLanes):
         follows: Work[Operation | int] | None = None,
     ) -> Work[Operation | int]:
         """Put a copy on a stream, in pieces of at most `piece_bytes`; return the last piece."""
-        piece_bytes = self._piece_bytes
-        if piece_bytes is None:
-            return self.streams.put(Work(stream, engine, what, nbytes, ready_s, follows))
-        while nbytes > piece_bytes:
-            self.streams.put(Work(stream, engine, what, piece_bytes, ready_s, follows, PIECE_GAP_S))
-            nbytes -= piece_bytes
-        return self.streams.put(Work(stream, engine, what, nbytes, ready_s, follows, PIECE_GAP_S))
+        gap_s = 0.0
+        if self._piece_bytes is not None:
+            gap_s = PIECE_GAP_S
+            while nbytes > self._piece_bytes:
+                self.streams.put(Work(stream, engine, what, self._piece_bytes, ready_s, follows, gap_s))
+                nbytes -= self._piece_bytes
+        return self.streams.put(Work(stream, engine, what, nbytes, ready_s, follows, gap_s))
 
-    def _report(self, work: Work[Operation | int], ready_s: float, operation: Operation) -> None:
-        """Report an operation when work of the GPU has ended."""
+    def _report_after(self, work: Work[Operation | int], ready_s: float, operation: Operation) -> None:
+        """Report an operation when work of the GPU has ended, and not before `ready_s`."""
         if work.ends_s < math.inf:
             self._push(max(ready_s, work.ends_s), operation)
         else:
@@ -255,15 +272,12 @@ class TimingExecutor(VirtualLanes):
             self._started.append((engine, None, started_s, engine.free_s[0], 0))
         return engine.free_s[0]
 
-    def _calls(self, operation: Operation) -> int:
+    def _count_calls(self, operation: Operation) -> int:
         """Return the number of calls of the GPU's runtime for an operation."""
         if isinstance(operation, Transfer) and operation.what == "weights":
             return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
-        return (
-            CALLS
-            if isinstance(operation, Transfer) or (isinstance(operation, RunVisit) and operation.visit.gpu)
-            else 0
-        )
+        is_update_on_gpu = isinstance(operation, RunVisit) and operation.visit.gpu
+        return CALLS if isinstance(operation, Transfer) or is_update_on_gpu else 0
 
     def _begin(self, sweep: Sweep) -> None:
         """Begin a step: let the engine work for it, and fetch the first visits' gradients if the GPU has them."""
@@ -277,7 +291,10 @@ class TimingExecutor(VirtualLanes):
             self._fetch_ahead(self.now_s + self._rates.reaction_s)
 
     def _fetch_for_visit(self, subgroup: int, ready_s: float) -> float:
-        """Fetch the gradients of a visit that begins, unless they were asked for, and those of later visits."""
+        """Fetch the gradients of a visit that begins, unless they were asked for, and those of later visits.
+
+        Return when the engine's thread has done that; so do the others that fetch.
+        """
         if subgroup in self._to_fetch:
             ready_s = self._fetch_gradients(subgroup, ready_s)
         self._ahead.discard(subgroup)
@@ -308,14 +325,17 @@ class TimingExecutor(VirtualLanes):
         return ready_s
 
     def _start_update(self) -> None:
+        """Let the first of the waiting updates be the one under way: note its work, and when it may begin."""
         run, may_start_s = self._updates[0]
-        self._update_left_s = self.lane_of(run)[1] * self._cpu.s_per_byte * self._times(self._cpu, run)
+        _, nbytes = self.lane_of(run)
+        self._update_left_s = nbytes * self._cpu.s_per_byte * self._times(self._cpu, run)
         self._update_from_s = max(self.now_s, may_start_s)
 
     def _update_starts_s(self) -> float:
         """Return when the update under way began or will begin; infinite until its gradients' copy has begun."""
-        brought = self._gradient_copies.get(self._updates[0][0].visit.subgroup)
-        return max(self._update_from_s, brought.ends_s if brought is not None else 0.0)
+        run, _ = self._updates[0]
+        gradients = self._gradient_copies.get(run.visit.subgroup)
+        return max(self._update_from_s, gradients.ends_s if gradients is not None else 0.0)
 
     def _work_until(self, until_s: float) -> float | None:
         """Let the update under way proceed, at the speed that the other lanes' memory traffic allows.
@@ -323,20 +343,24 @@ class TimingExecutor(VirtualLanes):
         Returns:
             Its end, if that is not after `until_s`; else None, and `_update_left_s` is what is left then.
         """
-        at_s, starts_s = self.now_s, self._update_starts_s()
+        at_s = self.now_s
+        starts_s = self._update_starts_s()
         while True:
+            # Go on to the next change of the traffic, at most to `until_s`: the speed is constant until then.
             while self._demands and self._demands[0][0] <= at_s:
-                self._demand += heappop(self._demands)[1]
-            end_s = min(until_s, self._demands[0][0]) if self._demands else until_s
+                _, change = heappop(self._demands)
+                self._demand += change
+            next_s = min(until_s, self._demands[0][0]) if self._demands else until_s
             from_s = max(at_s, starts_s)
-            if from_s <= end_s:
+            if from_s <= next_s:
                 speed = self._rates.cpu_speed(self._demand)
-                if from_s + self._update_left_s / speed <= end_s:
-                    return from_s + self._update_left_s / speed
-                self._update_left_s -= (end_s - from_s) * speed
-            if until_s <= end_s:
+                ends_s = from_s + self._update_left_s / speed
+                if ends_s <= next_s:
+                    return ends_s
+                self._update_left_s -= (next_s - from_s) * speed
+            if until_s <= next_s:
                 return None
-            at_s = end_s
+            at_s = next_s
 
     def _end_update(self, at_s: float) -> list[Event]:
         """End the CPU update under way: account for it, start the next one, and report it.
@@ -362,21 +386,9 @@ class TimingExecutor(VirtualLanes):
         Raises:
             InternalError: If nothing is in flight or injected: a live engine would wait for ever.
         """
-        while True:
-            begins_s, reported_s = self.streams.next()[0], self._heap[0][0] if self._heap else math.inf
-            path = min(self._shared, key=lambda path: path.changes_s, default=None)
-            changes_s = min(begins_s, path.changes_s) if path is not None else begins_s
-            if self._updates:
-                ended_s = self._work_until(min(changes_s, reported_s))
-                if ended_s is not None:
-                    return self._end_update(ended_s)
-            if changes_s > reported_s or changes_s == math.inf:
-                break
-            self.now_s = max(self.now_s, changes_s)
-            if path is None or begins_s <= path.changes_s:
-                self._begin_work()
-            else:
-                self._change(path)
+        ended_s = self._work_until_report()
+        if ended_s is not None:
+            return self._end_update(ended_s)
         if not self._heap:
             raise InternalError(f"the engine waits at {self.now_s} s with nothing in flight")
         until_s = self._heap[0][0]
@@ -394,6 +406,29 @@ class TimingExecutor(VirtualLanes):
                     self._begin(what.sweep)
                 events.append(what)
         return events
+
+    def _work_until_report(self) -> float | None:
+        """Let the GPU, shared paths and the CPU's update work until the next completion in the heap.
+
+        Returns:
+            The end of the CPU's update under way, if that comes first; else None.
+        """
+        while True:
+            begins_s, _ = self.streams.next()
+            reported_s = self._heap[0][0] if self._heap else math.inf
+            path = min(self._shared, key=lambda path: path.changes_s, default=None)
+            changes_s = min(begins_s, path.changes_s) if path is not None else begins_s
+            if self._updates:
+                ended_s = self._work_until(min(changes_s, reported_s))
+                if ended_s is not None:
+                    return ended_s
+            if changes_s > reported_s or changes_s == math.inf:
+                return None
+            self.now_s = max(self.now_s, changes_s)
+            if path is None or begins_s <= path.changes_s:
+                self._begin_work()
+            else:
+                self._change(path)
 
 
 def _is_enqueued(what: Operation | Event) -> bool:

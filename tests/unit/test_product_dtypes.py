@@ -79,7 +79,7 @@ def test_a_processor_whose_cores_others_have_taken_is_asked_again(monkeypatch: p
     """Whoever took bf16 for fast here would wait a hundred times as long."""
     taken = [(1.8e9, 5.5e9)] * 5  # as it was seen on a processor that makes 70e9 in fp32
     rates = iter([rate for pair in (*taken, (2e9, 70e9), (1e9, 1e9)) for rate in pair])
-    monkeypatch.setattr(products, "measured", lambda dtype: next(rates))
+    monkeypatch.setattr(products, "measured_flops", lambda dtype: next(rates))
     products.product_rates.cache_clear()
     found = products.product_rates(torch.bfloat16)
     assert (found.low, found.fp32, found.slow) == (2e9, 70e9, True)
