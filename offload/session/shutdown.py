@@ -42,7 +42,7 @@ class Shutdown:
         thread = self._thread
         if os.getpid() != thread.pid:  # in a forked child, where a lock that another thread held is never released
             return
-        if thread.requester is not None and not thread.closed:  # in a signal handler that interrupts a turn
+        if thread.is_in_turn and not thread.closed:  # in a signal handler that interrupts a turn
             thread.close_later(self)
             return
         try:
@@ -66,17 +66,14 @@ class Shutdown:
             waits_for_mirror = not self._is_given_up and sys.exception() is None
             self._parts.saves.end_mirror(limits.close_s if waits_for_mirror else 0.0)
         self._parts.lanes.given_up = True
-        if self.work is None or (self.work.done and self.work.error is not None):
+        has_failed = self.work is not None and self.work.done and self.work.error is not None
+        if self.work is None or has_failed:
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
-        settle_s = 0.0 if self._is_remainder_logged else limits.settle_s
-        is_raising = sys.exception() is not None
-        patience_s = limits.unwind_s if is_raising else None
-        waits.wait_for(self._stop.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
-        patience_s = limits.unwind_s if is_raising else self._parts.config.stall_timeout_s
-        waits.wait_for(self.work.wait, self._unfreed, settle_s if self._is_given_up else patience_s)
+        waits.wait_for(self._stop.wait, self._unstopped, self._most_wait_s(None))
+        waits.wait_for(self.work.wait, self._unfreed, self._most_wait_s(self._parts.config.stall_timeout_s))
         if self.work.done and self.work.error is not None:
             raise self.work.error
         if not self.work.done and not self._is_remainder_logged:
@@ -84,6 +81,13 @@ class Shutdown:
             log.error(
                 "the session is closed, but this does not end: %s; it stays as it is until it does", self._unfreed()
             )
+
+    def _most_wait_s(self, usual_s: float | None) -> float | None:
+        """Return how long to wait for the engine thread, or for parts to be freed: `usual_s` if all goes well."""
+        limits = self._parts.limits
+        if self._is_given_up:
+            return 0.0 if self._is_remainder_logged else limits.settle_s
+        return limits.unwind_s if sys.exception() is not None else usual_s
 
     @property
     def _is_given_up(self) -> bool:

@@ -480,7 +480,7 @@ def test_auto_does_what_times_say(
         if not has_speculated and step % 4:  # nothing is opened for nobody
             optimizer.finish()
             assert not optimizer.engine._parts.machine.is_open
-            assert not optimizer.engine._thread.speculation.is_due()
+            assert not optimizer.engine._thread.speculation.count_and_is_due()
 
     found = []
     for overlap in ("off", "auto"):

@@ -570,7 +570,7 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def fill(
+    def make_table(
         self,
         run: RunVisit,
         address: int,
@@ -583,7 +583,7 @@ class Tables:
         self._caller.under_way[run.op] = table, apart[1]
         return table
 
-    def agree(self, subgroup: int, expected: Told, begun: Told) -> bool:
+    def updates_alike(self, subgroup: int, expected: Told, begun: Told) -> bool:
         tables = (table_of(self._plan, subgroup, rows).tobytes() for rows in (expected, begun))
         return next(tables) == next(tables)
 
@@ -776,7 +776,7 @@ class Backwards(Forwards):
         parts.plan = self.plan
         parts.tables = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
-        parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
+        parts.memory.allocate_arena = lambda nbytes: SimpleNamespace(address=1 << 40)
         parts.memory.free_arena = lambda arena: None
         parts.memory.slot_address = lambda slot: 0
         parts.saves.pending = None
@@ -784,7 +784,7 @@ class Backwards(Forwards):
 
     # The engine's side
 
-    def open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
+    def make_open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
         """Return an open sweep."""
         self.executor.set_visitor(visitor)
         self.sweeps += 1
@@ -803,7 +803,7 @@ class Backwards(Forwards):
 
     def begin_visit(self, run: RunVisit) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.fill`
+            self.executor.visitor(run)  # makes a table: see `Tables.make_table`
         else:
             self.visitors[run.op] = self.executor.visitor
 
@@ -865,7 +865,7 @@ class Backwards(Forwards):
                 before = self.gradients[number] if number in self.arrived else None
                 self.gradients[number] = zlib.crc32(repr((loss, number, before)).encode())
                 self.arrived[number] = None
-                if self.thread.speculation.begins_pass(number, None):
+                if self.thread.speculation.announce_arrival(number, None):
                     self.thread.speculation.foresee([self.rate], (), None)
                 self.thread.speculation.note_arrival(number)
             if self.rng.random() < 0.05:
