@@ -374,9 +374,9 @@ class Activations:
         plan = self._parts.plan
         if not plan.activation_buffers:
             return {}
-        moved, rates = self._parts.machine.scratch["activations"].moved, self._parts.rates.paths
-        written_bytes = moved[WriteTile] * plan.budgets.activation_tile_bytes
-        read_bytes = moved[ReadTile] * plan.budgets.activation_tile_bytes
+        tile_counts, rates = self._parts.machine.scratch["activations"].moved, self._parts.rates.paths
+        written_bytes = tile_counts[WriteTile] * plan.budgets.activation_tile_bytes
+        read_bytes = tile_counts[ReadTile] * plan.budgets.activation_tile_bytes
         counted = metrics.PACKED_BYTES, metrics.KEPT_BYTES, metrics.ACTIVATIONS_WAITED_S
         return {
             **{name: float(self._uses.figures[name]) for name in counted},

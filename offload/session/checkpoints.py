@@ -174,8 +174,8 @@ class Checkpoints:
             raise
         except OffloadError as error:
             self._thread.check_usable()
-            failed = save_error(folder, error)
-            raise failed from failed.__cause__
+            of_save = save_error(folder, error)
+            raise of_save from of_save.__cause__  # which is not `error` if that is a save's error already
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.

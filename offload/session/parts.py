@@ -100,16 +100,8 @@ class SessionParts:
         check_nodes("host_memory", config.node_bytes)
         self.lanes = Lanes(device)
         self._make_store: Callable[..., GradientStore] = HostGradients
-        if isinstance(device, NoDevice):
-            self.config = config = config.updated_by_cpu(combinations.WEIGHTS_ON_CPU)
-            if not config.keep_grads and config.gradient_memory is None:
-                combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
-        else:
-            if config.gradient_memory is not None:
-                config = config.updated_by_cpu(combinations.GRADIENTS_ON_PATHS)
-                self.config = config = dataclasses.replace(config, keep_grads=False)
-            elif rule.is_whole:
-                self.config = config = config.updated_by_cpu(combinations.UPDATED_BY_CPU, rule=rule.name)
+        self.config = config = _config_for(config, rule, has_gpu=not isinstance(device, NoDevice))
+        if not isinstance(device, NoDevice):
             self.lanes = lanes = GpuLanes(
                 device,
                 self.queue,
@@ -377,9 +369,9 @@ class SessionParts:
 
     def _allocate_on_device(self, plan: Plan, before: Layout) -> Plan:
         """Allocate what `plan` adds on the device and in host memory for it; return the plan with gradient bytes."""
-        slots = self._gradient_slots
-        layout = plan.layout
-        kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
+        layout, gradient_dtype_of = plan.layout, self._gradient_slots.dtype_of
+        # Kernels are compiled for each of these: dtypes of gradient and weight, and format of the state.
+        kinds = {(gradient_dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
         self.lanes.device.prepare(layout.device_state.rule.name, kinds)
         self.memory.allocate_device(plan, before)
         return self.with_gradient_bytes(plan)
@@ -511,6 +503,20 @@ class SessionParts:
             tier.close()
         finally:
             self.closing.remove(tier)
+
+
+def _config_for(config: OffloadConfig, rule: UpdateRule, *, has_gpu: bool) -> OffloadConfig:
+    """Return the config with settings as the device, the rule and the place of gradients force them; or refuse."""
+    if not has_gpu:
+        config = config.updated_by_cpu(combinations.WEIGHTS_ON_CPU)
+        if not config.keep_grads and config.gradient_memory is None:
+            combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
+    elif config.gradient_memory is not None:
+        config = config.updated_by_cpu(combinations.GRADIENTS_ON_PATHS)
+        config = dataclasses.replace(config, keep_grads=False)
+    elif rule.is_whole:
+        config = config.updated_by_cpu(combinations.UPDATED_BY_CPU, rule=rule.name)
+    return config
 
 
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:

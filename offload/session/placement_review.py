@@ -95,5 +95,5 @@ class PlacementReview:
         except OffloadError as error:  # paths have less room than they had
             log.info("the GPU updates what it did before: %s", error)
             return None
-        saves = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(other, rates).step_s
-        return other if saves and other.placements != plan.placements else None
+        is_worth_it = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(other, rates).step_s
+        return other if is_worth_it and other.placements != plan.placements else None

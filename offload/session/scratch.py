@@ -23,7 +23,6 @@ class BufferRequest:
     """A buffer that a caller wants, to fill it (`fills`) or to read it.
 
     Attributes:
-        owner: Whose data the buffer is to have.
         answered: Set when it is decided whether the caller gets the buffer.
         buffer: Its number, once `answered`; None if the caller gets none.
         error: Why it cannot be read, or filled.

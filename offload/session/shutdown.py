@@ -66,8 +66,7 @@ class Shutdown:
             waits_for_mirror = not self._is_given_up and sys.exception() is None
             self._parts.saves.end_mirror(limits.close_s if waits_for_mirror else 0.0)
         self._parts.lanes.given_up = True
-        has_failed = self.work is not None and self.work.done and self.work.error is not None
-        if self.work is None or has_failed:
+        if self.work is None or (self.work.done and self.work.error is not None):  # else an earlier close began it
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")

@@ -148,7 +148,7 @@ class Speculation:
     def announce_arrival(self, position: int, is_last_pass: bool | None) -> bool:
         """Note of which pass a gradient is about to arrive; return whether to call `foresee`, as a pass begins."""
         self._is_last_pass = is_last_pass
-        is_first = self._first_position in (None, position)  # in this pass: the first to arrive comes again
+        is_first = self._first_position in (None, position)  # of a pass: the first of all, or the same one again
         begins_pass = self.is_on and self._is_asking and is_first
         if begins_pass:
             self._first_position, self._foreseen = position, None
@@ -340,10 +340,7 @@ class Speculation:
             self._parts.machine.handle(Stop(error))
 
     def _make_table(self, run: RunVisit) -> npt.NDArray[Any]:
-        """Return the kernel's table for a speculative run, and note what its version is made from.
-
-        The run writes new weights to an image, and fingerprints of its inputs to `sums`.
-        """
+        """Return the kernel's table for a speculative run, and note what the run's version is made from."""
         parts, subgroup = self._parts, run.visit.subgroup
         sums = np.zeros((len(parts.plan.layout.subgroups[subgroup].segments), 2), np.uint64)
         parts.lanes.await_sent(subgroup)  # the last step's weights may still be copied from the image

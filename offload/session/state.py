@@ -207,10 +207,7 @@ class State:
         *,
         follow: bool = True,
     ) -> None:
-        """Let `change` write to the state of every segment of some subgroups, then set step counts.
-
-        For `masters` and `follow` see `SweepRequests.sweep_segments`.
-        """
+        """Let `change` write to all segments of some subgroups, then set step counts; see `sweep_segments`."""
         counts = self._parts.tables.steps
 
         def set_counts() -> None:

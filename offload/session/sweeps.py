@@ -29,10 +29,7 @@ class Sweeps:
         self._sweep_count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
-        """Have the machine begin a sweep in which `visitor` works on some subgroups, and return it.
-
-        The visitor `changes` state, and perhaps `overwrites` all of it: then none is fetched.
-        """
+        """Have the machine begin a sweep in which `visitor` works on some subgroups, and return it; see `Visit`."""
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):

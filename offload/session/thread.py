@@ -341,6 +341,7 @@ class EngineThread(MachineListener):
         """Discard all gradients in buffers, then call `dropped` on the engine thread; see `paths.Filler`."""
 
         def discard_all() -> None:
+            """Discard the gradients of all subgroups; on the engine thread."""
             self.begin_step()
             machine = self._parts.machine
             for subgroup in [*machine.scratch["gradients"].owners]:

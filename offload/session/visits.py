@@ -95,11 +95,10 @@ class SweepRequests:
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
                     sets_master = follow and bool(is_master_chosen[segment.parameter])
                     with views.piece(run, view, segment, sets_master=sets_master) as tensors:
-                        if changes:
-                            work(segment, tensors)
-                        else:  # a reader sees masters as they will be; see `Engine.reload_master`
-                            for shown_segment, shown_tensors in views.shown(run, view, segment, tensors):
-                                work(shown_segment, shown_tensors)
+                        # A reader is shown masters as they will be: see `Engine.reload_master`.
+                        shown = [(segment, tensors)] if changes else views.shown(run, view, segment, tensors)
+                        for shown_segment, shown_tensors in shown:
+                            work(shown_segment, shown_tensors)
 
         return work_on_segments
 
@@ -143,12 +142,7 @@ class SweepRequests:
         plan = parts.plan.unborrowed if slots == 0 else parts.plan
         order = visit_order(subgroups, machine.live_slots)
         active = tables.begun.flags != 0
-
-        def needs_weights(number: int) -> bool:
-            """Return whether the update takes masters from weights."""
-            return machine.is_fresh(number) or tables.is_due(number, active)
-
-        return update_visits(plan, order, needs_weights)
+        return update_visits(plan, order, reloads=lambda n: machine.is_fresh(n) or tables.is_due(n, active))
 
     @contextlib.contextmanager
     def _failures_break_session(self) -> Iterator[None]:

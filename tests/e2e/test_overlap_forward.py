@@ -166,7 +166,7 @@ def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
     """`step` makes them on its stream; the next forward pass, which may have another, copies from them."""
     model, device = Model(), SimulatedDevice(1 << 26)
     given_up: list[torch.Tensor] = []
-    monkeypatch.setattr(device, "give_up", given_up.append)
+    monkeypatch.setattr(device, "record_use", given_up.append)
     with OnDevice(model.parameters(), lr=1e-2, device=device, offload=config()) as optimizer:
         optimizer.overlap_forward(model, check=True)
         loss = loss_of(model, 0)

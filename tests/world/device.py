@@ -360,7 +360,7 @@ class SimulatedDevice:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory as torch's allocator would, on the caller's lane, which fills it.
 
-        What was freed is given out again at once, on the lane that it was allocated on; what `give_up` knows of, when
+        What was freed is given out again at once, on the lane that it was allocated on; what `record_use` notes, when
         the lane that gave it up has come to where it was freed.
         """
         nbytes = math.prod(shape) * dtype.itemsize
@@ -386,8 +386,8 @@ class SimulatedDevice:
                 block.ends = [self.put(lane, "mark", lambda: None, (), 0) for lane in users]
                 block.unused.append(block)
 
-    def give_up(self, tensor: torch.Tensor) -> None:
-        """See `Device.give_up`."""
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """See `Device.record_use`."""
         block = self._blocks.get(tensor.data_ptr())
         if block is not None and self._unused[self._caller, block.memory.nbytes] is not block.unused:
             block.users.add(self._caller)
