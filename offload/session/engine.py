@@ -391,9 +391,9 @@ class Engine:
                 thread.speculation.end_step(scale, clip)
 
             pending_step = None if pending is None else PendingStep(pending)
-            begin = partial(requests.begin_step, subgroups, positions)
+            begin = partial(requests.seal_and_begin_rest, subgroups, positions)
             try:
-                thread.request(begin, applied, requests.learn, pending_step, begun=begun, seals=True)
+                thread.request(begin, applied, requests.refine_rates, pending_step, begun=begun, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:

@@ -108,9 +108,9 @@ class Gradients:
         self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         position = self._parts.position(parameter)
-        final = self._parts.gradients.final(position, gradient)
-        if final is not None:
-            self._thread.speculation.note_arrival(position, final)
+        final_gradient = self._parts.gradients.final(position, gradient)
+        if final_gradient is not None:
+            self._thread.speculation.note_arrival(position, final_gradient)
 
     def end_backward(self) -> None:
         """Say that a backward pass has ended: small gradients that wait on a GPU to be copied together are copied."""
@@ -136,10 +136,9 @@ class Gradients:
             self._parts.gradients.forget()  # orders the caller's stream after work that reads them
             # A request revokes updates that were made from dropped gradients. As no gradient is here now, placements
             # can be reviewed, too, at the price of a wait for the pending step.
-            review = self._sweep_requests.placement_review
-            if self._thread.speculation.drop_arrivals() or review.due:
+            if self._thread.speculation.drop_arrivals() or self._sweep_requests.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
-                    self._thread.request(review.review)
+                    self._thread.request(self._sweep_requests.placement_review.review)
 
     def stays(self, parameter: int | str) -> bool:
         """Return whether the GPU updates some of a parameter, so that its gradient is read where it lies."""

@@ -153,7 +153,7 @@ class SessionParts:
         paths = [path.path for path in config.path_configs]
         check_places(paths)
         check_mirror(config)
-        parameters = self._with_formats(parameters)
+        parameters = self._with_exact_marked(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self._empty.state.format))
         self._node_rates = self._known_or_measured_node_rates(known_rates)
         if known_rates is not None:
@@ -189,12 +189,11 @@ class SessionParts:
 
     def _make_index(self) -> TileIndex:
         """Return the index of tiles for the plan: each path offers its room, and gets its share of the tiles."""
-        plan = self.plan
-        paths, shares = plan.budgets.paths, plan.path_shares(self.rates)
+        paths, shares = self.plan.budgets.paths, self.plan.path_shares(self.rates)
         limits = [(path.available_bytes, share) for path, share in zip(paths, shares, strict=True)]
-        return TileIndex(limits, plan.slot_counts, plan.checkpoint_bytes)
+        return TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
 
-    def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    def _with_exact_marked(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         """Return parameters, with those marked whose state a compact format stores in exact form."""
         if not self._empty.state.format.shares_scales:
             return parameters
@@ -390,7 +389,7 @@ class SessionParts:
             InfeasiblePlanError: The new state does not fit.
         """
         before = self.plan
-        parameters = self._with_formats(parameters)
+        parameters = self._with_exact_marked(parameters)
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradient_bytes)

@@ -229,8 +229,7 @@ def raising_shortages(doing: str) -> Iterator[None]:
         text = str(cause)
         if "allocate memory" in text:  # torch's
             raise OffloadError(f"{doing}: there is no more memory ({text.splitlines()[0]})") from cause
-        is_for_threads = "start new thread" in text or os.strerror(errno.EAGAIN) in text
-        if not is_for_threads:
+        if "start new thread" not in text and os.strerror(errno.EAGAIN) not in text:
             raise
         raise OffloadError(
             f"{doing}: the system starts no more threads ({text}): a limit on processes (ulimit -u, a container's "

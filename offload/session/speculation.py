@@ -307,7 +307,7 @@ class Speculation:
     def _open_sweep(self) -> None:
         """Open the next step's sweep, with the subgroups of `_order`, which was chosen after the last step."""
         subgroups = self._parts.plan.layout.subgroups
-        # The plan may have changed since `_order` was chosen.
+        # Asked again, as the plan may have changed since then.
         chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
         visits = tuple(Visit(number, speculative=True) for number in chosen)
         self._parts.machine.handle(BeginSweep(self._sweeps.make_open(visits, self._make_table)))
@@ -342,7 +342,7 @@ class Speculation:
     def _make_table(self, run: RunVisit) -> npt.NDArray[Any]:
         """Return the kernel's table for a speculative run, and note what the run's version is made from."""
         parts, subgroup = self._parts, run.visit.subgroup
-        sums = np.zeros((len(parts.plan.layout.subgroups[subgroup].segments), 2), np.uint64)
+        sums = np.zeros((len(parts.plan.layout.subgroups[subgroup].segments), 2), np.uint64)  # set by the run
         parts.lanes.await_sent(subgroup)  # the last step's weights may still be copied from the image
         rows = known(self._rows, "no step is expected")
         image = self._image_address(subgroup)

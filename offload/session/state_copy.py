@@ -190,10 +190,10 @@ def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Se
         data_path = getattr(innermost(tier), "data_path", None)
         if data_path is None:  # an object store
             continue
-        directory = os.path.dirname(os.path.dirname(data_path))
+        directory = os.path.dirname(os.path.dirname(data_path))  # the path, in which the store is a directory
         with contextlib.suppress(OSError):  # if the directory was deleted, updates go on in the open files
             status = os.stat(data_path)
-            allocated_bytes = status.st_blocks * 512
+            allocated_bytes = status.st_blocks * 512  # the unit of st_blocks, whatever the disk
             missing_bytes[status.st_dev] += max(0, int(promised_bytes * share) - allocated_bytes)
             limit_bytes = UNLIMITED_BYTES if path.max_bytes is None else path.max_bytes - allocated_bytes
             most_bytes[directory] = limit_bytes

@@ -104,7 +104,7 @@ class SweepRequests:
 
     # On the engine thread
 
-    def begin_step(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
+    def seal_and_begin_rest(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
         """Seal the step that updates some subgroups as `Tables.begun` says; return the sweep of the rest.
 
         Updates that were made in backward are confirmed or revoked; the sweep has those that are still to be made.
@@ -117,11 +117,12 @@ class SweepRequests:
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.choose_confirmed(subgroups)
             if self.placement_review.is_near:
-                self.learn()
+                self.refine_rates()
                 self.placement_review.review()
             visits = self._visits_of([number for number in subgroups if number not in confirmed])
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.with_gradient_bytes(parts.plan)
+        # Checksums of state that stays in memory are made only where a save is expected to use them.
         parts.executor.seals_homes = parts.saves.is_expected(sweeps.step_number + 1)
 
         def update(run: RunVisit) -> Any:
@@ -153,7 +154,7 @@ class SweepRequests:
             self._parts.machine.handle(Stop(error))
             raise (self._parts.machine.broken or error) from None
 
-    def learn(self) -> None:
+    def refine_rates(self) -> None:
         """Refine the rates by the last step's timeline, and spread tiles over the paths by these rates.
 
         Called once a step, while the step goes on. If it fails, that is logged, and rates stay.
