@@ -332,7 +332,7 @@ def review(case: Case) -> Iterator[Times]:
     for _ in range(MOST_STEPS):
         observed = [*observed[-2:], observe(parts.rates, case.predicted(parts.plan).timeline)]
         parts.rates = typical(observed)
-        chooses.learnt()
+        chooses.note_learnt_step()
         chooses.review()
     with_s = case.step(parts.plan)
     yield STEP, with_s, case.step(plan), with_s

@@ -54,11 +54,12 @@ class Written:
         pieces: Where it lies, in order; no two in one tile.
     """
 
-    def __init__(self, wants: BufferRequests, uses: Uses) -> None:
+    def __init__(self, buffer_requests: BufferRequests, uses: Uses) -> None:
         self.pieces: list[Piece] = []
-        self._buffer_requests, self._uses = wants, uses
+        self._buffer_requests, self._uses = buffer_requests, uses
 
-    def __del__(self) -> None:  # by the garbage collector, on any thread and at any line
+    def __del__(self) -> None:
+        """Post that nobody will read the pieces; called by the garbage collector, on any thread and at any line."""
         self._buffer_requests.post(self._uses.remove_pieces, self.pieces)
 
 
@@ -86,7 +87,7 @@ class Uses:
     def remove_pieces(self, pieces: Iterable[Piece]) -> None:
         """Stop counting pieces, which nobody will read any more."""
         for piece in pieces:
-            if piece in self._pieces:  # else an interrupt came before `note` was posted
+            if piece in self._pieces:  # else an interrupt came before `add_piece` was posted
                 self._pieces.remove(piece)
                 self.remove_use(piece.tile)
 
@@ -99,23 +100,23 @@ class Uses:
     def remove_use(self, tile: int) -> None:
         """Take a use off a tile's count; discard the tile if it was the last."""
         self._counts[tile] -= 1
-        if not self._counts[tile]:
+        if self._counts[tile] == 0:
             del self._counts[tile]
             if self._parts.machine.broken is None:
                 self._parts.machine.handle(Discard(ScratchOwner("activations", tile)))
 
 
-class _TileUse(BufferRequest):
-    """A tile that a caller has asked for, to fill or to read it.
+class _TileRequest(BufferRequest):
+    """A request for a tile's buffer, to fill or to read the tile.
 
     Attributes:
-        filled: Bytes from its beginning that have been written, or are being copied to.
+        filled_bytes: Bytes from its beginning that have been written, or are being copied to.
     """
 
     def __init__(self, uses: Uses, tile: int, *, fills: bool) -> None:
         super().__init__(ScratchOwner("activations", tile), fills=fills)
         self.tile, self._uses = tile, uses
-        self.filled = 0
+        self.filled_bytes = 0
 
     def begin(self) -> None:
         """Count the caller as a use of the tile."""
@@ -132,14 +133,12 @@ class Activations:
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
-        self._buffer_requests, self._uses = thread.wants, Uses(parts)
+        self._buffer_requests, self._uses = thread.buffer_requests, Uses(parts)
         # On callers' threads
-        self._writing, self._reading = threading.RLock(), threading.RLock()
+        self._write_lock, self._read_lock = threading.RLock(), threading.RLock()
         self._is_writing = False
-        self._open: _TileUse | None = None  # the tile that is being filled
-        self._last_read: _TileUse | None = (
-            None  # a tile that is held, as the next tensor to be read may lie there, too
-        )
+        self._open: _TileRequest | None = None  # of the tile that is being filled
+        self._last_read: _TileRequest | None = None  # of a tile that is kept, as the next read may need it, too
         self._next_tile = 0
         self._in_transit: deque[tuple[Mark, Any]] = deque()  # tensors that a device still copies from, with marks
         # On the engine thread
@@ -164,26 +163,26 @@ class Activations:
         nbytes = nbytes // tile_bytes * tile_bytes
         if nbytes != self._parts.plan.budgets.activation_bytes:
             self.release_tiles()
-            with self._writing, self._thread.turn():  # nobody writes tiles of another size meanwhile
+            with self._write_lock, self._thread.turn():  # nobody writes tiles of another size meanwhile
                 self._thread.request(partial(self._replace_buffers, nbytes, tile_bytes))
 
     def _replace_buffers(self, nbytes: int, tile_bytes: int) -> None:
         """Replace the buffers, while nothing lies in them; on the engine thread."""
         parts, before = self._parts, self._arena
         if self.are_alive() or self._is_writing:
-            allowed = f"leave it at {parts.plan.budgets.activation_bytes} while tensors of an earlier pass are saved"
-            raise ConfigError("host_memory", nbytes, allowed)
+            advice = f"leave it at {parts.plan.budgets.activation_bytes} while tensors of an earlier pass are saved"
+            raise ConfigError("host_memory", nbytes, advice)
         self._thread.settle()
-        available = available_bytes() + (before.nbytes if before is not None else 0)
-        if nbytes > available:
-            offers = {"what is free": available}
+        free_bytes = available_bytes() + (before.nbytes if before is not None else 0)
+        if nbytes > free_bytes:
+            offers = {"what is free": free_bytes}
             raise InfeasiblePlanError("host memory for activations", nbytes, offers, "lower host_memory")
-        self._use(None, 0)
+        self._use_buffers_in(None, 0)
         parts.memory.free_arena(before)
-        self._use(parts.memory.allocate_arena(nbytes), tile_bytes)
+        self._use_buffers_in(parts.memory.allocate_arena(nbytes), tile_bytes)
         parts.allocate()
 
-    def _use(self, arena: Any, tile_bytes: int) -> None:
+    def _use_buffers_in(self, arena: Any, tile_bytes: int) -> None:
         """Make a plan whose buffers for activations lie in `arena` (None: no buffers), and go on with it."""
         parts, nbytes = self._parts, arena.nbytes if arena is not None else 0
         self._arena = arena
@@ -212,8 +211,8 @@ class Activations:
         if not self._thread.is_usable:
             return None
         self._thread.take_memory()
-        with self._writing:
-            if self._is_writing:  # a signal handler has interrupted it
+        with self._write_lock:
+            if self._is_writing:  # this is a signal handler that has interrupted `write`
                 return None
             self._is_writing = True
             try:
@@ -224,7 +223,7 @@ class Activations:
             finally:
                 self._is_writing = False
         if written is None:
-            self._add(metrics.KEPT_BYTES, nbytes)
+            self._add_to_figure(metrics.KEPT_BYTES, nbytes)
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
@@ -233,51 +232,60 @@ class Activations:
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
         self._release_read_tile()
         while nbytes:
-            asked = self._open
-            if asked is None or asked.filled >= tile_bytes:
-                self._close_tile()
-                tile, self._next_tile = self._next_tile, self._next_tile + 1
-                asked = self._open = _TileUse(self._uses, tile, fills=True)
-                self._buffer_requests.ask(asked)
-            self._await(asked)
-            if asked.buffer is None:
+            request = self._open
+            if request is None or request.filled_bytes >= tile_bytes:
+                request = self._open_tile()
+            self._wait_for_buffer(request)
+            if request.buffer is None:
                 self._close_tile()
                 return None
-            piece = Piece(asked.tile, asked.filled, min(nbytes, tile_bytes - asked.filled))
-            asked.filled += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+            piece = Piece(request.tile, request.filled_bytes, min(nbytes, tile_bytes - request.filled_bytes))
+            request.filled_bytes += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
             written.pieces.append(piece)
             self._buffer_requests.post(self._uses.add_piece, piece)
-            asked.mark = lanes.save(
-                self._parts.memory.buffer_address("activations", asked.buffer) + piece.offset, source, piece.nbytes
-            )
-            source, nbytes = source + piece.nbytes, nbytes - piece.nbytes
-        if asked is not None and asked.mark is not None:
-            self._in_transit.append((asked.mark, tensor))
+            address = self._parts.memory.buffer_address("activations", request.buffer) + piece.offset
+            request.mark = lanes.save(address, source, piece.nbytes)
+            source += piece.nbytes
+            nbytes -= piece.nbytes
+        if request is not None and request.mark is not None:
+            self._in_transit.append((request.mark, tensor))
             self._drop_copied(self._parts.limits.in_transit_bytes)
         return written
 
     def _drop_copied(self, most_bytes: float = math.inf) -> None:
         """Drop tensors that a device has copied; wait for copies while they hold more than `most_bytes`."""
-        in_transit, held_bytes = self._in_transit, sum(tensor.nbytes for _, tensor in self._in_transit)
-        while in_transit and (held_bytes > most_bytes or in_transit[0][0].reached()):
-            in_transit[0][0].wait()
-            held_bytes -= in_transit.popleft()[1].nbytes
+        held_bytes = sum(tensor.nbytes for _, tensor in self._in_transit)
+        while self._in_transit:
+            mark, tensor = self._in_transit[0]
+            if held_bytes <= most_bytes and not mark.reached():
+                return
+            mark.wait()
+            held_bytes -= tensor.nbytes
+            self._in_transit.popleft()
 
     def _stop_writing(self) -> None:
-        """Release the open tile, and wait until devices have copied all tensors in transit."""
-        with self._writing:
+        """Release the open tile, and drop the tensors in transit that devices have copied."""
+        with self._write_lock:
             if not self._is_writing:  # else this is a signal handler that has interrupted `write`
                 self._close_tile()
                 self._drop_copied()
 
+    def _open_tile(self) -> _TileRequest:
+        """Close the open tile, and ask for a buffer for the next one; return the request."""
+        self._close_tile()
+        tile, self._next_tile = self._next_tile, self._next_tile + 1
+        request = self._open = _TileRequest(self._uses, tile, fills=True)
+        self._buffer_requests.ask(request)
+        return request
+
     def _close_tile(self) -> None:
         """Release the open tile: it is full, or is not filled further."""
-        asked, self._open = self._open, None
-        if asked is not None:
-            self._buffer_requests.release(asked)
+        request, self._open = self._open, None
+        if request is not None:
+            self._buffer_requests.release(request)
 
     def release_tiles(self) -> None:
-        """Release all tiles that are held for the next write or read, as none comes for now."""
+        """Release all tiles that are kept in buffers for the next write or read, as none comes for now."""
         if os.getpid() != self._thread.pid:  # in a forked copy, locks that other threads held are never released
             return
         self._stop_writing()
@@ -285,10 +293,10 @@ class Activations:
         self._buffer_requests.wake()
 
     def _release_read_tile(self) -> None:
-        """Release the tile that is held as the next tensor to be read may lie there, too."""
-        asked, self._last_read = self._last_read, None
-        if asked is not None:
-            self._buffer_requests.release(asked)
+        """Release the tile that was read last, and kept for the next read."""
+        request, self._last_read = self._last_read, None
+        if request is not None:
+            self._buffer_requests.release(request)
 
     def read(self, written: Written, target: int) -> None:
         """Copy what was written to `target`, an address in host or device memory; wait until it is in buffers.
@@ -302,48 +310,50 @@ class Activations:
         self._thread.check_usable()
         if self._open is not None or self._in_transit:
             self._stop_writing()
-        with self._reading:
-            asked, self._last_read = self._last_read, None
-            held = {} if asked is None else {asked.tile: asked}
+        with self._read_lock:
+            last_read, self._last_read = self._last_read, None
+            requests = {} if last_read is None else {last_read.tile: last_read}
             try:
-                self._read(written.pieces[::-1], target + sum(piece.nbytes for piece in written.pieces), held)
+                self._read(written.pieces[::-1], target + sum(piece.nbytes for piece in written.pieces), requests)
                 self._release_read_tile()  # one that a signal handler has read
-                self._last_read = held.pop(written.pieces[0].tile)
+                self._last_read = requests.pop(written.pieces[0].tile)
             finally:
-                for asked in held.values():
-                    self._buffer_requests.release(asked)
+                for request in requests.values():
+                    self._buffer_requests.release(request)
 
-    def _read(self, pieces: list[Piece], end: int, held: dict[int, _TileUse]) -> None:
+    def _read(self, pieces: list[Piece], end: int, requests: dict[int, _TileRequest]) -> None:
         """Copy pieces, given last first, to memory that ends at address `end`; ask for the next tile meanwhile.
 
-        The last tensor written is the first that backward reads, so the first tile is read last, and is held for the
-        next call. `held` has the tiles whose buffers the caller of this releases, by number.
+        The last tensor written is the first that backward reads, so the first tile is read last, and is kept for the
+        next call. `requests` has the present requests by tile; those that are left in it are the caller's to release.
         """
         for number, piece in enumerate(pieces):
             for wanted in pieces[number : number + 2]:  # this one, and the next
-                if wanted.tile not in held:
-                    held[wanted.tile] = _TileUse(self._uses, wanted.tile, fills=False)
-                    self._buffer_requests.ask(held[wanted.tile])
-            asked = held[piece.tile]
-            self._await(asked)
-            if asked.error is not None:
-                raise asked.error
+                if wanted.tile not in requests:
+                    requests[wanted.tile] = _TileRequest(self._uses, wanted.tile, fills=False)
+                    self._buffer_requests.ask(requests[wanted.tile])
+            request = requests[piece.tile]
+            self._wait_for_buffer(request)
+            if request.error is not None:
+                raise request.error
             self._thread.check_usable()
-            buffer = known(asked.buffer, f"tile {piece.tile} has no buffer")
+            buffer = known(request.buffer, f"tile {piece.tile} has no buffer")
             address = self._parts.memory.buffer_address("activations", buffer)
             end -= piece.nbytes
-            asked.mark = self._parts.lanes.restore(end, address + piece.offset, piece.nbytes)
-            for tile in [tile for tile in held if tile not in (p.tile for p in pieces[number:])]:
-                self._buffer_requests.release(held.pop(tile))
+            request.mark = self._parts.lanes.restore(end, address + piece.offset, piece.nbytes)
+            needed_tiles = {piece.tile for piece in pieces[number:]}
+            for tile in [tile for tile in requests if tile not in needed_tiles]:
+                self._buffer_requests.release(requests.pop(tile))
 
-    def _await(self, asked: _TileUse) -> None:
-        """Wait until a tile has a buffer or an error, or the session cannot be used; account for the time."""
-        if not asked.answered.is_set():
+    def _wait_for_buffer(self, request: _TileRequest) -> None:
+        """Wait until a tile has a buffer or an error, or the session cannot be used; count the time."""
+        if not request.answered.is_set():
             started_s = time.monotonic()
-            self._thread.wait_for_buffer(asked)
-            self._add(metrics.ACTIVATIONS_WAITED_S, time.monotonic() - started_s)
+            self._thread.wait_for_buffer(request)
+            self._add_to_figure(metrics.ACTIVATIONS_WAITED_S, time.monotonic() - started_s)
 
-    def _add(self, figure: str, count: float) -> None:
+    def _add_to_figure(self, figure: str, count: float) -> None:
+        """Have the engine thread add to one of `Uses.figures`."""
         self._buffer_requests.post(self._uses.figures.update, {figure: count})
 
     def are_in_use(self) -> bool:
@@ -360,13 +370,13 @@ class Activations:
         return self._buffer_requests.are_in_use("activations")
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes and seconds since no tile had a use, by the names of metrics; none before `take`."""
+        """Return bytes and seconds since no tile had a use, by the names of metrics; none without buffers."""
         plan = self._parts.plan
         if not plan.activation_buffers:
             return {}
-        moved, rates = self._parts.machine.scratch["activations"].moved, self._parts.rates.paths
-        written_bytes = moved[WriteTile] * plan.budgets.activation_tile_bytes
-        read_bytes = moved[ReadTile] * plan.budgets.activation_tile_bytes
+        tile_counts, rates = self._parts.machine.scratch["activations"].moved, self._parts.rates.paths
+        written_bytes = tile_counts[WriteTile] * plan.budgets.activation_tile_bytes
+        read_bytes = tile_counts[ReadTile] * plan.budgets.activation_tile_bytes
         counted = metrics.PACKED_BYTES, metrics.KEPT_BYTES, metrics.ACTIVATIONS_WAITED_S
         return {
             **{name: float(self._uses.figures[name]) for name in counted},

@@ -36,10 +36,10 @@ from offload.tiers.place import Folder
 class Checkpoints:
     """The checkpoints of one session."""
 
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: SweepRequests) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, sweep_requests: SweepRequests) -> None:
         self._parts = parts
         self._thread = thread
-        self._sweep_requests = visits
+        self._sweep_requests = sweep_requests
 
     # Writing and keeping them
 
@@ -71,20 +71,21 @@ class Checkpoints:
 
     def _manifest(self, request: SaveRequest) -> Manifest:
         """Return the manifest of a checkpoint of the state as it is now; records of tiles are added later."""
-        config, layout, tables = self._parts.config, self._parts.plan.layout, self._parts.tables
+        layout, tables = self._parts.plan.layout, self._parts.tables
         layout = layout.renamed(request.names) if request.names else layout
-        replica, rounds = request.replica, layout.state.format.rounds
+        rounds = layout.state.format.rounds
+        is_replica = request.replica  # another rank saves the state, so this manifest names none
         return Manifest(
             id=request.id,
             rank=request.rank,
             ranks=request.ranks,
             step=self._thread.sweeps.step_number,
-            layout=layout if not replica else Layout((), (), layout.state),
-            steps=() if replica else tuple(tables.steps.tolist()),
-            checksums=config.checksum,
+            layout=Layout((), (), layout.state) if is_replica else layout,
+            steps=() if is_replica else tuple(tables.steps.tolist()),
+            checksums=self._parts.config.checksum,
             metadata={**request.metadata},
             seed=tables.seed if rounds else None,
-            numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
+            numbers=tuple(tables.numbers.tolist()) if rounds and not is_replica else (),
             host=socket.gethostname(),
         )
 
@@ -108,48 +109,45 @@ class Checkpoints:
         if request.rank == 0:
             commit_to_replace(folder)  # raises if the folder was not written by this library
         folder.prepare()
-        overtaken = False
+        is_overtaken = False
 
         def begin() -> None:
-            """Reserve and hand over the state, unless another request has come in between (`overtaken`)."""
-            nonlocal overtaken
-            machine = parts.machine
-            overtaken = parts.saves.pending is not None or bool(self._uncreated(request.replica))
-            if overtaken:
-                return
-            pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
-            if machine.broken is not None:
-                raise machine.broken
-            manifest = self._manifest(request)
-            weights = (subgroup.weight_tiles for subgroup in manifest.layout.subgroups)
-            try:
-                pending = parts.saves.open(
-                    folder,
-                    request,
-                    manifest,
-                    needs_buffers=any([parts.plan.bounce_bytes, *weights]),
-                )
-            except OffloadError:
-                raise
-            except Exception as cause:  # nothing has begun, so it does not break the session
-                raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
-            machine.handle(BeginSave(pending.save))
-            saver = machine.saver
-            save = saver.under_way
-            # Steps write to other slots than those that the checkpoint keeps, so there must be room for both.
-            if save is not None and save.request.sink is None and not parts.allocate():
-                parts.executor.submit(machine.take_operations())
-                machine.handle(AbortSave(no_room(save.reserve)))
-            pump(
-                machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None
-            )
-            if saver.finished_save is not None and (error := saver.finished_save[1]) is not None:
-                self._thread.note_save_end()
-                raise error
+            """Begin the save, unless a signal handler's request has begun another one, or has set weights."""
+            nonlocal is_overtaken
+            is_overtaken = parts.saves.pending is not None or bool(self._uncreated(request.replica))
+            if not is_overtaken:
+                self._begin_save(folder, request)
 
         self._request(folder.path, begin, needs_memory=False)
-        if overtaken:  # by a request of a signal handler
+        if is_overtaken:
             self._save(folder, request)
+
+    def _begin_save(self, folder: Folder, request: SaveRequest) -> None:
+        """Hand a save over to the machine, and wait until masters that are weights are written; engine thread."""
+        parts, machine, saver = self._parts, self._parts.machine, self._parts.machine.saver
+        pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
+        if machine.broken is not None:
+            raise machine.broken
+        manifest = self._manifest(request)
+        needs_buffers = parts.plan.bounce_bytes > 0 or any(s.weight_tiles for s in manifest.layout.subgroups)
+        try:
+            pending = parts.saves.open(folder, request, manifest, needs_buffers=needs_buffers)
+        except OffloadError:
+            raise
+        except Exception as cause:  # nothing has begun, so it does not break the session
+            raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
+        machine.handle(BeginSave(pending.save))
+        save = saver.under_way
+        # Steps write to other slots than those that the checkpoint keeps, so there must be room for both.
+        if save is not None and save.request.sink is None and not parts.allocate():
+            parts.executor.submit(machine.take_operations())
+            machine.handle(AbortSave(no_room(save.reserve)))
+        pump(machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None)
+        if saver.finished_save is not None:
+            _, error = saver.finished_save
+            if error is not None:
+                self._thread.note_save_end()
+                raise error
 
     def _uncreated(self, is_replica: bool) -> list[int]:
         """Return subgroups whose state does not exist yet, as it is still to be made from weights.
@@ -158,15 +156,13 @@ class Checkpoints:
             is_replica: Whether another rank saves this rank's state: state that was never changed need not be made.
         """
         machine, tables = self._parts.machine, self._parts.tables
-        subgroups = range(len(self._parts.plan.layout.subgroups))
-        return [
-            n
-            for n in subgroups
-            if tables.is_due(n) or (not is_replica and (machine.is_fresh(n) or tables.is_rewritten(n)))
-        ]
+        numbers = range(len(self._parts.plan.layout.subgroups))
+        if is_replica:
+            return [number for number in numbers if tables.is_due(number)]
+        return [n for n in numbers if tables.is_due(n) or machine.is_fresh(n) or tables.is_rewritten(n)]
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
-        """Make a request that is part of a save, and tell a failure of the save from one of the session.
+        """Make a request that is part of a save; if it fails and the session goes on, raise that as the save's error.
 
         Raises:
             CheckpointError: The save has failed; training may go on.
@@ -178,8 +174,8 @@ class Checkpoints:
             raise
         except OffloadError as error:
             self._thread.check_usable()
-            failed = save_error(folder, error)
-            raise failed from failed.__cause__
+            of_save = save_error(folder, error)
+            raise of_save from of_save.__cause__  # which is not `error` if that is a save's error already
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -307,15 +303,16 @@ class Checkpoints:
         self._release(partial(saves.release_older, before))
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
-        """Wait for a save under way, then do as `_release_now`."""
+        """Wait for the caller's turn and for a save under way, then do as `_release_now`."""
         with self._thread.turn():
             self._parts.saves.wait_for_pending()
             self._release_now(release)
 
     def _release_now(self, release: Callable[[], Sequence[int]]) -> None:
-        """Free the store slots of the saves whose numbers `release` returns, in the caller's turn."""
+        """Release checkpoints, in the caller's turn: `release` does, and returns their numbers; free their slots."""
 
         def begin() -> None:
+            """Release on the engine thread, where no interrupt comes between."""
             for number in release():
                 self._parts.machine.handle(ReleaseSave(number))
 
@@ -357,46 +354,20 @@ class Checkpoints:
             )
             parts.saves.wait_for_pending()
             self._thread.check_usable()
-            in_place = None
+            take_over = None
             if isinstance(checkpoint, Checkpoint):
-                manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
-                pieces = (
-                    replace(parameter, name=name)
-                    for number, (parameter, name) in enumerate(zip(layout.parameters, restorer.names, strict=True))
-                    if number not in restorer.anew
-                )
-                for needed in [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(pieces)):
-                    checkpoint.require(needed)
+                manifest = self._require_stores(checkpoint, layout, restorer, rank, ranks)
                 if manifest is not None:
-                    in_place = partial(self._take_over, checkpoint, manifest, restorer, rank, ranks)
+                    take_over = partial(self._take_over, checkpoint, manifest, restorer, rank, ranks)
 
             def applied() -> None:
+                """Set the step counts, and drop the buffers through which state was read."""
                 restorer.restore_step_counts()
                 sweeps.step_number = checkpoint.step
                 checkpoint.use_read_buffer(0, 0)
                 self._thread.drop_checkpoint_buffers()
 
-            def begin() -> Sweep:
-                """Take over what can stay in place, and begin the sweep that copies the rest."""
-                self._thread.settle()
-                self._thread.note_save_end()
-                copied = [
-                    subgroup.index
-                    for subgroup in layout.subgroups
-                    if not parts.machine.is_fresh(subgroup.index)  # a fresh one has no state that has to be replaced
-                    or any(segment.parameter not in restorer.anew for segment in subgroup.segments)
-                ]
-                buffers = parts.memory.ensure_checkpoint_buffers(
-                    parts.plan
-                )  # which may fail: nothing has changed yet
-                # Versions go on from the checkpoint's: no two versions of a tile have the same number.
-                sweeps.version = max(sweeps.version, checkpoint.last_version)
-                if in_place is not None:
-                    copied = [number for number in copied if parts.plan.is_resident(number)]
-                    in_place()
-                checkpoint.use_read_buffer(*buffers)
-                return sweeps.begin(copied, restorer.restore, changes=True, overwrites=True)
-
+            begin = partial(self._begin_load, checkpoint, layout, restorer, take_over)
             try:
                 self._thread.request(begin, applied)
             except SessionBrokenError:
@@ -408,14 +379,51 @@ class Checkpoints:
                         "into a new optimizer"
                     ) from error
                 raise
-            if isinstance(checkpoint, Checkpoint) and in_place is None:
+            if isinstance(checkpoint, Checkpoint) and take_over is None:
                 # On the engine thread, where no interrupt comes between a lock and taking note of it.
                 self._thread.request(partial(parts.saves.keep_loaded, checkpoint, rank, ranks))
+
+    def _require_stores(
+        self, checkpoint: Checkpoint, layout: Layout, restorer: Restorer, rank: int, ranks: int
+    ) -> Manifest | None:
+        """Return the manifest if its tiles can be used where they lie; raise if stores that are read are missing."""
+        manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
+        named = enumerate(zip(layout.parameters, restorer.names, strict=True))
+        read = (replace(parameter, name=name) for number, (parameter, name) in named if number not in restorer.anew)
+        needed_ranks = [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(read))
+        for needed in needed_ranks:
+            checkpoint.require(needed)
+        return manifest
+
+    def _begin_load(
+        self, checkpoint: StateSource, layout: Layout, restorer: Restorer, take_over: Callable[[], None] | None
+    ) -> Sweep:
+        """Take over what can stay in place, and begin the sweep that copies the rest; on the engine thread."""
+        parts, sweeps = self._parts, self._thread.sweeps
+        self._thread.settle()
+        self._thread.note_save_end()
+        copied = [
+            subgroup.index
+            for subgroup in layout.subgroups
+            if not parts.machine.is_fresh(subgroup.index)  # a fresh one has no state that has to be replaced
+            or any(segment.parameter not in restorer.anew for segment in subgroup.segments)
+        ]
+        buffers = parts.memory.ensure_checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
+        # Versions go on from the checkpoint's: no two versions of a tile have the same number.
+        sweeps.version = max(sweeps.version, checkpoint.last_version)
+        if take_over is not None:
+            copied = [number for number in copied if parts.plan.is_resident(number)]
+            take_over()
+        checkpoint.use_read_buffer(*buffers)
+        return sweeps.begin(copied, restorer.restore, changes=True, overwrites=True)
 
     def _take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int, ranks: int
     ) -> None:
-        """Use a checkpoint's tiles of streamed subgroups where they lie, without a copy; on the engine thread."""
+        """Use a checkpoint's tiles of streamed subgroups where they lie, and make weights of their masters.
+
+        On the engine thread. An error breaks the session, as part of the state has been replaced.
+        """
         parts = self._parts
         machine, layout = parts.machine, parts.plan.layout
         takeover = parts.saves.take_over(checkpoint, manifest, machine.index, parts, rank, ranks)

@@ -40,7 +40,7 @@ from offload.session.checkpoints import Checkpoints
 from offload.session.gradients import Gradients
 from offload.session.parking import PendingPark
 from offload.session.parts import SessionParts
-from offload.session.setup import named_shortage
+from offload.session.setup import raising_shortages
 from offload.session.shutdown import Shutdown
 from offload.session.state import State
 from offload.session.step import PendingStep, StepAccount
@@ -61,11 +61,11 @@ class Engine:
         device: The GPU that holds weights and gradients, as torch calls it or as a `Device`, which the engine closes;
             `bind_*` then take device addresses. The engine allocates the host memory that it needs. None for the CPU.
         rule: What is kept for each parameter, and how a step changes it.
-        among: This rank's number, from 0, among those that may run on the same cores, and how many these are: it
-            takes its share of the cores, by NUMA nodes. None: all nodes, and as many threads as the launcher's
-            variables allow each rank.
+        among: This rank's number, from 0, among the ranks that may run on the same cores, and the count of these
+            ranks: the rank takes its share of the cores, by NUMA nodes. None: all nodes, and as many threads as the
+            launcher's variables allow each rank.
         limits: No setting: for tests, whose models are small.
-        passing_bytes: Host memory of the caller's that gradients pass through on their way to slots; planned for.
+        passing_bytes: Host memory of the caller's that gradients pass through on their way to slots: it is counted.
 
     Attributes:
         activations: Tensors saved for backward that leave memory: see `offload.session.activations.Activations`.
@@ -95,6 +95,7 @@ class Engine:
         self.config = config or OffloadConfig()
         if self.config.shard:
             combinations.ENGINE_SHARDS.refuse("shard", True)
+        _, rank_count = among or (0, None)
         with cpu_affinity(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
                 from offload.device.accelerator import AcceleratorDevice
@@ -103,19 +104,19 @@ class Engine:
             device = device or NoDevice()
             try:
                 self._parts = parts = SessionParts(
-                    self.config, gradient_slots, device, rule, among and among[1], limits, passing_bytes
+                    self.config, gradient_slots, device, rule, rank_count, limits, passing_bytes
                 )
                 self._thread = thread = EngineThread(parts)
-                self._sweep_requests = visits = SweepRequests(parts, thread)
-                self.checkpoints = Checkpoints(parts, thread, visits)
-                self.gradients = Gradients(parts, thread, visits)
-                self.state = State(parts, thread, visits)
+                self._sweep_requests = sweep_requests = SweepRequests(parts, thread)
+                self.checkpoints = Checkpoints(parts, thread, sweep_requests)
+                self.gradients = Gradients(parts, thread, sweep_requests)
+                self.state = State(parts, thread, sweep_requests)
                 self.activations = Activations(parts, thread)
                 # None of these refers to this object, so the garbage collector finds and closes a forgotten engine.
                 self._shutdown = Shutdown(parts, thread)
                 self._finalizer = weakref.finalize(self, self._shutdown.forgotten)
                 try:
-                    with named_shortage("the session cannot be opened"):
+                    with raising_shortages("the session cannot be opened"):
                         thread.open(tuple(parameters))
                     self.speculate(self.config.overlaps_backward)
                 except BaseException:
@@ -157,8 +158,8 @@ class Engine:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
         self._thread.wait_pending()
         self._parts.executor.take_timed()
-        last, now = self._thread.sweeps.last, self._thread.sweeps.account
-        return [*last.timeline, *(now.timeline if now is not last else ())]
+        last, present = self._thread.sweeps.last, self._thread.sweeps.account
+        return [*last.timeline, *present.timeline] if present is not last else [*last.timeline]
 
     @property
     def last_step(self) -> StepAccount:
@@ -183,10 +184,10 @@ class Engine:
         account = self.last_step
         timeline = [*account.timeline]
         # A step returns when all work is queued on the GPU; it has ended when the GPU has the new weights.
-        ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
+        gpu_ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         figures: dict[str, float] = {
             metrics.STEP: self._thread.sweeps.step_number,
-            metrics.STEP_S: max([account.step_s, *ends_s]),
+            metrics.STEP_S: max([account.step_s, *gpu_ends_s]),
             metrics.STATE_BYTES: plan.state_bytes,
             metrics.RESIDENT_BYTES: resident_bytes,
             metrics.STREAMED_BYTES: plan.home_bytes[Home.STREAMED],
@@ -201,14 +202,23 @@ class Engine:
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
         figures |= parts.executor.visiting.metrics()
+        return figures | self._lane_metrics(timeline)
+
+    def _lane_metrics(self, timeline: Sequence[Interval]) -> dict[str, float]:
+        """Return what each lane did in a step's timeline, and the bytes on each path, by the names of metrics."""
+        parts = self._parts
+        figures: dict[str, float] = {}
         totals = lane_totals(timeline)
-        of_paths = [f"{verb}:{path}" for path in range(len(plan.budgets.paths)) for verb in ("read", "write")]
-        for lane in (ENGINE, "cpu", *parts.lanes.names, *of_paths):
+        path_lanes = [f"{verb}:{path}" for path in range(len(self.plan.budgets.paths)) for verb in ("read", "write")]
+        for lane in (ENGINE, "cpu", *parts.lanes.names, *path_lanes):
             nbytes, busy_s = totals.get(lane, (0, 0.0))
-            figures |= {metrics.of(metrics.LANE_BYTES, lane): nbytes, metrics.of(metrics.LANE_BUSY_S, lane): busy_s}
+            figures[metrics.of(metrics.LANE_BYTES, lane)] = nbytes
+            figures[metrics.of(metrics.LANE_BUSY_S, lane)] = busy_s
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
-            figures[metrics.of(metrics.READ_BYTES, path)] = totals.get(f"read:{path}", (0, 0.0))[0]
-            figures[metrics.of(metrics.WRITE_BYTES, path)] = totals.get(f"write:{path}", (0, 0.0))[0]
+            read_bytes, _ = totals.get(f"read:{path}", (0, 0.0))
+            write_bytes, _ = totals.get(f"write:{path}", (0, 0.0))
+            figures[metrics.of(metrics.READ_BYTES, path)] = read_bytes
+            figures[metrics.of(metrics.WRITE_BYTES, path)] = write_bytes
             figures[metrics.of(metrics.LIVE_BYTES, path)] = live_bytes
             figures[metrics.of(metrics.WRITTEN_BYTES, path)] = parts.executor.written_bytes[path]
         return figures
@@ -248,15 +258,15 @@ class Engine:
                 parts.saves.wait_for_pending()
 
             def begin() -> None:
-                kept = accepted or parts.gradients.bound_slots
-                pending.append(thread.parking.begin(kept, keep_host=keep_host))
+                """Begin the park on the engine thread, which carries it on between requests."""
+                parks.append(thread.parking.begin(accepted or parts.gradients.bound_slots, keep_host=keep_host))
 
-            pending: list[PendingPark] = []
+            parks: list[PendingPark] = []
             if self.activations.are_in_use():
                 gc.collect()  # activation checkpointing leaves cycles, which hold tensors of an interrupted pass
             thread.request(begin, needs_memory=False)
         if wait:
-            pending[0].wait()
+            parks[0].wait()
 
     def unpark(self) -> None:
         """Take memory again that `park` gave back; state is read back from the paths when it is used.
@@ -283,6 +293,7 @@ class Engine:
             before, plan = parts.plan, parts.plan_with(tuple(parameters))
 
             def extend() -> None:
+                """Use the plan with the added parameters, once nothing is in flight."""
                 thread.settle()
                 # A signal handler may have added other parameters since the plan was made.
                 parts.use_plan(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
@@ -305,8 +316,8 @@ class Engine:
             whole: Set all elements; else only those whose 16-bit weight is not what the master rounds to.
         """
         self._sweep_requests.wait_for([parameter])
-        how = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
-        self._parts.tables.mark_master_due(self._parts.position(parameter), how)
+        flag = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
+        self._parts.tables.mark_master_due(self._parts.position(parameter), flag)
 
     def speculate(self, on: bool) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
@@ -360,38 +371,44 @@ class Engine:
             StepAbortedError: If this step, or a pending one before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
-        parts, thread, visits, tables = self._parts, self._thread, self._sweep_requests, self._parts.tables
+        parts, tables, thread, requests = self._parts, self._parts.tables, self._thread, self._sweep_requests
         with thread.turn():
-            parameters = parts.plan.layout.parameters
-            chosen = list(range(len(parameters)) if active is None else map(self._parts.position, active))
+            parameter_count = len(parts.plan.layout.parameters)
+            positions = list(range(parameter_count) if active is None else map(parts.position, active))
             if not scale or not math.isfinite(scale):
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
-            unbound = (tables.weights[chosen] == 0) | (tables.gradients[chosen] == 0)
-            for number in np.flatnonzero(unbound):
-                parameter = parameters[chosen[number]]
-                if parameter.numel:
-                    raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
+            self._check_bound(positions)
             if pending is not None:
                 parts.config.check_goes_on()
             started_s = time.monotonic()
-            tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
+            tables.begun = tables.rows(groups, scale, clip, positions, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
 
             def applied() -> None:
-                tables.steps[chosen] += 1
+                """Count the step, and choose what to speculate on; on the engine thread, once all are updated."""
+                tables.steps[positions] += 1
                 thread.sweeps.end_step(started_s)
                 thread.speculation.end_step(scale, clip)
 
             pending_step = None if pending is None else PendingStep(pending)
-            begin = partial(visits.begin_step, subgroups, chosen)
+            begin = partial(requests.seal_and_begin_rest, subgroups, positions)
             try:
-                thread.request(begin, applied, visits.learn, pending_step, begun=begun, seals=True)
+                thread.request(begin, applied, requests.refine_rates, pending_step, begun=begun, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
                 if error is not thread.broken:
                     raise  # a signal handler's error, not the step's
                 raise thread.aborted(error) from error
+
+    def _check_bound(self, positions: list[int]) -> None:
+        """Raise `ConfigError` unless weights and gradients of some parameters are bound; empty ones need not be."""
+        tables = self._parts.tables
+        is_unbound = (tables.weights[positions] == 0) | (tables.gradients[positions] == 0)
+        for number in np.flatnonzero(is_unbound):
+            parameter = self._parts.plan.layout.parameters[positions[number]]
+            if parameter.numel:
+                raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
 
     @property
     def is_pending(self) -> bool:

@@ -19,13 +19,13 @@ from offload.session.visits import SweepRequests
 class Gradients:
     """Where gradients lie, when they have arrived, and their norms."""
 
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: SweepRequests) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, sweep_requests: SweepRequests) -> None:
         self._parts = parts
         self._thread = thread
-        self._sweep_requests = visits
+        self._sweep_requests = sweep_requests
 
     def begins_pass(self, parameter: int | str, is_last: bool | Callable[[], bool] | None = None) -> bool:
-        """Say of which pass a gradient is about to arrive; return whether to call `foresee` before it does.
+        """Note of which pass a gradient is about to arrive; return whether to call `foresee` before it does.
 
         Args:
             parameter: Whose gradient it is.
@@ -39,8 +39,8 @@ class Gradients:
         speculation = self._thread.speculation
         if not speculation.is_on:
             return False
-        is_last = bool(is_last()) if callable(is_last) else is_last
-        return speculation.begins_pass(self._parts.position(parameter), is_last)
+        is_last_pass = bool(is_last()) if callable(is_last) else is_last
+        return speculation.announce_arrival(self._parts.position(parameter), is_last_pass)
 
     def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None = None) -> None:
         """Say what the step would use if it were called now. In a pass without this call nothing is updated.
@@ -108,9 +108,9 @@ class Gradients:
         self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         position = self._parts.position(parameter)
-        final = self._parts.gradients.final(position, gradient)
-        if final is not None:
-            self._thread.speculation.note_arrival(position, final)
+        final_gradient = self._parts.gradients.final(position, gradient)
+        if final_gradient is not None:
+            self._thread.speculation.note_arrival(position, final_gradient)
 
     def end_backward(self) -> None:
         """Say that a backward pass has ended: small gradients that wait on a GPU to be copied together are copied."""
@@ -122,7 +122,7 @@ class Gradients:
         """Say that all gradients since the last step have been dropped: revoke updates that were made from them."""
         if self._thread.is_usable and self._thread.speculation.drop_arrivals():
             with self._thread.turn():
-                self._thread.request(nothing)
+                self._thread.request(nothing)  # any request but a step's revokes them
 
     def forget(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU, or in buffers: the next one to arrive is the first again.
@@ -134,7 +134,8 @@ class Gradients:
             for gradient in dropped:  # before `forget`, after which an interrupt may let the caller drop them
                 self._parts.lanes.device.record_use(gradient)
             self._parts.gradients.forget()  # orders the caller's stream after work that reads them
-            # No gradient is here, so placements can be reviewed, at the price of a wait for the pending step.
+            # A request revokes updates that were made from dropped gradients. As no gradient is here now, placements
+            # can be reviewed, too, at the price of a wait for the pending step.
             if self._thread.speculation.drop_arrivals() or self._sweep_requests.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._sweep_requests.placement_review.review)
@@ -185,7 +186,7 @@ class Gradients:
         gradient still has the fingerprint that it had then (it is read for that); others are taken anew.
         """
         self._thread.check_usable()
-        self.take_memory()  # for the sums of blocks
+        self.take_memory()  # norms are summed in memory that `park` gives back
         return self._parts.gradients.norm_sq([self._parts.position(parameter) for parameter in parameters])
 
     def norms_sq(self, parameters: Iterable[int | str]) -> list[float]:

@@ -14,9 +14,10 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from offload import metrics, waits
 from offload.device.pieces import as_pieces
@@ -44,9 +45,9 @@ def check_keep_host(keep_host: object, sizes: Mapping[str, object]) -> None:
         ConfigError: `sizes` has an argument, or `keep_host` is no bool.
     """
     for name, value in (*sizes.items(), ("keep_host", keep_host)):
-        if not isinstance(value, bool) or name != "keep_host":
-            allowed = "nothing stays by park(), and what host_memory has room for by park(keep_host=True)"
-            raise ConfigError(name, value, allowed)
+        if name != "keep_host" or not isinstance(value, bool):
+            advice = "nothing stays by park(), and what host_memory has room for by park(keep_host=True)"
+            raise ConfigError(name, value, advice)
 
 
 @dataclass(slots=True)
@@ -58,8 +59,8 @@ class PendingPark:
         to_host: Subgroups at home on the GPU whose state stays in host memory.
         moves_bytes: State that is written to the paths from homes or staging slots.
         started_s: When `park` was called (`time.monotonic`).
-        kept: Address and size of memory that is kept, as somebody holds gradients in it.
-        leave: The operation that writes the present batch.
+        kept_ranges: Address and size of memory that is kept, as somebody holds gradients in it.
+        eviction: The event that had the machine write the present batch.
         done: Set when the park has ended, well or not.
         error: Why memory was not given back.
     """
@@ -68,8 +69,8 @@ class PendingPark:
     to_host: tuple[int, ...]
     moves_bytes: int
     started_s: float
-    kept: Sequence[tuple[int, int]] = ()
-    leave: Evict | None = None
+    kept_ranges: Sequence[tuple[int, int]] = ()
+    eviction: Evict | None = None
     done: waits.Latch = field(default_factory=waits.Latch)
     error: OffloadError | None = None
 
@@ -78,6 +79,13 @@ class PendingPark:
         waits.wait_for(self.done.wait, lambda: f"{format_bytes(self.moves_bytes)} of state to leave memory")
         if self.error is not None:
             raise self.error
+
+
+class _HostCopies(NamedTuple):
+    """Host memory for state at home on the GPU while the session is parked, and each subgroup's address in it."""
+
+    arena: Arena
+    places: Mapping[int, int]
 
 
 class Parking:
@@ -90,19 +98,18 @@ class Parking:
         figures: Of the last park that gave memory back, by the names of metrics.
     """
 
-    def __init__(self, parts: SessionParts, sweeps: Sweeps, wants: BufferRequests) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps, buffer_requests: BufferRequests) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
         self._parts = parts
         self._sweeps = sweeps
-        self._buffer_requests = wants
+        self._buffer_requests = buffer_requests
         self._pending: PendingPark | None = None
-        self._numbers = 0  # of parks and batches so far: each has its own
+        self._last_number = 0  # of parks and batches, which are numbered together; 0 before the first park
         self._kept_ranges: Sequence[tuple[int, int]] = ()  # host memory that stays: (address, bytes)
         self._staged_before: tuple[int, ...] = ()
         """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
-        self._on_host: tuple[Arena, Mapping[int, int]] | None = None
-        """Host memory for state at home on the GPU while the session is parked, and its address by subgroup."""
+        self._host_copies: _HostCopies | None = None
 
     @property
     def is_parked_or_parking(self) -> bool:
@@ -117,7 +124,7 @@ class Parking:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of parking; none before the first park. Any thread."""
-        return {**self.figures, metrics.AWAY_BYTES: self.evicted_bytes} if self._numbers else {}
+        return {**self.figures, metrics.AWAY_BYTES: self.evicted_bytes} if self._last_number else {}
 
     # Memory is given back
 
@@ -128,52 +135,59 @@ class Parking:
             ConfigError: A gradient has arrived that no step has used, or a backward pass has not been taken.
             InfeasiblePlanError: The paths have no room for state that has to leave memory; nothing has changed.
         """
-        parts, machine = self._parts, self._parts.machine
-        plan, subgroups = parts.plan, parts.plan.layout.subgroups
-        if parts.gradients.have_arrived():
-            raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
-
-        if self._buffer_requests.are_in_use("activations"):
-            raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
-
-        def at(home: Home) -> list[int]:
-            numbers = (number for number, place in enumerate(plan.homes) if place is home)
-            return [number for number in numbers if not machine.is_fresh(number) and not machine.is_evicted(number)]
-
-        on_gpu, host_bytes = at(Home.GPU), plan.budgets.host_bytes if keep_host else 0
-        leaving, staying = self._split(at(Home.HOST), host_bytes)
-        host_bytes -= sum(subgroups[number].state_bytes for number in staying)
-        leaving_gpu, to_host = self._split(on_gpu, host_bytes)
+        machine = self._parts.machine
+        self._check_may_park()
+        host_bytes = self._parts.plan.budgets.host_bytes if keep_host else 0
+        leaving, staying = self._split(self._in_memory_of(Home.HOST), host_bytes)
+        on_gpu = self._in_memory_of(Home.GPU)
+        leaving_gpu, to_host = self._split(on_gpu, host_bytes - self._state_bytes(staying))
         self._check_room((*leaving, *leaving_gpu))
         if self.is_parked and on_gpu:
-            on_host = tuple(self._on_host[1]) if self._on_host is not None else ()
+            on_host = tuple(self._host_copies.places) if self._host_copies is not None else ()
             if to_host == on_host:
                 leaving_gpu = to_host = ()  # the last park has put them where they may stay
             else:
                 self._reallocate_memory()
-        moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
+        moves_bytes = self._state_bytes((*leaving, *leaving_gpu, *machine.staging.dirty))
         self._staged_before = tuple(machine.slots) or self._staged_before
-        self._numbers += 1
-        self._pending = pending = PendingPark(
-            deque((leaving, *self._batches(leaving_gpu))),
-            to_host,
-            sum(subgroups[number].state_bytes for number in moving),
-            time.monotonic(),
-        )
+        self._last_number += 1
+        batches = deque((leaving, *self._batches(leaving_gpu)))
+        self._pending = pending = PendingPark(batches, to_host, moves_bytes, started_s=time.monotonic())
         try:  # from now on a gradient that arrives takes memory first
-            pending.kept = accepted()
+            pending.kept_ranges = accepted()
         except BaseException:
             self._pending = None
             raise
         return pending
 
-    def _split(self, numbers: Sequence[int], nbytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return which subgroups leave memory, and which stay, so that no more than `nbytes` of state stays."""
+    def _check_may_park(self) -> None:
+        """Refuse to park while memory holds data that has no copy: gradients, or tensors saved for backward."""
+        if self._parts.gradients.have_arrived():
+            raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
+        if self._buffer_requests.are_in_use("activations"):
+            raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
+
+    def _in_memory_of(self, home: Home) -> list[int]:
+        """Return the subgroups of a home in memory whose state has been made, and has not been evicted."""
+        machine = self._parts.machine
+        numbers = (number for number, place in enumerate(self._parts.plan.homes) if place is home)
+        return [number for number in numbers if not machine.is_fresh(number) and not machine.is_evicted(number)]
+
+    def _state_bytes(self, numbers: Iterable[int]) -> int:
+        """Return how many bytes of state some subgroups have."""
+        subgroups = self._parts.plan.layout.subgroups
+        return sum(subgroups[number].state_bytes for number in numbers)
+
+    def _split(self, numbers: Sequence[int], most_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return which subgroups leave memory, and which stay, so that no more than `most_bytes` of state stay."""
         leaving, staying = list[int](), list[int]()
         for number in numbers:
-            size = self._parts.plan.layout.subgroups[number].state_bytes
-            (leaving if size > nbytes else staying).append(number)
-            nbytes -= 0 if size > nbytes else size
+            state_bytes = self._parts.plan.layout.subgroups[number].state_bytes
+            if state_bytes > most_bytes:
+                leaving.append(number)
+            else:
+                staying.append(number)
+                most_bytes -= state_bytes
         return tuple(leaving), tuple(staying)
 
     def _check_room(self, leaving: Sequence[int]) -> None:
@@ -191,20 +205,22 @@ class Parking:
             raise InfeasiblePlanError("the state that leaves memory", needed, offers, advice)
 
     def _batches(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Cut subgroups at home on the GPU into batches that fit into scratch memory."""
-        subgroups, batches, left_bytes = self._parts.plan.layout.subgroups, list[list[int]](), 0
-        largest = max((subgroups[number].state_bytes for number in numbers), default=0)
-        _, scratch_bytes = self._scratch(largest) if numbers else (0, 0)
+        """Cut subgroups at home on the GPU into batches that fit into unused host memory, through which they pass."""
+        if not numbers:
+            return []
+        subgroups = self._parts.plan.layout.subgroups
+        _, host_bytes = self._unused_host_memory(max(subgroups[number].state_bytes for number in numbers))
+        batches, left_bytes = list[list[int]](), 0
         for number in numbers:
             if subgroups[number].state_bytes > left_bytes:
                 batches.append([])
-                left_bytes = scratch_bytes
+                left_bytes = host_bytes
             batches[-1].append(number)
             left_bytes -= subgroups[number].state_bytes
         return [tuple(batch) for batch in batches]
 
-    def _scratch(self, nbytes: int) -> tuple[int, int]:
-        """Return address and size of host memory that holds nothing now, of `nbytes` or more."""
+    def _unused_host_memory(self, nbytes: int) -> tuple[int, int]:
+        """Return address and size of `nbytes` or more of host memory that holds nothing; it may be allocated now."""
         return self._parts.memory.scratch(nbytes, staging=not self._parts.machine.slots)
 
     def is_due(self) -> bool:
@@ -212,28 +228,26 @@ class Parking:
         pending, machine = self._pending, self._parts.machine
         if pending is None or not machine.has_no_sweep:
             return False
-        if machine.broken is not None or self._finished is not None:
+        if machine.broken is not None or self._finished_batch is not None:
             return True
-        may_begin = machine.saver.under_way is None and not machine.is_evicting and Phase.BUSY not in machine.phases
-        may_begin = may_begin and not machine.scratch["activations"].owners
-        return pending.leave is None and may_begin
+        if pending.eviction is not None or machine.is_evicting:
+            return False
+        nothing_moves = machine.saver.under_way is None and Phase.BUSY not in machine.phases
+        return nothing_moves and not machine.scratch["activations"].owners
 
     @property
-    def _finished(self) -> tuple[Evict, Exception | None] | None:
-        """The present batch and its error or None, once it has ended; batches that were given up end for nobody."""
-        finished = self._parts.machine.finished_eviction
-        return finished if finished is not None and self._pending and finished[0] is self._pending.leave else None
+    def _finished_batch(self) -> tuple[Evict, Exception | None] | None:
+        """The present batch and its error or None, once it has ended; the end of any other batch is ignored."""
+        finished, pending = self._parts.machine.finished_eviction, self._pending
+        is_of_batch = finished is not None and pending is not None and finished[0] is pending.eviction
+        return finished if is_of_batch else None
 
     def advance(self) -> None:
-        """Write the next batch to the paths, or give memory back when all batches are written; called when due."""
-        machine, pending = self._parts.machine, self._pending
+        """When due: begin to write the next batch, or give memory back after the last; an error ends the park."""
+        pending = self._pending
         if pending is None:
             return
-        finished = self._finished
-        machine.take_finished_eviction()
-        error: BaseException | None = machine.broken
-        if error is None and finished is not None:
-            error = finished[1]
+        error = self._take_error()
         if error is None:
             try:
                 if pending.batches:
@@ -246,27 +260,35 @@ class Parking:
                 error = failed
         self.end(error)
 
+    def _take_error(self) -> BaseException | None:
+        """Take the batch that has ended, if any; return its error or what has broken the machine."""
+        machine, finished = self._parts.machine, self._finished_batch
+        machine.take_finished_eviction()
+        return machine.broken if machine.broken is not None or finished is None else finished[1]
+
     def _begin_eviction(self, pending: PendingPark) -> None:
         """Begin to write the next batch to the paths."""
         parts, batch = self._parts, pending.batches.popleft()
         self._check_room(batch)  # again: a path may have failed since `begin`
-        if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
+        if any(parts.plan.homes[number] is Home.GPU for number in batch):  # then all are
             parts.lanes.copy_to_host(as_pieces(self._copies(self._place_on_host(batch))))
-        self._numbers += 1
-        pending.leave = Evict(self._numbers, batch)
+        self._last_number += 1
+        pending.eviction = Evict(self._last_number, batch)
         parts.allocate()
-        parts.machine.handle(pending.leave)
+        parts.machine.handle(pending.eviction)
         parts.executor.submit(parts.machine.take_operations())
 
-    def _place_on_host(self, batch: Sequence[int], address: int = 0) -> Mapping[int, int]:
-        """Choose host addresses for a batch at home on the GPU, from `address` on or in scratch memory; return them.
+    def _place_on_host(self, batch: Sequence[int], address: int | None = None) -> Mapping[int, int]:
+        """Choose host addresses for a batch at home on the GPU, from `address` on or in unused memory; return them.
 
         Until told otherwise, the engine looks for the state of these subgroups there. Nothing is copied.
         """
         subgroups = self._parts.plan.layout.subgroups
         sizes = [subgroups[number].state_bytes for number in batch]
-        address = address or self._scratch(sum(sizes))[0]
-        places = dict(zip(batch, (address + end for end in accumulate(sizes, initial=0)), strict=False))
+        if address is None:
+            address, _ = self._unused_host_memory(sum(sizes))
+        offsets = accumulate(sizes, initial=0)
+        places = {number: address + offset for number, offset in zip(batch, offsets, strict=False)}
         self._parts.memory.set_temporary_homes(places)
         return places
 
@@ -277,39 +299,47 @@ class Parking:
 
     def _free_memory(self, pending: PendingPark) -> None:
         """Give all memory back that holds no state, and log what was given back and how long taking it will take."""
-        parts, machine, memory = self._parts, self._parts.machine, self._parts.memory
-        homes = [s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST]
-        kept = [s for s in homes if not machine.is_evicted(s.index) and not machine.is_fresh(s.index)]
-        ranges = [*pending.kept, *((memory.state_address(s.index), s.state_bytes) for s in kept)]
+        parts, memory = self._parts, self._parts.memory
+        ranges = [*pending.kept_ranges]
+        for number in self._in_memory_of(Home.HOST):
+            ranges.append((memory.state_address(number), parts.plan.layout.subgroups[number].state_bytes))
         if pending.to_host:
-            nbytes = sum(parts.plan.layout.subgroups[number].state_bytes for number in pending.to_host)
-            arena = memory.allocate_arena(nbytes)
-            places = self._place_on_host(pending.to_host, arena.address)
-            try:
-                parts.lanes.copy_to_host(as_pieces(self._copies(places)))
-            except OffloadError:
-                memory.free_arena(arena)
-                raise
-            self._on_host = arena, places
-        if self._on_host is not None:
-            ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
+            self._host_copies = self._copy_to_host(pending.to_host)
+        if self._host_copies is not None:
+            ranges.append((self._host_copies.arena.address, self._host_copies.arena.nbytes))
         self._free_device_memory()
         self._kept_ranges = ranges
         try:
-            given_bytes = memory.discard_pages(ranges)
+            freed_bytes = memory.discard_pages(ranges)
         finally:  # `arrived` on other threads reads it, to take memory again before writing to slots
             self.is_parked = True
+        self._report(pending, freed_bytes)
+
+    def _copy_to_host(self, numbers: Sequence[int]) -> _HostCopies:
+        """Copy state from the GPU to new host memory, in which it stays while the session is parked."""
+        memory = self._parts.memory
+        arena = memory.allocate_arena(self._state_bytes(numbers))
+        places = self._place_on_host(numbers, arena.address)
+        try:
+            self._parts.lanes.copy_to_host(as_pieces(self._copies(places)))
+        except OffloadError:
+            memory.free_arena(arena)
+            raise
+        return _HostCopies(arena, places)
+
+    def _report(self, pending: PendingPark, freed_bytes: int) -> None:
+        """Note the figures of a park that has given memory back, and log them."""
         seconds = time.monotonic() - pending.started_s
         self.figures = {
             metrics.PARK_MOVED_BYTES: pending.moves_bytes,
-            metrics.GIVEN_BACK_BYTES: given_bytes,
+            metrics.GIVEN_BACK_BYTES: freed_bytes,
             metrics.PARK_S: seconds,
-            metrics.PREDICTED_BACK_S: self._predicted_back_s(given_bytes),
+            metrics.PREDICTED_BACK_S: self._predicted_back_s(freed_bytes),
         }
         log.info(
             "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used; "
             "back in about %s",
-            format_bytes(given_bytes),
+            format_bytes(freed_bytes),
             format_bytes(pending.moves_bytes),
             format_seconds(seconds),
             format_bytes(self.evicted_bytes),
@@ -317,26 +347,30 @@ class Parking:
         )
 
     def _free_device_memory(self) -> None:
-        """Give all memory on the device back that the session has for good."""
+        """Free the memory on the device that the session keeps between steps, once no lane uses it."""
         self._parts.lanes.wait()
         self._parts.lanes.memory.free_all()
 
-    def _predicted_back_s(self, given_bytes: int) -> float:
+    def _predicted_back_s(self, freed_bytes: int) -> float:
         """Return the seconds predicted for taking memory again and reading back state that has left it."""
-        parts, machine = self._parts, self._parts.machine
-        plan, reads = parts.plan, Counter[int]()
-        away = [number for number in range(len(plan.homes)) if machine.is_evicted(number)]
-        for number in (*away, *self._staged_before):
-            for tile, _, nbytes in plan.layout.subgroups[number].tiles:
+        parts, machine, homes = self._parts, self._parts.machine, self._parts.plan.homes
+        evicted = [number for number in range(len(homes)) if machine.is_evicted(number)]
+        read_bytes = Counter[int]()  # by path
+        for number in (*evicted, *self._staged_before):
+            for tile, _, nbytes in parts.plan.layout.subgroups[number].tiles:
                 record = machine.index.get(tile)
                 if record is not None:
-                    reads[record.location.path] += nbytes
-        lent = self._on_host[1] if self._on_host is not None else {}
-        sizes = {number: plan.layout.subgroups[number].state_bytes for number in (*away, *lent)}
-        sent_bytes = sum(nbytes for number, nbytes in sizes.items() if plan.homes[number] is Home.GPU)
-        beside_bytes = 0 if parts.lanes.pins else sum(sizes.values())
+                    read_bytes[record.location.path] += nbytes
+        coming_home = {*evicted, *(self._host_copies.places if self._host_copies is not None else ())}
+        # Pages of homes are touched while state is read into them; all memory that is pinned is touched before that.
+        beside_bytes = 0 if parts.lanes.pins else self._state_bytes(coming_home)
         return predict_back_s(
-            parts.rates, reads, sent_bytes, given_bytes - beside_bytes, beside_bytes, parts.memory.take_bytes_per_s
+            parts.rates,
+            read_bytes,
+            sent_bytes=self._state_bytes(number for number in coming_home if homes[number] is Home.GPU),
+            taken_bytes=freed_bytes - beside_bytes,
+            beside_bytes=beside_bytes,
+            take_bytes_per_s=parts.memory.take_bytes_per_s,
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -346,13 +380,13 @@ class Parking:
             return
         machine = self._parts.machine
         if not machine.is_evicting:
-            self._parts.memory.set_temporary_homes(self._on_host[1] if self._on_host is not None else {})
+            self._parts.memory.set_temporary_homes(self._host_copies.places if self._host_copies is not None else {})
         elif machine.broken is None:
             machine.handle(StopEviction())
         if error is not None:
-            kept = f"state stays in memory, which is not given back: {error}"
-            log.warning("%s", kept)
-            pending.error = error if isinstance(error, OffloadError) else OffloadError(kept)
+            message = f"state stays in memory, which is not given back: {error}"
+            log.warning("%s", message)
+            pending.error = error if isinstance(error, OffloadError) else OffloadError(message)
         pending.done.set()
 
     # Memory is taken again
@@ -364,24 +398,30 @@ class Parking:
             OffloadError: There is no memory; the session stays parked.
         """
         if self._pending is not None:
-            self._finish_or_end(ends=needs_memory)
+            if needs_memory:
+                self._end_early(self._pending)
+            else:
+                self._finish()
         if needs_memory and self.is_parked:
             self._reallocate_memory()
-        if needs_memory and self._numbers and self._parts.machine.broken is None:
+        has_parked = self._last_number > 0
+        if needs_memory and has_parked and self._parts.machine.broken is None:
             self._fetch_to_gpu()
 
-    def _finish_or_end(self, *, ends: bool) -> None:
-        """Wait until the park under way is finished; with `ends` only until its present batch is."""
-        machine, pending = self._parts.machine, self._pending
-        if ends and pending is not None:
-            log.info("a park ends early, as the session is used")
-            pending.batches.clear()
-            if machine.is_evicting:
-                machine.handle(StopEviction())
-            pump(machine, self._parts.executor, lambda m: not m.is_evicting)
-            self.end(None)
+    def _end_early(self, pending: PendingPark) -> None:
+        """End the park under way once its present batch has ended: the request needs the memory."""
+        machine = self._parts.machine
+        log.info("a park ends early, as the session is used")
+        pending.batches.clear()
+        if machine.is_evicting:
+            machine.handle(StopEviction())
+        pump(machine, self._parts.executor, lambda m: not m.is_evicting)
+        self.end(None)
+
+    def _finish(self) -> None:
+        """Carry on the park under way until it has ended."""
         while self._pending is not None:
-            pump(machine, self._parts.executor, lambda m: self.is_due())
+            pump(self._parts.machine, self._parts.executor, lambda m: self.is_due())
             self.advance()
 
     def _reallocate_memory(self) -> None:
@@ -403,12 +443,12 @@ class Parking:
             undo.callback(self._free_device_memory)
             undo.callback(parts.memory.discard_pages, self._kept_ranges)
             parts.memory.restore_pages()
-            if self._on_host is not None:
-                parts.lanes.copy_to_device(self._copies(self._on_host[1]))
-            undo.pop_all()
+            if self._host_copies is not None:
+                parts.lanes.copy_to_device(self._copies(self._host_copies.places))
+            undo.pop_all()  # all has gone well
         self.is_parked = False
-        if self._on_host is not None:
-            arena, self._on_host = self._on_host[0], None
+        if self._host_copies is not None:
+            arena, self._host_copies = self._host_copies.arena, None
             parts.memory.set_temporary_homes({})
             parts.memory.free_arena(arena)
 
@@ -416,11 +456,12 @@ class Parking:
         """Read state at home on the GPU back from the paths, batch by batch through host memory."""
         parts, machine = self._parts, self._parts.machine
         homes = enumerate(parts.plan.homes)
-        away = [number for number, home in homes if home is Home.GPU and machine.is_evicted(number)]
-        for batch in self._batches(away):
+        evicted = [number for number, home in homes if home is Home.GPU and machine.is_evicted(number)]
+        for batch in self._batches(evicted):
             places = self._place_on_host(batch)
 
             def visit(run: RunVisit, places: Mapping[int, int] = places) -> None:
+                """Copy the state that has been read to its home."""
                 number = run.visit.subgroup
                 parts.lanes.copy_to_device(self._copies({number: places[number]}))
 

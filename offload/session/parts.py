@@ -49,9 +49,9 @@ from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
     first_budgets,
-    fitted,
     less_memory_advice,
     open_path,
+    plan_to_fit,
 )
 from offload.tiers import check_places
 
@@ -82,16 +82,16 @@ class SessionParts:
         gradient_slots: bool,
         device: Device,
         rule: UpdateRule,
-        sharing: int | None,
+        rank_count: int | None,
         limits: Limits | None,
         passing_bytes: int,
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
         self._empty = Layout((), (), config.state_of(rule))  # to which the session's parameters are added
-        self.is_whole = False
-        self._told_nameless = self._told_missing = False  # whether that warning has been logged
-        self._is_allocating = False
+        self.is_whole = False  # whether `open` has made all parts
+        self._is_nameless_logged = self._is_missing_room_logged = False
+        self._is_allocating = False  # whether a call that allocates room on the paths has not returned yet
         self.tables = Tables(config.seed)
         self.tiers: list[Tier] = []
         self.others: dict[int, Tier] = {}
@@ -99,17 +99,9 @@ class SessionParts:
         self.queue = CompletionQueue()
         check_nodes("host_memory", config.node_bytes)
         self.lanes = Lanes(device)
-        self._store_in: Callable[..., GradientStore] = HostGradients
-        if isinstance(device, NoDevice):
-            self.config = config = config.updated_by_cpu(combinations.WEIGHTS_ON_CPU)
-            if not config.keep_grads and config.gradient_memory is None:
-                combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
-        else:
-            if config.gradient_memory is not None:
-                config = config.updated_by_cpu(combinations.GRADIENTS_ON_PATHS)
-                self.config = config = dataclasses.replace(config, keep_grads=False)
-            elif rule.is_whole:
-                self.config = config = config.updated_by_cpu(combinations.UPDATED_BY_CPU, rule=rule.name)
+        self._make_store: Callable[..., GradientStore] = HostGradients
+        self.config = config = _config_for(config, rule, has_gpu=not isinstance(device, NoDevice))
+        if not isinstance(device, NoDevice):
             self.lanes = lanes = GpuLanes(
                 device,
                 self.queue,
@@ -118,34 +110,36 @@ class SessionParts:
                 borrows=config.borrows,
                 named_nodes=bool(config.node_bytes),
             )
-            self._store_in = partial(GpuGradients, lanes=lanes, limits=limits)
+            self._make_store = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.memory = HostMemory(self.lanes)
         self.closing: list[Tier] = []
         """Tiers that are being closed."""
-        self.ends = contextlib.ExitStack()  # frees everything, in reverse, each whatever the others raise
+        self.ends = contextlib.ExitStack()  # frees all parts, the last made first, whatever the others raise
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
             exist=gradient_slots and config.gradient_memory is None,
             needs_buffers=not config.keep_grads,
             passing_bytes=passing_bytes,
         )
-        near, most = cpus_near(config.node_bytes), default_threads(self.lanes, sharing)
-        self._threads = config.threads or min(most, len(near) or most)
-        self._near = near if self._threads <= len(near) else frozenset[int]()
+        near_cpus = cpus_near(config.node_bytes)
+        most_threads = default_threads(self.lanes, rank_count)
+        self._threads = config.threads or min(most_threads, len(near_cpus) or most_threads)
+        self._update_cpus = near_cpus if self._threads <= len(near_cpus) else frozenset[int]()
         """CPUs that updates run on; empty for all."""
         self._store = uuid.uuid4()
 
     def _make_gradients(self, filler: Filler) -> GradientStore:
+        """Return the store of gradients: on the paths, on a GPU or in host memory."""
         parts = self._gradient_slots, self.tables, self.kernel, self.memory
         if self.config.gradient_memory is not None:
             return PathGradients(*parts, lanes=self.lanes, filler=filler)
-        return self._store_in(*parts)
+        return self._make_store(*parts)
 
     # Putting them together
 
     def open(
-        self, parameters: tuple[Parameter, ...], listener: MachineListener, filler: Filler, caller: Mark
+        self, parameters: tuple[Parameter, ...], *, listener: MachineListener, filler: Filler, caller_mark: Mark
     ) -> None:
         """Make the session's plan, memory, lanes and machine; after an error the caller closes `ends`.
 
@@ -153,38 +147,35 @@ class SessionParts:
             parameters: The first parameters.
             listener: Is told what breaks the machine.
             filler: Gives buffers to gradients that pass through buffers.
-            caller: A mark after the work that the caller has put on the device so far.
+            caller_mark: A mark after the work that the caller has put on the device so far.
         """
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
         check_mirror(config)
-        parameters = self._with_formats(parameters)
+        parameters = self._with_exact_marked(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self._empty.state.format))
-        self._nodes = nodes = self._node_rates(known_rates)
+        self._node_rates = self._known_or_measured_node_rates(known_rates)
         if known_rates is not None:
-            known_rates = dataclasses.replace(known_rates, nodes=nodes)
+            known_rates = dataclasses.replace(known_rates, nodes=self._node_rates)
         budgets = self._lay_out_and_plan(parameters, known_rates)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # ended after lanes: saves lock what these use
         self._open_lanes(filler)
-        self._measure(known_rates, budgets, caller)
+        self._tune_and_measure(known_rates, budgets, caller_mark)
         self.plan = self._allocate_on_device(self.plan, self._empty)
         self.lanes.use_plan(self.plan)
         self.gradients.use_plan(self.plan, self._empty)
-        memory = self.memory
-        self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.lanes)
-        shares = self.plan.path_shares(self.rates)
-        limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
-        index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
-        self.machine = Machine(self.plan, index, listener)
+        self.views = StateViews(self.plan, self.tables, self.kernel, self.memory, self.lanes)
+        self.machine = Machine(self.plan, self._make_index(), listener)
         stores = [(path, self._store) for path in paths]
-        self.saves = Saves(config, self.queue, stores, self.others, memory, self.views, settle_s=self.limits.settle_s)
+        settle_s = self.limits.settle_s
+        self.saves = Saves(config, self.queue, stores, self.others, self.memory, self.views, settle_s=settle_s)
         saves_end.callback(self.saves.close)
         self.executor = LiveExecutor(
             self.tiers,
             self.kernel,
             self.queue,
-            memory,
+            self.memory,
             self.saves,
             verify=config.checksum,
             stall_s=config.stall_timeout_s,
@@ -196,13 +187,19 @@ class SessionParts:
         self.ends.callback(self._tell_tiers_kept_slots)
         self.is_whole = True
 
-    def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    def _make_index(self) -> TileIndex:
+        """Return the index of tiles for the plan: each path offers its room, and gets its share of the tiles."""
+        paths, shares = self.plan.budgets.paths, self.plan.path_shares(self.rates)
+        limits = [(path.available_bytes, share) for path, share in zip(paths, shares, strict=True)]
+        return TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
+
+    def _with_exact_marked(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         """Return parameters, with those marked whose state a compact format stores in exact form."""
         if not self._empty.state.format.shares_scales:
             return parameters
-        nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
-        if nameless and self.config.exact_names and not self._told_nameless:
-            self._told_nameless = True
+        is_nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
+        if is_nameless and self.config.exact_names and not self._is_nameless_logged:
+            self._is_nameless_logged = True
             log.warning(
                 "parameters have no names, so embeddings cannot be told from others and are stored in %s too; "
                 "make the optimizer from named_parameters()",
@@ -215,14 +212,15 @@ class SessionParts:
         known_rates = session_rates(str(self.config.rates), paths, self._threads, numels)
         return self.lanes.known_rates(known_rates) if known_rates is not None else None
 
-    def _node_rates(self, known_rates: Rates | None) -> tuple[NodeRates, ...]:
+    def _known_or_measured_node_rates(self, known_rates: Rates | None) -> tuple[NodeRates, ...]:
         """Return the rates of the memory nodes that `host_memory` names: measured now unless known or only one."""
-        wanted = self.config.node_bytes
+        node_bytes = self.config.node_bytes
         known = known_rates.nodes if known_rates is not None else ()
-        if len(wanted) < 2 or {rates.node for rates in known} >= set(wanted):
+        if len(node_bytes) < 2 or {rates.node for rates in known} >= set(node_bytes):
             return known
-        with cpu_affinity(self._near), contextlib.closing(CpuUpdateKernel(self.queue, self._threads)) as kernel:
-            measured = probe_nodes(kernel, self.queue, sorted(wanted), max(wanted.values()), self.lanes)
+        make_kernel = partial(CpuUpdateKernel, self.queue, self._threads)
+        with cpu_affinity(self._update_cpus), contextlib.closing(make_kernel()) as kernel:
+            measured = probe_nodes(kernel, self.queue, sorted(node_bytes), max(node_bytes.values()), self.lanes)
         log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, measured)))
         return measured
 
@@ -231,43 +229,50 @@ class SessionParts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there raises why
-            delete_free(paths)  # before the plan counts free space
-        numel = sum(parameter.numel for parameter in parameters)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(
-            numel, config.staging_bytes, self._empty
-        )
-        state_bytes = int(self._empty.state.item_bytes * self._subgroup_numel)
-        striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
-        self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
-        layout = extend_layout(self._empty, parameters, self._subgroup_numel, self._tile_bytes)
+            delete_free(paths)  # stores of ended sessions, before the plan counts free space
+        layout = self._lay_out(parameters)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
 
-        def planned(budgets: Budgets) -> Plan:
+        def plan_within(budgets: Budgets) -> Plan:
+            """Return a plan within budgets: the fastest if rates are known; else `_tune_and_measure` plans again."""
             if known_rates is None:
-                plan = make_plan(layout, fastest_nodes_first(budgets, Rates(1.0, nodes=self._nodes)))
+                plan = make_plan(layout, fastest_nodes_first(budgets, Rates(1.0, nodes=self._node_rates)))
             else:
                 plan = choose_plan(layout, budgets, known_rates, config.placement)
             return plan.with_buffer_bytes(self.lanes.bounces)
 
-        available = available_bytes()
-        self.plan = fitted(config, budgets, planned, available)
-        budgets = self.plan.budgets
+        free_bytes = available_bytes()
+        self.plan = plan_to_fit(config, budgets, plan_within, free_bytes)
         log.info("%s", self.plan)
-        if paths and not self.plan.has_room_for_checkpoints:
+        self._check_room(free_bytes)
+        self.memory.buffer_node = self.plan.buffer_node
+        return self.plan.budgets
+
+    def _lay_out(self, parameters: tuple[Parameter, ...]) -> Layout:
+        """Lay the state out, so that each path gets several tiles of a subgroup; note the sizes that are chosen."""
+        numel = sum(parameter.numel for parameter in parameters)
+        self._subgroup_numel = self.config.subgroup_numel or choose_subgroup_numel(
+            numel, self.config.staging_bytes, self._empty
+        )
+        subgroup_bytes = int(self._empty.state.item_bytes * self._subgroup_numel)
+        striped_bytes = subgroup_bytes // (TILES_PER_PATH * max(1, len(self.config.path_configs)))
+        self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
+        return extend_layout(self._empty, parameters, self._subgroup_numel, self._tile_bytes)
+
+    def _check_room(self, free_bytes: int) -> None:
+        """Raise `InfeasiblePlanError` if host memory does not suffice for the plan; warn if checkpoints lack room."""
+        if self.config.path_configs and not self.plan.has_room_for_checkpoints:
             log.warning(
                 "the paths may have too little room for checkpoints: they take up to %d bytes beside the state; "
                 "save_checkpoint raises then",
                 self.plan.checkpoint_bytes,
             )
-        if self.plan.host_bytes > available:
-            advice = less_memory_advice(config, self.plan, available)
-            raise InfeasiblePlanError(
-                "the plan's host memory", self.plan.host_bytes, {"host memory": available}, advice
-            )
+        if self.plan.host_bytes > free_bytes:
+            advice = less_memory_advice(self.config, self.plan, free_bytes)
+            offers = {"host memory": free_bytes}
+            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
         check_free(self.plan.bytes_by_node, "lower host_memory there, or free some")
-        self.memory.buffer_node = self.plan.buffer_node
-        return budgets
 
     def _open_lanes(self, filler: Filler) -> None:
         """Allocate the plan's memory, and open tiers and kernel; `ends` closes lanes before their memory is freed."""
@@ -276,7 +281,7 @@ class SessionParts:
         self.ends.callback(self._close_tiers)
         for number, path in enumerate(config.path_configs):
             self.tiers.append(self.open_tier(number, self._store, path.depth))
-        with cpu_affinity(self._near):  # threads that the kernel starts stay on these CPUs
+        with cpu_affinity(self._update_cpus):  # threads that the kernel starts stay on these CPUs
             self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
         self.gradients = self._make_gradients(filler)
@@ -286,8 +291,8 @@ class SessionParts:
         self.memory.allocate_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
-        """Measure the lanes unless their rates are known, and plan again, as placements depend on the rates."""
+    def _tune_and_measure(self, known_rates: Rates | None, budgets: Budgets, caller_mark: Mark) -> None:
+        """Tune the depth of paths; unless rates are known, measure them, and plan again by them."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
@@ -295,16 +300,18 @@ class SessionParts:
         if known_rates is not None:
             self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
-        caller.wait()  # work on the device and the probe would slow each other
-        parts = self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes
+        caller_mark.wait()  # work on the device and the probe would slow each other
+        staging_address, _ = memory.staging
+        parts = self.kernel, self.tiers, self.queue, staging_address, self.plan, self.lanes
         rates = quick_probe(*parts, verify=self.config.checksum)
         rates = with_whole_parameters(rates, self.plan.layout)
-        self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
-        kept = None if deals else self.plan
+        self.rates = dataclasses.replace(rates, nodes=self._node_rates)
+        has_several_nodes = len(self._node_rates) > 1  # then homes may move to other nodes
+        kept = None if has_several_nodes else self.plan
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=kept)
         if plan != self.plan:
             self.plan = plan
-            if deals:
+            if has_several_nodes:
                 memory.reallocate_homes(plan)
             log.info("%s", self.plan)
             memory.allocate_staging(self.plan, {})
@@ -319,7 +326,7 @@ class SessionParts:
         return self.open_tier(number, store, self.tiers[number].depth, used_bytes)
 
     def allocate(self) -> bool:
-        """Allocate on the paths the space of all store slots that the plan needs; return whether all is allocated.
+        """Make the store slots that the plan needs, and allocate their space on paths; return whether all are there.
 
         No other process can take the space then. While some is missing, a step may fail for want of it, so
         checkpoints do not reserve slots that a step may need.
@@ -332,7 +339,8 @@ class SessionParts:
         self.machine.handle(MakeSlots())
         ends = tuple(map(index.end_bytes, range(len(self.tiers))))
 
-        def allocate() -> None:
+        def allocate_up_to_ends() -> None:
+            """Have each store allocate its file; on a thread of its own, as a path may hang."""
             try:
                 for tier, nbytes in zip(self.tiers, ends, strict=True):
                     tier.allocate(nbytes)
@@ -340,17 +348,16 @@ class SessionParts:
                 self._is_allocating = False
 
         self._is_allocating = True
+        timeout_s = self.config.stall_timeout_s
         try:
-            is_there = waits.apart(
-                allocate, "offload-allocate", lambda: "room on the paths", self.config.stall_timeout_s
-            )
+            has_ended = waits.apart(allocate_up_to_ends, "offload-allocate", lambda: "room on the paths", timeout_s)
         except Exception as error:
-            level = logging.DEBUG if self._told_missing else logging.WARNING
+            level = logging.DEBUG if self._is_missing_room_logged else logging.WARNING
             log.log(level, "room that steps may need is not there (%s): one of them may fail", error)
-            self._told_missing = True
+            self._is_missing_room_logged = True
         else:
-            if is_there:
-                self._told_missing = False
+            if has_ended:
+                self._is_missing_room_logged = False
                 self.machine.handle(Allocated(ends))
         return index.has_needed_slots
 
@@ -361,9 +368,9 @@ class SessionParts:
 
     def _allocate_on_device(self, plan: Plan, before: Layout) -> Plan:
         """Allocate what `plan` adds on the device and in host memory for it; return the plan with gradient bytes."""
-        slots = self._gradient_slots
-        layout = plan.layout
-        kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
+        layout, gradient_dtype_of = plan.layout, self._gradient_slots.dtype_of
+        # Kernels are compiled for each of these: dtypes of gradient and weight, and format of the state.
+        kinds = {(gradient_dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
         self.lanes.device.prepare(layout.device_state.rule.name, kinds)
         self.memory.allocate_device(plan, before)
         return self.with_gradient_bytes(plan)
@@ -382,30 +389,32 @@ class SessionParts:
             InfeasiblePlanError: The new state does not fit.
         """
         before = self.plan
-        parameters = self._with_formats(parameters)
+        parameters = self._with_exact_marked(parameters)
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
-        gradients = self._gradient_slots.total_bytes(layout.parameters)
-        budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
+        gradient_bytes = self._gradient_slots.total_bytes(layout.parameters)
+        budgets = dataclasses.replace(before.budgets, gradient_bytes=gradient_bytes)
         budgets = self.lanes.with_staging(budgets, layout)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
         try:
-            return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
+            return plan_to_fit(self.config, budgets, partial(self._extend_plan, layout), available_bytes(), before)
         except InfeasiblePlanError:
             # It may need larger staging slots, and the present ones are in use: cut the new state to their size.
-            most = before.layout.state.fitting_numel(before.slot_bytes)
-            if most >= self._subgroup_numel or not before.staging_slots:
+            fitting_numel = before.layout.state.fitting_numel(before.slot_bytes)
+            if fitting_numel >= self._subgroup_numel or not before.staging_slots:
                 raise
-            layout = extend_layout(before.layout, parameters, most, self._tile_bytes)
-            return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
+            layout = extend_layout(before.layout, parameters, fitting_numel, self._tile_bytes)
+            return plan_to_fit(self.config, budgets, partial(self._extend_plan, layout), available_bytes(), before)
 
-    def _place(self, layout: Layout, budgets: Budgets) -> Plan:
-        """Extend the present plan to a larger layout within budgets."""
+    def _extend_plan(self, layout: Layout, budgets: Budgets) -> Plan:
+        """Return the present plan extended to a larger layout within budgets."""
         before = self.plan
-        if before.gradient_buffers:  # which may become larger, and no fewer: they may hold gradients
-            wider = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
-            kept = max(budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * wider)
-            budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept)
+        if before.gradient_buffers:  # they may become larger, but no fewer, as they may hold gradients
+            buffer_bytes = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
+            kept_bytes = max(
+                budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * buffer_bytes
+            )
+            budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept_bytes)
         return extend_plan(before, layout, budgets, self.rates, self.config.placement)
 
     def position(self, parameter: int | str) -> int:
@@ -424,7 +433,7 @@ class SessionParts:
         return parameter
 
     def use_plan(self, plan: Plan) -> None:
-        """Replace the plan by one that keeps all homes; on the engine thread, with nothing in flight.
+        """Use a plan that keeps all homes: allocate what it adds; on the engine thread, with nothing in flight.
 
         Raises:
             InfeasiblePlanError: The paths have no room any more.
@@ -448,18 +457,18 @@ class SessionParts:
         self.plan = self.views.plan = plan
 
     def use_replanned(self, plan: Plan) -> None:
-        """Replace the plan by one that updates other subgroups on the GPU, if memory suffices; else as `adopt`.
+        """Go on with a plan that updates other subgroups on the GPU, as `use_plan`, if there is memory for it.
 
         Raises:
             OffloadError: There is no memory for it; nothing has changed then.
         """
-        usable = self.lanes.usable_bytes(plan.layout)
-        for what, needed, free in (
+        gpu_free_bytes = self.lanes.usable_bytes(plan.layout)
+        for what, needed_bytes, free_bytes in (
             ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
-            ("staging slots on the GPU", self.lanes.missing_bytes(plan), usable),
+            ("staging slots on the GPU", self.lanes.missing_bytes(plan), gpu_free_bytes),
         ):
-            if needed > free:
-                raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")
+            if needed_bytes > free_bytes:
+                raise InfeasiblePlanError(what, needed_bytes, {"what is free": free_bytes}, "free some")
         self.use_plan(plan)
 
     # The end
@@ -472,7 +481,7 @@ class SessionParts:
 
     def _tell_tiers_kept_slots(self) -> None:
         """Tell the tiers which store slots kept checkpoints refer to, so that closing does not delete these."""
-        kept_offsets: dict[int, set[int]] = {}
+        kept_offsets: dict[int, set[int]] = {}  # by path
         for records in [*self.machine.saver.held_records.values(), self.saves.named_records]:
             for record in records.values():
                 kept_offsets.setdefault(record.location.path, set()).add(record.location.offset)
@@ -488,14 +497,29 @@ class SessionParts:
         waits.side_by_side(closes, "offload-close", lambda: "")  # `Shutdown` logs what it waits for
 
     def _close_tier(self, tier: Tier) -> None:
+        """Close one tier, and note that it is closed."""
         try:
             tier.close()
         finally:
             self.closing.remove(tier)
 
 
+def _config_for(config: OffloadConfig, rule: UpdateRule, *, has_gpu: bool) -> OffloadConfig:
+    """Return the config with settings as the device, the rule and the place of gradients force them; or refuse."""
+    if not has_gpu:
+        config = config.updated_by_cpu(combinations.WEIGHTS_ON_CPU)
+        if not config.keep_grads and config.gradient_memory is None:
+            combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
+    elif config.gradient_memory is not None:
+        config = config.updated_by_cpu(combinations.GRADIENTS_ON_PATHS)
+        config = dataclasses.replace(config, keep_grads=False)
+    elif rule.is_whole:
+        config = config.updated_by_cpu(combinations.UPDATED_BY_CPU, rule=rule.name)
+    return config
+
+
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:
     """Try how many requests a path should have in flight, use the fastest number, and log it."""
-    tried = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
-    rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
+    rate_by_depth = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
+    rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in rate_by_depth.items())
     log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

@@ -45,7 +45,7 @@ class PlacementReview:
 
     @property
     def is_near(self) -> bool:
-        """Whether `review` may have something to do when one more step has been learnt from."""
+        """Whether `review` may have something to do once one more step has refined the rates."""
         return self.due or self._is_due_after(self._seen_steps + 1)
 
     def _is_due_after(self, steps: int) -> bool:
@@ -53,7 +53,7 @@ class PlacementReview:
         chooses = self._parts.config.placement == "auto"
         return chooses and steps >= self._needed_steps and self._changes < MOST_CHANGES
 
-    def learnt(self) -> None:
+    def note_learnt_step(self) -> None:
         """Note that rates have been refined by one more step."""
         self._seen_steps += 1
         self.due = self.due or self._is_due_after(self._seen_steps)
@@ -64,7 +64,8 @@ class PlacementReview:
         is_busy = machine.is_open or machine.saver.under_way is not None
         if not self.due or is_busy or parts.gradients.have_arrived():
             return
-        self.due, self._seen_steps, self._needed_steps = False, 0, 2 * self._needed_steps
+        self.due, self._seen_steps = False, 0
+        self._needed_steps *= 2
         plan = self._better_plan()
         if plan is None:
             return
@@ -77,7 +78,8 @@ class PlacementReview:
                 self._changes = MOST_CHANGES
                 log.warning("the GPU updates what it did before, which is slower than it could be: %s", error)
             return
-        self._changes, self._needed_steps = self._changes + 1, HISTORY
+        self._changes += 1
+        self._needed_steps = HISTORY  # until the rates are those of the new placement alone
         log.info(
             "%s: by what steps show, one takes %s, not %s",
             plan.change_from(before),
@@ -93,5 +95,5 @@ class PlacementReview:
         except OffloadError as error:  # paths have less room than they had
             log.info("the GPU updates what it did before: %s", error)
             return None
-        saves = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(other, rates).step_s
-        return other if saves and other.placements != plan.placements else None
+        is_worth_it = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(other, rates).step_s
+        return other if is_worth_it and other.placements != plan.placements else None

@@ -23,6 +23,7 @@ class BufferRequest:
     """A buffer that a caller wants, to fill it (`fills`) or to read it.
 
     Attributes:
+        answered: Set when it is decided whether the caller gets the buffer.
         buffer: Its number, once `answered`; None if the caller gets none.
         error: Why it cannot be read, or filled.
         mark: After the last copy that a device makes to the buffer, or from it.
@@ -38,7 +39,7 @@ class BufferRequest:
         self.answered = waits.Latch()
 
     def begin(self) -> None:
-        """Called on the engine thread when it takes the wish, before it tells the machine."""
+        """Called on the engine thread when it takes the request, before it tells the machine."""
 
     def end(self) -> None:
         """Called on the engine thread when caller and device are done with the buffer, after the machine is told."""
@@ -56,90 +57,95 @@ class BufferRequests:
 
     # On callers' threads
 
-    def post(self, take_in: Callable[[Any], None], what: Any) -> None:
-        """Post a call, `take_in(what)`, to the engine thread, which makes calls in order; safe in a `__del__`."""
-        self._posts.append((take_in, what))
+    def post(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Have the engine thread make `call(argument)`, after all calls posted before; safe in a `__del__`."""
+        self._posts.append((call, argument))
 
-    def ask(self, wanted: BufferRequest) -> None:
+    def ask(self, request: BufferRequest) -> None:
         """Ask for a buffer."""
-        self.post(self._begin, wanted)
+        self.post(self._begin, request)
         self.wake()
 
-    def release(self, wanted: BufferRequest) -> None:
+    def release(self, request: BufferRequest) -> None:
         """Say that the caller is done with a buffer: filled or read once its mark is reached, or no longer wanted."""
-        self.post(self._end, wanted)
+        self.post(self._end, request)
 
     def wake(self) -> None:
-        """Wake the engine thread, to take what was posted."""
+        """Wake the engine thread, to make the posted calls."""
         self._parts.queue.post(WAKE)
 
     # On the engine thread
 
     def is_due(self) -> bool:
         """Return whether `serve` has something to do."""
-        has_copied = any(wanted.mark is None or wanted.mark.reached() for wanted in self._after_copies)
+        has_copied = any(request.mark is None or request.mark.reached() for request in self._after_copies)
         return bool(self._posts) or has_copied or any(map(self._is_answerable, self._awaited))
 
     def serve(self) -> None:
-        """Take posts, start the operations that follow from them, and answer callers whose buffers are there."""
+        """Make posted calls, start the operations that follow, and answer callers whose buffers are there."""
         self.take_posts()
-        machine = self._parts.machine
-        self._parts.executor.submit(machine.take_operations())
-        for wanted in [wanted for wanted in self._awaited if self._is_answerable(wanted)]:
-            self._awaited.remove(wanted)
-            scratch, owner = machine.scratch[wanted.owner.kind], wanted.owner.number
-            wanted.error = machine.broken if machine.broken is not None else scratch.error_of(owner)
-            has_it = scratch.may_fill(owner) if wanted.fills else scratch.is_in_buffer(owner)
-            if wanted.error is None and has_it:
-                wanted.buffer = scratch.buffer_of(owner)
-            wanted.answered.set()
+        self._parts.executor.submit(self._parts.machine.take_operations())
+        for request in [request for request in self._awaited if self._is_answerable(request)]:
+            self._awaited.remove(request)
+            self._answer(request)
+
+    def _answer(self, request: BufferRequest) -> None:
+        """Tell a caller which buffer it has, or why it has none."""
+        machine, owner = self._parts.machine, request.owner.number
+        scratch = machine.scratch[request.owner.kind]
+        request.error = machine.broken if machine.broken is not None else scratch.error_of(owner)
+        has_buffer = scratch.may_fill(owner) if request.fills else scratch.is_in_buffer(owner)
+        if request.error is None and has_buffer:
+            request.buffer = scratch.buffer_of(owner)
+        request.answered.set()
 
     def take_posts(self) -> None:
-        """Take posts, and release buffers that a device has copied from or to by now."""
+        """Make the posted calls, after releasing buffers that a device has copied from or to by now."""
         waiting, self._after_copies = self._after_copies, []
-        for wanted in waiting:
-            self._release_when_copied(wanted)
+        for request in waiting:
+            self._release_when_copied(request)
         while self._posts:
-            take_in, what = self._posts.popleft()
-            take_in(what)
+            call, argument = self._posts.popleft()
+            call(argument)
 
     def are_in_use(self, kind: ScratchKind) -> bool:
-        """Return whether any data of a kind is being filled, or may still be read."""
+        """Make the posted calls; return whether any data of a kind is being filled, or may still be read."""
         self.take_posts()
         return self._parts.machine.scratch[kind].is_in_use
 
-    def _is_answerable(self, wanted: BufferRequest) -> bool:
+    def _is_answerable(self, request: BufferRequest) -> bool:
         """Return whether it is decided that a caller gets its buffer, or why it gets none."""
-        machine, owner = self._parts.machine, wanted.owner.number
+        machine, owner = self._parts.machine, request.owner.number
         if machine.broken is not None:
             return True
-        scratch = machine.scratch[wanted.owner.kind]
-        if wanted.fills:
+        scratch = machine.scratch[request.owner.kind]
+        if request.fills:
             return scratch.may_fill(owner) or scratch.gets_no_buffer(owner)
         return scratch.is_in_buffer(owner) or scratch.error_of(owner) is not None
 
-    def _begin(self, wanted: BufferRequest) -> None:
-        wanted.begin()
-        wanted.is_known = True
+    def _begin(self, request: BufferRequest) -> None:
+        """Tell the machine of a request, unless it has broken; `serve` answers the caller in both cases."""
+        request.begin()
+        request.is_known = True
         if self._parts.machine.broken is None:
-            self._parts.machine.handle(RequestBuffer(wanted.owner, wanted.fills))
-        self._awaited.append(wanted)
+            self._parts.machine.handle(RequestBuffer(request.owner, request.fills))
+        self._awaited.append(request)
 
-    def _end(self, wanted: BufferRequest) -> None:
-        """Take a release; where a device still copies, its mark wakes this thread to do the rest."""
-        if not wanted.is_known:
+    def _end(self, request: BufferRequest) -> None:
+        """Release a buffer that the caller is done with, or have this thread woken when a device has copied, too."""
+        if not request.is_known:  # an interrupt came before it was asked for
             return
-        if wanted in self._awaited:  # an interrupt has ended the wait
-            self._awaited.remove(wanted)
-        self._release_when_copied(wanted)
-        if wanted in self._after_copies and wanted.mark is not None:
-            self._parts.lanes.device.report(wanted.mark, self._parts.queue, WAKE)
+        if request in self._awaited:  # an interrupt has ended the wait
+            self._awaited.remove(request)
+        self._release_when_copied(request)
+        if request in self._after_copies and request.mark is not None:
+            self._parts.lanes.device.report(request.mark, self._parts.queue, WAKE)
 
-    def _release_when_copied(self, wanted: BufferRequest) -> None:
+    def _release_when_copied(self, request: BufferRequest) -> None:
         """Tell the machine that a caller is done with a buffer; if a device still copies, note it for later."""
-        if wanted.mark is not None and not wanted.mark.reached():
-            self._after_copies.append(wanted)
+        if request.mark is not None and not request.mark.reached():
+            self._after_copies.append(request)
             return
         if self._parts.machine.broken is None:
-            self._parts.machine.handle(ReleaseBuffer(wanted.owner, wanted.fills))
-        wanted.end()
+            self._parts.machine.handle(ReleaseBuffer(request.owner, request.fills))
+        request.end()

@@ -34,14 +34,14 @@ LEAST_TILE_BYTES = 1 << 20
 """A subgroup is cut so that every path gets several of its tiles, but into none smaller: a disk would be slow."""
 
 
-def default_threads(lanes: Lanes, sharing: int | None = None) -> int:
+def default_threads(lanes: Lanes, rank_count: int | None = None) -> int:
     """Return how many threads update if `threads` is not set: this process's cores, divided among local ranks.
 
     Args:
         lanes: The session's.
-        sharing: How many ranks share the cores; None for the number that their launcher says.
+        rank_count: How many ranks share the cores; None for the number that their launcher says.
     """
-    cores = len(os.sched_getaffinity(0)) // (sharing or _local_ranks())
+    cores = len(os.sched_getaffinity(0)) // (rank_count or _local_rank_count())
     return max(1, cores - lanes.cores_beside)
 
 
@@ -49,11 +49,12 @@ LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "
 """Variables in which launchers say how many ranks run on this node: torchrun, DeepSpeed's, Open MPI's, MPICH's."""
 
 
-def _local_ranks() -> int:
-    """Return how many ranks of torch.distributed share this node, by what their launcher says."""
+def _local_rank_count() -> int:
+    """Return how many ranks of torch.distributed share this node, by what their launcher says; else 1."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        counts = [os.environ.get(name, "") for name in LOCAL_RANKS]
-        return max(1, next((int(text) for text in counts if text.isdecimal()), 1))
+        values = [os.environ.get(name, "") for name in LOCAL_RANKS]
+        counts = [int(value) for value in values if value.isdecimal()]
+        return max(1, counts[0]) if counts else 1
     return 1
 
 
@@ -69,16 +70,16 @@ def first_budgets(
         gradient_bytes: Host memory that gradients take.
         leftover_bytes: Files of ended sessions on the paths, which are deleted when their room is needed.
     """
-    host = config.host_bytes
-    if host is None:
-        host = available_bytes() // 2 // _local_ranks() if config.paths else layout.state_bytes
+    host_bytes = config.host_bytes
+    if host_bytes is None:
+        host_bytes = available_bytes() // 2 // _local_rank_count() if config.paths else layout.state_bytes
     paths = []
-    free_each = free_bytes([path.path for path in config.path_configs])
-    for path, free in zip(config.path_configs, free_each, strict=True):
-        offered = free if path.max_bytes is None else min(free, path.max_bytes)
-        paths.append(PathBudget(path.path, offered, path.share or 1.0))
+    free_bytes_of_paths = free_bytes([path.path for path in config.path_configs])
+    for path, path_free_bytes in zip(config.path_configs, free_bytes_of_paths, strict=True):
+        offered_bytes = path_free_bytes if path.max_bytes is None else min(path_free_bytes, path.max_bytes)
+        paths.append(PathBudget(path.path, offered_bytes, path.share or 1.0))
     return config.budgets(
-        host,
+        host_bytes,
         paths,
         **lanes.offers(layout, config.gpu_memory),
         gradient_bytes=gradient_bytes,
@@ -87,11 +88,11 @@ def first_budgets(
     )
 
 
-def fitted(
+def plan_to_fit(
     config: OffloadConfig,
     budgets: Budgets,
-    planned: Callable[[Budgets], Plan],
-    available: int,
+    make_plan: Callable[[Budgets], Plan],
+    free_host_bytes: int,
     before: Plan | None = None,
 ) -> Plan:
     """Return a plan; if `host_memory` is not set, state takes only host memory that the rest of the plan leaves.
@@ -102,24 +103,25 @@ def fitted(
     Args:
         config: The user's.
         budgets: What a plan may use, with `host_bytes` as `first_budgets` has chosen it.
-        planned: Makes a plan from budgets.
-        available: Host memory that all ranks of this node may still take.
+        make_plan: Makes a plan from budgets.
+        free_host_bytes: Host memory that all ranks of this node may still take.
         before: The plan that this session has so far: state at home in host memory stays there.
     """
-    plan = planned(budgets)
+    plan = make_plan(budgets)
     if config.host_memory is not None or not config.paths:
         return plan
-    available //= _local_ranks()
-    available -= min(BESIDE_BYTES, available // 2)
+    usable_bytes = free_host_bytes // _local_rank_count()
+    usable_bytes -= min(BESIDE_BYTES, usable_bytes // 2)
     kept_bytes = 0
     if before is not None:
-        available, kept_bytes = available + before.host_bytes, before.home_bytes[Home.HOST]
+        usable_bytes += before.host_bytes
+        kept_bytes = before.home_bytes[Home.HOST]
     while True:  # a plan with less state at home may need more buffers, which leave less again
-        at_home = plan.home_bytes[Home.HOST]
-        most = max(kept_bytes, available - (plan.host_bytes - at_home))
-        if at_home <= most:
+        state_bytes = plan.home_bytes[Home.HOST]
+        most_bytes = max(kept_bytes, usable_bytes - (plan.host_bytes - state_bytes))
+        if state_bytes <= most_bytes:
             return plan
-        plan = planned(dataclasses.replace(budgets, host_bytes=most))
+        plan = make_plan(dataclasses.replace(budgets, host_bytes=most_bytes))
 
 
 def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str:
@@ -128,16 +130,16 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
         return "give paths to stream state from"
     if plan.fits_but_for_backward(available):
         return 'use overlap="auto", which takes for new weights what is left'
-    given = {
+    memory_by_setting = {
         "host_memory": plan.home_bytes[Home.HOST],
         "gradient_memory": plan.gradient_buffers and config.gradient_memory,
         "staging_memory": config.staging_memory and plan.staging_bytes,
         "subgroup_numel": config.subgroup_numel,
     }
-    lowered = [name for name, value in given.items() if value and value != "auto"]
+    lowered = [name for name, value in memory_by_setting.items() if value and value != "auto"]
     advice = [f"lower {' or '.join(lowered)}"] if lowered else []
-    may_leave = config.gradient_memory is None and not combinations.UPDATES_IN_BACKWARD.names(config.overlap)
-    if may_leave and plan.budgets.gradient_bytes:
+    in_backward = combinations.UPDATES_IN_BACKWARD.names(config.overlap)  # refused with `gradient_memory`
+    if config.gradient_memory is None and not in_backward and plan.budgets.gradient_bytes:
         advice.append("give gradient_memory=0, with which gradients leave for the paths")
     return ", or ".join([*advice, "free some"])
 
@@ -149,9 +151,9 @@ def gradient_budget(config: OffloadConfig) -> int | None:
     """
     if config.gradient_memory != "auto":
         return None if config.gradient_memory is None else int(config.gradient_memory)
-    available = available_bytes() // _local_ranks()
-    state = available // 2 if config.host_bytes is None else config.host_bytes
-    return max(0, available - state) // 2
+    usable_bytes = available_bytes() // _local_rank_count()
+    state_bytes = usable_bytes // 2 if config.host_bytes is None else config.host_bytes
+    return max(0, usable_bytes - state_bytes) // 2
 
 
 def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
@@ -159,12 +161,12 @@ def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> O
 
     `sizes` has elements and bytes of an element of each parameter's gradient.
     """
-    budget = gradient_budget(config)
-    if budget is None:
+    budget_bytes = gradient_budget(config)
+    if budget_bytes is None:
         return config
-    wide = config.gradient_dtype == "float32"
-    nbytes = sum(numel * (4 if wide else item_bytes) for numel, item_bytes in sizes)
-    return dataclasses.replace(config, gradient_memory=None if budget >= nbytes else budget)
+    are_widened = config.gradient_dtype == "float32"
+    needed_bytes = sum(numel * (4 if are_widened else item_bytes) for numel, item_bytes in sizes)
+    return dataclasses.replace(config, gradient_memory=None if budget_bytes >= needed_bytes else budget_bytes)
 
 
 def open_path(
@@ -212,10 +214,10 @@ def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
 
 
 @contextlib.contextmanager
-def named_shortage(doing: str) -> Iterator[None]:
-    """Raise errors for want of memory, threads or files, of Python, torch and native code, as `OffloadError`.
+def raising_shortages(doing: str) -> Iterator[None]:
+    """Within this block, raise errors for want of memory, threads or files as `OffloadError`.
 
-    `doing` begins the message: what could not be done.
+    Python, torch and native code raise them as four classes. `doing` begins the message: what could not be done.
     """
     try:
         yield
@@ -227,7 +229,7 @@ def named_shortage(doing: str) -> Iterator[None]:
         text = str(cause)
         if "allocate memory" in text:  # torch's
             raise OffloadError(f"{doing}: there is no more memory ({text.splitlines()[0]})") from cause
-        if not any(sign in text for sign in ("start new thread", os.strerror(errno.EAGAIN))):
+        if "start new thread" not in text and os.strerror(errno.EAGAIN) not in text:
             raise
         raise OffloadError(
             f"{doing}: the system starts no more threads ({text}): a limit on processes (ulimit -u, a container's "

@@ -42,7 +42,7 @@ class Shutdown:
         thread = self._thread
         if os.getpid() != thread.pid:  # in a forked child, where a lock that another thread held is never released
             return
-        if thread.requester is not None and not thread.closed:  # in a signal handler that interrupts a turn
+        if thread.is_in_turn and not thread.closed:  # in a signal handler that interrupts a turn
             thread.close_later(self)
             return
         try:
@@ -66,35 +66,38 @@ class Shutdown:
             waits_for_mirror = not self._is_given_up and sys.exception() is None
             self._parts.saves.end_mirror(limits.close_s if waits_for_mirror else 0.0)
         self._parts.lanes.given_up = True
-        if self.work is None or (self.work.done and self.work.error is not None):
+        if self.work is None or (self.work.done and self.work.error is not None):  # else an earlier close began it
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
-        settle_s = 0.0 if self._is_remainder_logged else limits.settle_s
-        is_raising = sys.exception() is not None
-        patience_s = limits.unwind_s if is_raising else None
-        waits.wait_for(self._stop.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
-        patience_s = limits.unwind_s if is_raising else self._parts.config.stall_timeout_s
-        waits.wait_for(self.work.wait, self._unfreed, settle_s if self._is_given_up else patience_s)
+        waits.wait_for(self._stop.wait, self._describe_thread_wait, self._most_wait_s(None))
+        waits.wait_for(self.work.wait, self._describe_unfreed, self._most_wait_s(self._parts.config.stall_timeout_s))
         if self.work.done and self.work.error is not None:
             raise self.work.error
         if not self.work.done and not self._is_remainder_logged:
             self._is_remainder_logged = True
             log.error(
-                "the session is closed, but this does not end: %s; it stays as it is until it does", self._unfreed()
+                "the session is closed, but this does not end: %s; it stays as it is until it does",
+                self._describe_unfreed(),
             )
+
+    def _most_wait_s(self, usual_s: float | None) -> float | None:
+        """Return how long to wait for the engine thread, or for parts to be freed: `usual_s` if all goes well."""
+        if self._is_given_up:
+            return 0.0 if self._is_remainder_logged else self._parts.limits.settle_s
+        return self._parts.limits.unwind_s if sys.exception() is not None else usual_s
 
     @property
     def _is_given_up(self) -> bool:
         """Whether to wait only briefly: the session has broken, or an earlier close was interrupted."""
         return self._gives_up or self._thread.broken is not None
 
-    def _unstopped(self) -> str:
+    def _describe_thread_wait(self) -> str:
         """Say for the log what the engine thread waits for; nothing where the executor logs that itself."""
         return "" if self._parts.is_whole and self._parts.machine.in_flight else "the engine thread to end"
 
-    def _unfreed(self) -> str:
+    def _describe_unfreed(self) -> str:
         """Say for the log what is not freed yet."""
         memory = f"{sum(arena.nbytes for arena in self._parts.memory.arenas)} bytes of host memory"
         if not self._stop.done:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +44,21 @@ LONGEST_PAUSE = 64
 """Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
 
 MOST_WAITING = 1024
-"""Most arrivals that are posted without waking the engine thread, while they can have nothing admitted."""
+"""While no arrival can have a subgroup admitted, the engine thread is woken when so many arrivals are posted."""
 
 DROPPED = -1
 """Posted instead of a parameter's position: all gradients that have arrived are dropped."""
 
-SUMS = 2
-"""Fingerprints of a segment: of its gradient, and of its fp32 weight."""
+GRADIENT, WEIGHT = 0, 1
+"""Columns of fingerprints, addresses and sizes: each segment has one of its gradient and one of its fp32 weight."""
+
+
+class _Arrival(NamedTuple):
+    """A gradient's arrival, as callers post it."""
+
+    position: int  # of the parameter; `DROPPED` if all gradients have been dropped
+    gradient: FinalGradient | None = None  # if it lies outside slots
+    is_last_pass: bool | None = None  # whether its pass is the last before the step; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +67,13 @@ class _Foreseen:
 
     Attributes:
         groups: Hyperparameters of all groups.
-        kept: Memory to be kept while updates read it: fp32 weights, gradients outside slots.
+        kept_tensors: Memory to be kept while updates read it: fp32 weights, gradients outside slots.
         scale: Scale of the loss; None for the last step's.
         weights: Addresses of all weights.
     """
 
     groups: Sequence[Any]
-    kept: Sequence[torch.Tensor]
+    kept_tensors: Sequence[torch.Tensor]
     scale: float | None
     weights: npt.NDArray[np.uint64]
 
@@ -76,7 +84,7 @@ class _Source:
 
     Attributes:
         table: The rows of its update.
-        sums: Fingerprints of the gradients and weights that the update reads, by segment; complete when it has run.
+        sums: Fingerprints of the gradient and fp32 weight that each segment's update reads; set by the update.
     """
 
     table: npt.NDArray[Any]
@@ -87,9 +95,9 @@ class Speculation:
     """The updates of one session that are made before their step is sealed.
 
     A gradient counts as final at its n-th arrival, n being its number of arrivals before the last step. So nothing is
-    updated before the first step, nor before a step that follows a clipped one.
+    updated before the first step. Nor is anything updated before a step that follows a clipped one.
 
-    Callers post arrivals, and what a step would use now. The engine thread counts arrivals, and decides.
+    Callers post arrivals, and what a step would use now. The engine thread counts arrivals and admits subgroups.
     """
 
     def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:
@@ -97,38 +105,38 @@ class Speculation:
         """Whether anything is updated before its step is sealed, from the next step on."""
         self.confirmed_bytes = self.revoked_bytes = 0
         """State of versions that the last sealed step has confirmed, and of those revoked since the step before."""
-        self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
-        """Posted and not counted yet: position, the gradient if it lies outside slots, whether its pass is the last
-        before the step (None: not known)."""
+        self.arrivals: deque[_Arrival] = deque()
+        """Posted and not counted yet."""
         self._parts = parts
         self._sweeps = sweeps
         self._first_position: int | None = None  # of the first to arrive: when it comes again, a pass begins
-        self._is_last: bool | None = None  # whether the pass is the last before the step; None: not known
+        self._is_last_pass: bool | None = None  # whether the pass is the last before the step; None: not known
         self._foreseen: _Foreseen | None = None
         self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
-        self._wakes_at = MOST_WAITING  # posted arrivals that wake the engine thread: fewer can have nothing admitted
+        self._wakes_at = MOST_WAITING  # so many posted arrivals wake the engine thread; fewer have nothing admitted
         self._figures = {metrics.CONFIRMED_BYTES: 0, metrics.REVOKED_BYTES: 0}  # of the last step that has ended
         self._revoked_bytes = 0  # of versions that were revoked for other requests since the last step
         self._is_armed = False  # whether subgroups may be opened and admitted for the next step
-        self._pause = self._next_pause = 0  # steps without speculation that are left; of the last such pause
+        self._pause_left = 0  # steps without speculation that are still to come
+        self._last_pause = 0  # how many steps the last such pause took
         self._scale = 1.0  # of the loss in the last step
         self._counts: Counter[int] = Counter()  # arrivals of each gradient since the last step
-        self._expected: dict[int, int] = {}  # ... and before it, of those that it used
+        self._expected: dict[int, int] = {}  # arrivals before the last step, of gradients that it used
         self._arrival_numbers = itertools.count()
         self._arrived_at: dict[int, int] = {}  # the number of each gradient's latest arrival
         self._final: set[int] = set()  # gradients that have arrived, and of which no more comes before the step
-        self._has_heard = False  # whether a pass since the last step was said not to be the last
+        self._has_heard = False  # whether the caller has said of a pass since the last step that it is not the last
         self._all_arrived = False  # whether all gradients of the last step arrived, and no others
         self._missing_gradients: dict[int, int] = {}  # by subgroup of the next open sweep: how many are not final yet
         self._order: list[int] = []  # subgroups of the next open sweep, those first whose gradients arrive first
-        self._admissible: deque[int] = deque()  # subgroups whose gradients are final, and not admitted yet
+        self._admissible: deque[int] = deque()  # subgroups to be admitted, as soon as their gradients have landed
         self._rows: StepRows | None = None  # of the expected step
         self._images: Arena | None = None
         self._image_offsets: dict[int, int] = {}
-        self._image_candidates: frozenset[int] = frozenset()  # subgroups that asked for one; not all may have it
+        self._image_candidates: frozenset[int] = frozenset()  # subgroups that need an image; not all may have one
         self._sources: dict[int, _Source] = {}
         self._without_slot: set[int] = set()  # parameters whose gradients lie outside slots
-        self._gradients_outside_slots: dict[int, FinalGradient] = {}  # ... and where updates may read them
+        self._gradients_outside_slots: dict[int, FinalGradient] = {}  # those of them that updates may read
         self._kept_tensors: Sequence[torch.Tensor] = ()
 
     def metrics(self) -> dict[str, int]:
@@ -137,24 +145,25 @@ class Speculation:
 
     # On the caller's thread, or that of backward
 
-    def begins_pass(self, position: int, is_last: bool | None) -> bool:
-        """Note of which pass a gradient is about to arrive; return whether to call `foresee` first."""
-        self._is_last = is_last
-        begins = self.is_on and self._is_asking and self._first_position in (None, position)
-        if begins:
+    def announce_arrival(self, position: int, is_last_pass: bool | None) -> bool:
+        """Note of which pass a gradient is about to arrive; return whether to call `foresee`, as a pass begins."""
+        self._is_last_pass = is_last_pass
+        is_first = self._first_position in (None, position)  # of a pass: the first of all, or the same one again
+        begins_pass = self.is_on and self._is_asking and is_first
+        if begins_pass:
             self._first_position, self._foreseen = position, None
-        return begins
+        return begins_pass
 
-    def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None) -> None:
+    def foresee(self, groups: Sequence[Any], kept_tensors: Sequence[torch.Tensor], scale: float | None) -> None:
         """Note what the step would use if it were called now, as a pass begins."""
         # Weights that are bound later may be freed before the step; the caller keeps those that are bound now.
-        self._foreseen = _Foreseen(groups, kept, scale, self._parts.tables.weights.copy())
+        self._foreseen = _Foreseen(groups, kept_tensors, scale, self._parts.tables.weights.copy())
 
     def note_arrival(self, position: int, gradient: FinalGradient | None = None) -> None:
         """Post that a gradient has arrived, accumulated or new: in its slot, or where `gradient` lies."""
         if not self.is_on:
             return
-        self.arrivals.append((position, gradient, self._is_last))
+        self.arrivals.append(_Arrival(position, gradient, self._is_last_pass))
         if len(self.arrivals) >= self._wakes_at or gradient is not None:  # a posted gradient keeps its memory
             self._parts.queue.post(WAKE)
 
@@ -163,24 +172,33 @@ class Speculation:
         if not self.arrivals and not self._counts:  # none since the last step began
             return False
         self._first_position = None
-        self.arrivals.append((DROPPED, None, None))
+        self.arrivals.append(_Arrival(DROPPED))
         return self._is_armed or bool(self._gradients_outside_slots)
 
     # On the engine thread
 
     def _count_arrivals(self) -> None:
-        """Count posted arrivals, and admit the subgroups whose gradients are final with them."""
+        """Count posted arrivals, and queue the subgroups whose gradients are all final with them.
+
+        Then set how many posted arrivals wake this thread. Arrivals that were posted while that number was still the
+        old, higher one have woken nobody, so count again until fewer than that number are left.
+        """
         while True:
             while self.arrivals:
-                self._count(*self.arrivals[0])
+                self._count_arrival(self.arrivals[0])
                 self.arrivals.popleft()  # after counting: `drop_arrivals` looks at arrivals, then at counts
-            missing = [count for count in self._missing_gradients.values() if count > 0] if self._is_armed else []
-            self._wakes_at = min(missing, default=MOST_WAITING)
-            if len(self.arrivals) < self._wakes_at:  # else these were posted while `_wakes_at` was higher: no wake
+            self._wakes_at = self._fewest_useful_arrivals()
+            if len(self.arrivals) < self._wakes_at:
                 return
 
-    def _count(self, position: int, gradient: FinalGradient | None, is_last: bool | None) -> None:
-        """Count one arrival; if its gradient is final with it, admit subgroups that missed only that gradient."""
+    def _fewest_useful_arrivals(self) -> int:
+        """Return how many gradients the subgroup that misses fewest still misses."""
+        counts = self._missing_gradients.values() if self._is_armed else ()
+        return min((count for count in counts if count > 0), default=MOST_WAITING)
+
+    def _count_arrival(self, arrival: _Arrival) -> None:
+        """Count one arrival; if its gradient is final now, queue the subgroups that missed only this gradient."""
+        position, gradient, is_last_pass = arrival
         if position == DROPPED:
             self._forget_arrivals()
             return
@@ -188,27 +206,28 @@ class Speculation:
         self._arrived_at[position] = next(self._arrival_numbers)
         if gradient is not None:
             self._without_slot.add(position)
-        if not self._is_final(position, is_last) or position in self._final:
+        self._has_heard |= is_last_pass is False
+        if position in self._final or not self._is_final(position, is_last_pass):
             return
         self._final.add(position)
-        if self._is_armed:
-            if gradient is not None:
-                self._gradients_outside_slots.setdefault(position, gradient)  # an earlier one may still be read
-            for subgroup, _ in self._parts.plan.layout.places[position]:
-                if subgroup in self._missing_gradients:
-                    self._missing_gradients[subgroup] -= 1
-                    if not self._missing_gradients[subgroup]:
-                        self._admit(subgroup)
+        if not self._is_armed:
+            return
+        if gradient is not None:
+            self._gradients_outside_slots.setdefault(position, gradient)  # an earlier one may still be read
+        for subgroup, _ in self._parts.plan.layout.places[position]:
+            if subgroup in self._missing_gradients:
+                self._missing_gradients[subgroup] -= 1
+                if not self._missing_gradients[subgroup]:
+                    self._queue_for_admission(subgroup)
 
-    def _is_final(self, position: int, is_last: bool | None) -> bool:
+    def _is_final(self, position: int, is_last_pass: bool | None) -> bool:
         """Return whether a gradient that has arrived is what the step will read.
 
-        Once a pass was said not to be the last, gradients of the pass that is said to be the last are final. Else the
-        n-th arrival is, n being the number of arrivals before the last step.
+        If the caller says of passes whether they are the last (`_has_heard`), gradients of the last pass are final.
+        Else the n-th arrival is, n being the number of arrivals before the last step.
         """
-        self._has_heard |= is_last is False
-        if self._has_heard and is_last is not None:
-            return is_last and position in self._expected
+        if self._has_heard and is_last_pass is not None:
+            return is_last_pass and position in self._expected
         return self._counts[position] == self._expected.get(position)
 
     def _forget_arrivals(self) -> None:
@@ -219,10 +238,10 @@ class Speculation:
         self._admissible.clear()
         self._missing_gradients.clear()
 
-    def _admit(self, subgroup: int) -> None:
+    def _queue_for_admission(self, subgroup: int) -> None:
         """Queue a subgroup whose gradients are final for `open_and_admit`; disarm if the step cannot be foreseen."""
         if self._rows is None:
-            self._rows = self._expect_step()
+            self._rows = self._rows_of_foreseen_step()
         if self._rows is None:
             self._is_armed = False
             return
@@ -231,20 +250,22 @@ class Speculation:
             self._parts.gradients.read_final(self._gradients_outside_slots, segments, self._rows)
         self._admissible.append(subgroup)
 
-    def _expect_step(self) -> StepRows | None:
-        """Return the rows of the step as it was foreseen; None where it was not, or they cannot be made."""
+    def _rows_of_foreseen_step(self) -> StepRows | None:
+        """Return the foreseen step's rows, None if they cannot be made; keep the tensors that updates will read."""
         foreseen = self._foreseen
         if foreseen is None:
             return None
-        self._kept_tensors, slots = foreseen.kept, self._parts.gradients.read_at()
+        self._kept_tensors = foreseen.kept_tensors
+        gradients_at = self._parts.gradients.read_at()
         scale = self._scale if foreseen.scale is None else foreseen.scale
+        clip, active = 1.0, [*self._expected]  # it is expected to clip nothing
         try:
-            return self._parts.tables.rows(foreseen.groups, scale, 1.0, [*self._expected], slots, foreseen.weights)
+            return self._parts.tables.rows(foreseen.groups, scale, clip, active, gradients_at, foreseen.weights)
         except Exception:  # if hyperparameters are still wrong in the step, the step raises this
             return None
 
     def count_and_is_due(self) -> bool:
-        """Count posted arrivals; return whether a sweep can be opened, or a visit admitted, now."""
+        """Count posted arrivals; return whether `open_and_admit` can open a sweep, or admit a visit, now."""
         machine = self._parts.machine
         if self.arrivals:
             self._count_arrivals()
@@ -273,29 +294,35 @@ class Speculation:
         return not parts.plan.layout.begins_within_block(subgroup)  # a fingerprint covers whole blocks
 
     def open_and_admit(self) -> None:
-        """Open the next step's sweep unless it is open, and admit subgroups whose gradients lie where updates read.
-
-        Called when `is_due`. The sweep has the subgroups of `_order`, which was chosen after the last step.
-        """
-        parts, machine = self._parts, self._parts.machine
+        """Open the next step's sweep unless it is open, and admit queued subgroups whose gradients have landed."""
+        machine = self._parts.machine
         with self._failures_break_session():
             if not machine.is_open:
-                subgroups = parts.plan.layout.subgroups
-                # The plan may have changed since `_order` was chosen.
-                chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
-                visits = tuple(Visit(number, speculative=True) for number in chosen)
-                machine.handle(BeginSweep(self._sweeps.make_open(visits, self._make_table)))
-            admitted = []
-            while self._next_has_landed():
-                subgroup = parts.plan.layout.subgroups[self._admissible[0]]
-                parts.gradients.fetch_final(self._gradients_outside_slots, subgroup, self._master_copies(subgroup))
-                admitted.append(self._admissible.popleft())
+                self._open_sweep()
+            admitted = self._take_landed()
             if admitted:
-                machine.handle(Admit(tuple(admitted)))
-            parts.executor.submit(machine.take_operations())
+                machine.handle(Admit(admitted))
+            self._parts.executor.submit(machine.take_operations())
+
+    def _open_sweep(self) -> None:
+        """Open the next step's sweep, with the subgroups of `_order`, which was chosen after the last step."""
+        subgroups = self._parts.plan.layout.subgroups
+        # Asked again, as the plan may have changed since then.
+        chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
+        visits = tuple(Visit(number, speculative=True) for number in chosen)
+        self._parts.machine.handle(BeginSweep(self._sweeps.make_open(visits, self._make_table)))
+
+    def _take_landed(self) -> tuple[int, ...]:
+        """Take the first admissible subgroups up to one whose gradients have not landed; fetch what they read."""
+        gradients, taken = self._parts.gradients, list[int]()
+        while self._next_has_landed():
+            subgroup = self._parts.plan.layout.subgroups[self._admissible[0]]
+            gradients.fetch_final(self._gradients_outside_slots, subgroup, self._master_copies(subgroup))
+            taken.append(self._admissible.popleft())
+        return tuple(taken)
 
     def _master_copies(self, subgroup: Subgroup) -> Pieces:
-        """Return copies of a subgroup's fp32 weights from a GPU to their image: these are masters, updated there."""
+        """Return copies of a subgroup's fp32 weights from the GPU to their image, where the update changes them."""
         if not self._parts.plan.passing_bytes(subgroup.index) or subgroup.dtype is not DtypeCode.FLOAT32:
             return as_pieces([])
         # Weights that were bound since the pass began may be freed before they are copied.
@@ -304,7 +331,7 @@ class Speculation:
 
     @contextlib.contextmanager
     def _failures_break_session(self) -> Iterator[None]:
-        """Break the session if a GPU fails within this; no caller waits here: the next request raises the error."""
+        """Break the session if a GPU fails within this block; the next request raises the error, as nobody waits."""
         try:
             yield
         except InternalError:
@@ -313,15 +340,17 @@ class Speculation:
             self._parts.machine.handle(Stop(error))
 
     def _make_table(self, run: RunVisit) -> npt.NDArray[Any]:
-        """Return the kernel's table for a speculative run, which writes to an image and fingerprints inputs."""
+        """Return the kernel's table for a speculative run, and note what the run's version is made from."""
         parts, subgroup = self._parts, run.visit.subgroup
-        segments = len(parts.plan.layout.subgroups[subgroup].segments)
-        sums = np.zeros((segments, SUMS), np.uint64)
-        parts.lanes.await_sent(subgroup)
-        rows, image = known(self._rows, "no step is expected"), self._image_address(subgroup)
-        address = parts.memory.slot_address(known(run.slot, "a streamed subgroup is updated in no slot"))
-        read_at = image if parts.plan.weights_on_gpu else None
-        table = parts.tables.make_table(run, address, rows, weights_address=read_at, apart=(image, sums))
+        sums = np.zeros((len(parts.plan.layout.subgroups[subgroup].segments), 2), np.uint64)  # set by the run
+        parts.lanes.await_sent(subgroup)  # the last step's weights may still be copied from the image
+        rows = known(self._rows, "no step is expected")
+        image = self._image_address(subgroup)
+        state_address = parts.memory.slot_address(known(run.slot, "a streamed subgroup is updated in no slot"))
+        weights_address = image if parts.plan.weights_on_gpu else None
+        table = parts.tables.make_table(
+            run, state_address, rows, weights_address=weights_address, apart=(image, sums)
+        )
         self._sources[subgroup] = _Source(table, sums)
         return table
 
@@ -330,19 +359,19 @@ class Speculation:
         return known(self._images, "there is no image of weights").address + self._image_offsets[subgroup]
 
     def begin_step(self, active: Sequence[int]) -> None:
-        """Take note that a step begins: gradients that arrive from now on are for the next one."""
+        """Count the arrivals before the step that begins; as many are expected before the next one."""
         self._is_armed = False
         self._count_arrivals()
         self._is_asking = self.is_on
         self._first_position = self._foreseen = None
-        # As many arrivals as before this step are expected before the next one.
         self._expected = {position: self._counts[position] for position in active}
         self._all_arrived = bool(active) and self._expected == self._counts
         self._forget_arrivals()
 
     def choose_confirmed(self, subgroups: Collection[int]) -> tuple[int, ...]:
-        """Return which of `subgroups`, which the step updates, have a version with the bits that it would make."""
-        machine, self.confirmed_bytes = self._parts.machine, 0
+        """Return, and count as confirmed, the step's subgroups whose versions have the bits that it would make."""
+        machine = self._parts.machine
+        self.confirmed_bytes = 0
         self.revoked_bytes, self._revoked_bytes = self._revoked_bytes, 0
         if not machine.is_open or machine.broken is not None:
             return ()
@@ -364,9 +393,10 @@ class Speculation:
         self._forget_bound_gradients()
 
     def revoke(self) -> None:
-        """Revoke the open sweep, before a request that is no step.
+        """Revoke the open sweep, if any, before a request that is no step; it is opened again after the request.
 
-        Before the step it is opened again only once, so that many such requests do not write state again and again.
+        Once versions have been revoked twice before a step, it stays closed: else many requests would have the same
+        state written again and again.
         """
         machine = self._parts.machine
         self._count_arrivals()
@@ -378,11 +408,12 @@ class Speculation:
                 return
             self._forget_versions()
         if self._is_armed:
-            self._prepare()
+            self._choose_subgroups()
         if not self._counts:  # gradients have been dropped
             self._forget_bound_gradients()
 
     def _state_bytes(self, numbers: Collection[int]) -> int:
+        """Return how many bytes of state some subgroups have."""
         subgroups = self._parts.plan.layout.subgroups
         return sum(subgroups[number].state_bytes for number in numbers)
 
@@ -400,30 +431,31 @@ class Speculation:
         self._kept_tensors = ()
 
     def _unchanged(self, subgroups: Sequence[int]) -> list[int]:
-        """Return the subgroups that the step would update from the same rows and the same bytes.
+        """Return the subgroups whose versions were made from the rows and bytes that the step would read now."""
+        alike = [number for number in subgroups if self._has_same_rows(number)]
+        return self._with_same_inputs(alike) if alike else []
 
-        Rows are compared first. Then the gradients and masters of subgroups that agree are fingerprinted again.
-        """
-        parts, tables, sources = self._parts, self._parts.tables, self._sources
-        layout = parts.plan.layout
+    def _has_same_rows(self, number: int) -> bool:
+        """Return whether the step would update a subgroup from the rows that its version was made from."""
+        parts, tables = self._parts, self._parts.tables
+        # Gradients that are still being copied to the host cannot be compared.
+        if not parts.gradients.has_landed(parts.plan.layout.subgroups[number].segments):
+            return False
+        return tables.updates_alike(number, known(self._rows, "no step is expected"), tables.begun)
 
-        def is_alike(number: int) -> bool:
-            # Gradients that are still being copied to the host cannot be compared.
-            landed = parts.gradients.has_landed(layout.subgroups[number].segments)
-            return landed and tables.updates_alike(number, known(self._rows, "no step is expected"), tables.begun)
-
-        alike = [number for number in subgroups if is_alike(number)]
-        if not alike:
-            return []
-        ranges = [tables.read_by(number, sources[number].table, tables.begun) for number in alike]
-        positions, addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
-        of_gradients = parts.gradients.fingerprints(positions, addresses[:, 0], sizes[:, 0])
-        of_masters = parts.gradients.fingerprints(positions, addresses[:, 1], sizes[:, 1], masters=True)
-        sums = np.stack([of_gradients, of_masters], axis=1)
-        read = np.concatenate([sources[number].sums for number in alike])
-        same = (sums == read).all(axis=1)
-        ends = np.cumsum([len(sources[number].sums) for number in alike])
-        return [number for number, rows in zip(alike, np.split(same, ends[:-1]), strict=True) if rows.all()]
+    def _with_same_inputs(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of some subgroups whose gradients and fp32 weights still have the noted fingerprints."""
+        gradients, tables = self._parts.gradients, self._parts.tables
+        inputs = [tables.read_by(number, self._sources[number].table, tables.begun) for number in numbers]
+        positions, addresses, sizes = (np.concatenate(column) for column in zip(*inputs, strict=True))
+        of_gradients = gradients.fingerprints(positions, addresses[:, GRADIENT], sizes[:, GRADIENT])
+        of_weights = gradients.fingerprints(positions, addresses[:, WEIGHT], sizes[:, WEIGHT], masters=True)
+        sums_now = np.stack([of_gradients, of_weights], axis=1)
+        sums_then = [self._sources[number].sums for number in numbers]
+        is_same = (sums_now == np.concatenate(sums_then)).all(axis=1)  # by segment
+        ends = np.cumsum([*map(len, sums_then)])
+        by_subgroup = zip(numbers, np.split(is_same, ends[:-1]), strict=True)
+        return [number for number, are_same in by_subgroup if are_same.all()]
 
     def _publish(self, subgroup: int) -> None:
         """Copy the weights of a confirmed version from its image to where they belong."""
@@ -432,29 +464,31 @@ class Speculation:
         self._parts.lanes.send_weights(subgroup, copies, time.monotonic())
 
     def end_step(self, scale: float, clip: float) -> None:
-        """Note that a step has ended well, and choose what to speculate on before the next one.
-
-        After a step that revoked more than it confirmed, speculation pauses, twice as long each time.
-        """
+        """Note the figures of a step that has ended well, and choose what to speculate on before the next one."""
         self._figures = {metrics.CONFIRMED_BYTES: self.confirmed_bytes, metrics.REVOKED_BYTES: self.revoked_bytes}
         if not self.is_on:
             with contextlib.suppress(OffloadError):  # a GPU that has failed: the next step raises that
                 self._free_images()
             return
-        if self.revoked_bytes > self.confirmed_bytes:
-            self._next_pause = min(LONGEST_PAUSE, max(1, 2 * self._next_pause))
-            self._pause = self._next_pause + 1
-        elif self.confirmed_bytes:
-            self._next_pause = 0
-        self._pause = max(self._pause - 1, 0)
+        self._count_pause()
         self._scale = scale
-        if self._all_arrived and clip == 1 and not self._pause:
+        if self._all_arrived and clip == 1 and not self._pause_left:
             self._count_arrivals()
-            self._prepare()
+            self._choose_subgroups()
         self._is_asking = self._is_armed
 
-    def _prepare(self) -> None:
-        """Choose the subgroups to be updated before the next step, and arm if there are any."""
+    def _count_pause(self) -> None:
+        """Begin a pause, twice as long as the last, if the step revoked more than it confirmed; else shorten it."""
+        if self.revoked_bytes > self.confirmed_bytes:
+            self._last_pause = min(LONGEST_PAUSE, max(1, 2 * self._last_pause))
+            self._pause_left = self._last_pause
+            return
+        if self.confirmed_bytes:
+            self._last_pause = 0
+        self._pause_left = max(self._pause_left - 1, 0)
+
+    def _choose_subgroups(self) -> None:
+        """Choose the subgroups to be updated before the next step, in the order of arrivals; arm if there are any."""
         self._admissible.clear()
         self._rows = None
         missing, last_arrivals = {}, {}
@@ -464,43 +498,31 @@ class Speculation:
                 continue
             positions = {s.parameter for s in subgroup.segments if s.numel and s.parameter in self._expected}
             if positions:
-                missing[number] = sum(not self._has_arrived(position) for position in positions)
+                missing[number] = sum(not self._is_readable(position) for position in positions)
                 last_arrivals[number] = max(self._arrived_at[position] for position in positions)
         self._order = sorted(last_arrivals, key=last_arrivals.__getitem__)
-        self._is_armed = bool(self._order) and self._allocate_images()
+        self._is_armed = bool(self._order) and self._ensure_images()
         self._order = [number for number in self._order if number in self._image_offsets]
         self._missing_gradients = {number: missing[number] for number in self._order}
         for number in self._order:
             if self._is_armed and not self._missing_gradients[number]:  # all arrived while the last step went on
-                self._admit(number)
+                self._queue_for_admission(number)
         self._count_arrivals()
 
-    def _has_arrived(self, position: int) -> bool:
+    def _is_readable(self, position: int) -> bool:
         """Return whether a gradient is final, and an update can read it."""
         has_place = position not in self._without_slot or position in self._gradients_outside_slots
         return has_place and position in self._final
 
-    def _allocate_images(self) -> bool:
-        """Allocate images, first for subgroups whose gradients arrive first; return whether there are any."""
-        subgroups = self._parts.plan.layout.subgroups
+    def _ensure_images(self) -> bool:
+        """Return whether there are images for `_order`, allocated now if needed; switch off after an error."""
         if self._image_candidates.issuperset(self._order):
             return True
         chosen = dict.fromkeys((*self._order, *self._image_candidates))
         candidates = [number for number in chosen if self._parts.plan.may_speculate(number)]
-        offsets, end, needed = {}, 0, sum(subgroups[number].weight_bytes for number in candidates)
         try:
             self._free_images()
-            # All available memory if the plan has counted images, else half of it.
-            most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)
-            for number in candidates:
-                nbytes = subgroups[number].weight_bytes
-                if end + nbytes <= most:
-                    offsets[number] = end
-                    end += nbytes
-            if end < needed:
-                text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
-                log.warning(text, len(offsets), len(candidates), end, needed)
-            self._images = self._parts.memory.allocate_arena(max(end, 1))
+            offsets = self._allocate_images(candidates)
         except OffloadError as error:
             self.is_on = False
             log.warning("nothing is updated during backward: %s", error)
@@ -508,12 +530,30 @@ class Speculation:
         self._image_offsets, self._image_candidates = offsets, frozenset(candidates)
         return bool(offsets)
 
+    def _allocate_images(self, candidates: Sequence[int]) -> dict[int, int]:
+        """Allocate images for the first candidates that memory suffices for; return each one's offset."""
+        subgroups = self._parts.plan.layout.subgroups
+        # All available memory if the plan has counted images, else half of it.
+        most_bytes = available_bytes() // (1 if self._parts.plan.image_bytes else 2)
+        offsets, end = dict[int, int](), 0
+        for number in candidates:
+            nbytes = subgroups[number].weight_bytes
+            if end + nbytes <= most_bytes:
+                offsets[number] = end
+                end += nbytes
+        needed_bytes = sum(subgroups[number].weight_bytes for number in candidates)
+        if end < needed_bytes:
+            text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
+            log.warning(text, len(offsets), len(candidates), end, needed_bytes)
+        self._images = self._parts.memory.allocate_arena(max(end, 1))
+        return offsets
+
     def _free_images(self) -> None:
-        """Free all images, while there is no speculative version."""
+        """Free the memory of all images. Call it only when there is no speculative version."""
         if self._images is not None:
             self._parts.lanes.wait()  # weights may still be copied from them to the device
-        old, self._images = self._images, None
-        self._parts.memory.free_arena(old)
+        images, self._images = self._images, None  # first: if freeing raises, they are not freed again
+        self._parts.memory.free_arena(images)
         self._image_offsets, self._image_candidates = {}, frozenset()
 
     def pause(self) -> None:

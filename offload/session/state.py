@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 from offload.layout import Segment
 from offload.rules import MASTER, checked_step
 from offload.session.parts import SessionParts
-from offload.session.setup import named_shortage
+from offload.session.setup import raising_shortages
 from offload.session.state_copy import StateCopy, copy_run, free_bytes_beside, refuse_negative, refuse_uncopied
 from offload.session.thread import EngineThread
 from offload.session.visits import SegmentWork, SweepRequests
@@ -21,10 +21,10 @@ from offload.session.visits import SegmentWork, SweepRequests
 class State:
     """The tensors that the rule keeps of each parameter, wherever they live."""
 
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: SweepRequests) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, sweep_requests: SweepRequests) -> None:
         self._parts = parts
         self._thread = thread
-        self._sweep_requests = visits
+        self._sweep_requests = sweep_requests
 
     def read(self, parameters: Iterable[int | str], *, own_masters: bool = True) -> list[dict[str, torch.Tensor]]:
         """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32.
@@ -55,13 +55,14 @@ class State:
             numels = [layout.numel_of(position, name) for position, name in tensors]
             with contextlib.closing(copy := self.new_copy(numels)):
 
-                def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
+                def copy_run_of_state(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
+                    """Copy one run of a parameter's state, without the tensors that the caller has not asked for."""
                     for name, values in views.items():
                         number = numbers.get((position, name))
                         if number is not None:
                             copy.write(number, start, values)
 
-                self.visit(read, positions)
+                self.visit(copy_run_of_state, positions)
                 states: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
                 for (position, name), tensor in zip(tensors, copy.tensors, strict=True):
                     states[position][name] = tensor
@@ -76,7 +77,7 @@ class State:
             numels: Elements of each tensor.
         """
         parts = self._parts
-        with self._thread.turn(), named_shortage("state cannot be copied"):
+        with self._thread.turn(), raising_shortages("state cannot be copied"):
             free_bytes_by_directory = free_bytes_beside(parts.config, parts.plan, parts.rates, parts.tiers)
             return StateCopy(numels, free_bytes_by_directory, parts.limits.large_copy_bytes)
 
@@ -96,22 +97,23 @@ class State:
         Raises:
             Exception: What `take` raised first; it is not called again, and the state is unharmed.
         """
-        failed: list[Exception] = []
+        errors: list[Exception] = []
 
-        def visit(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-            if not failed:
+        def hand_out(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+            """Call `take`, on the engine thread; keep its error, which would break the session if raised there."""
+            if not errors:
                 try:
                     take(segment.parameter, segment.start, views)
-                except Exception as error:  # raised here, it would break the session
-                    failed.append(error)
+                except Exception as error:
+                    errors.append(error)
 
         with self._thread.turn():
             subgroups: Sequence[int] = range(len(self._parts.plan.layout.subgroups))
             if parameters is not None:
                 subgroups = self._sweep_requests.subgroups_of(map(self._parts.position, parameters))
-            self._sweep_requests.sweep_segments(subgroups, visit, changes=False)
-        if failed:
-            raise failed[0]
+            self._sweep_requests.sweep_segments(subgroups, hand_out, changes=False)
+        if errors:
+            raise errors[0]
 
     def write(
         self,
@@ -140,27 +142,32 @@ class State:
         with self._thread.turn():
             tensors_of = {parts.position(parameter): tensors for parameter, tensors in values.items()}
             counts = {parts.position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
-            layout = parts.plan.layout
             for position, tensors in tensors_of.items():
-                parameter = layout.parameters[position]
-                state = layout.state_of(parameter)
-                rule = state.rule
-                for name, tensor in tensors.items():
-                    what = f"{name} of {parameter.name}"
-                    if name not in rule.names:
-                        raise ConfigError(what, name, f"use {', '.join(rule.names)}")
-                    refuse_uncopied(tensor, what)
-                    if tensor.numel() != (numel := layout.numel_of(position, name)):
-                        raise ConfigError(what, tensor.numel(), f"give {numel} elements")
-                    if name in rule.roots and state.format.rounds:
-                        refuse_negative(tensor, what)
+                self._check_tensors(position, tensors)
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                """Copy the given values of one segment to its state."""
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
             masters = {position for position, tensors in tensors_of.items() if MASTER in tensors}
             self._change(self._sweep_requests.subgroups_of(tensors_of), write, counts, masters, follow=weights)
+
+    def _check_tensors(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `ConfigError` unless all of these can become state of a parameter; see `write`."""
+        layout = self._parts.plan.layout
+        parameter = layout.parameters[position]
+        state = layout.state_of(parameter)
+        for name, tensor in tensors.items():
+            what = f"{name} of {parameter.name}"
+            if name not in state.rule.names:
+                raise ConfigError(what, name, f"use {', '.join(state.rule.names)}")
+            refuse_uncopied(tensor, what)
+            numel = layout.numel_of(position, name)
+            if tensor.numel() != numel:
+                raise ConfigError(what, tensor.numel(), f"give {numel} elements")
+            if name in state.rule.roots and state.format.rounds:
+                refuse_negative(tensor, what)
 
     def change(self, work: Callable[[int, Mapping[str, torch.Tensor]], None], *, masters: bool) -> None:
         """Call a function that changes state where it lies in memory, run by run in the engine's order.
@@ -171,25 +178,25 @@ class State:
         """
         with self._thread.turn():
             layout = self._parts.plan.layout
-            chosen = range(len(layout.parameters)) if masters else ()
-            self._change(range(len(layout.subgroups)), lambda s, views: work(s.parameter, views), {}, chosen)
+            changed_masters = range(len(layout.parameters)) if masters else ()
+            subgroups = range(len(layout.subgroups))
+            self._change(subgroups, lambda segment, views: work(segment.parameter, views), {}, changed_masters)
 
     def reset(self, parameters: Iterable[int | str]) -> None:
         """Set moments and step counts to 0; masters and weights stay."""
         with self._thread.turn():
-            chosen = {self._parts.position(parameter) for parameter in parameters}
-            machine = self._parts.machine
+            positions = {self._parts.position(parameter) for parameter in parameters}
 
-            def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-                if segment.parameter in chosen:
+            def zero_moments(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                """Zero all state of one segment but its master."""
+                if segment.parameter in positions:
                     for name in views.keys() - {MASTER}:
                         views[name].zero_()
 
             # Subgroups that were never updated have no moments yet.
-            subgroups = [
-                number for number in self._sweep_requests.subgroups_of(chosen) if not machine.is_fresh(number)
-            ]
-            self._change(subgroups, reset, dict.fromkeys(chosen, 0))
+            is_fresh = self._parts.machine.is_fresh
+            subgroups = [number for number in self._sweep_requests.subgroups_of(positions) if not is_fresh(number)]
+            self._change(subgroups, zero_moments, dict.fromkeys(positions, 0))
 
     def _change(
         self,
@@ -200,13 +207,14 @@ class State:
         *,
         follow: bool = True,
     ) -> None:
-        """Let `change` write to the state of every segment of some subgroups, and set step counts; see `visit`."""
+        """Let `change` write to all segments of some subgroups, then set step counts; see `sweep_segments`."""
         counts = self._parts.tables.steps
 
-        def applied() -> None:
+        def set_counts() -> None:
+            """Set the step counts; on the engine thread, once the whole sweep has ended well."""
             for position, step in steps.items():
                 counts[position] = step
 
         self._sweep_requests.sweep_segments(
-            subgroups, change, changes=True, masters=masters, follow=follow, applied=applied
+            subgroups, change, changes=True, masters=masters, follow=follow, applied=set_counts
         )

@@ -16,6 +16,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import IO
 
@@ -73,13 +74,13 @@ class _Pages(mmap.mmap):
 _shared: weakref.WeakSet[_Pages] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def _make_all_private() -> None:
     """Make all shared mappings private, before each fork of this process."""
     while _shared:
         _shared.pop().make_private()
 
 
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=_make_all_private)
 
 
 class StateCopy:
@@ -99,24 +100,25 @@ class StateCopy:
 
     def __init__(self, numels: Sequence[int], free_bytes_by_directory: Mapping[str, int], large_bytes: int) -> None:
         sizes = [numel * torch.float32.itemsize for numel in numels]
-        self._ends = [0]
+        self._offsets = list[int]()  # of the tensors in the file
+        needed_bytes = 0
         for size in sizes:
-            self._ends.append(self._ends[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        needed = self._ends[-1]
+            self._offsets.append(needed_bytes)
+            needed_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         self._file: IO[bytes] | None = None
-        if needed > large_bytes:
-            self._directory, self._file = _reserve(needed, free_bytes_by_directory, large_bytes)
+        if needed_bytes > large_bytes:
+            self._directory, self._file = _reserve(needed_bytes, free_bytes_by_directory, large_bytes)
         if self._file is None:
             self.tensors = [torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
-        pages = _Pages(self._file.fileno(), needed)
+        pages = _Pages(self._file.fileno(), needed_bytes)
         pages.descriptor = os.dup(self._file.fileno())
         weakref.finalize(pages, os.close, pages.descriptor)
         _shared.add(pages)
         memory = np.frombuffer(pages, np.uint8)
         self.tensors = [
-            torch.from_numpy(memory[start : start + size]).view(torch.float32)
-            for start, size in zip(self._ends, sizes, strict=False)
+            torch.from_numpy(memory[offset : offset + size]).view(torch.float32)
+            for offset, size in zip(self._offsets, sizes, strict=True)
         ]
 
     def write(self, number: int, start: int, values: torch.Tensor) -> None:
@@ -129,15 +131,15 @@ class StateCopy:
             self.tensors[number][start : start + values.numel()] = values
             return
         unwritten = memoryview(values.numpy().view(np.uint8).data)
-        at = self._ends[number] + start * values.itemsize
+        offset = self._offsets[number] + start * values.itemsize
         try:
             while unwritten:
-                count = os.pwrite(self._file.fileno(), unwritten, at)
-                unwritten, at = unwritten[count:], at + count
+                count = os.pwrite(self._file.fileno(), unwritten, offset)
+                unwritten, offset = unwritten[count:], offset + count
         except OSError as cause:
-            kind = TierFullError if cause.errno in (errno.ENOSPC, errno.EDQUOT) else TierError
+            error = TierFullError if cause.errno in (errno.ENOSPC, errno.EDQUOT) else TierError
             detail = "a copy of the state, which is whole where it was"
-            raise kind("write", tier="file", path=self._directory, errno=cause.errno, detail=detail) from cause
+            raise error("write", tier="file", path=self._directory, errno=cause.errno, detail=detail) from cause
 
     def close(self) -> None:
         """End writing; the tensors, and the mapping that they lie in, stay."""
@@ -150,22 +152,22 @@ def _reserve(
 ) -> tuple[str, IO[bytes] | None]:
     """Return the first directory with room, and a file of `nbytes` allocated there; no file if only memory has room.
 
-    `large_bytes` of memory are to be left free beside such a copy.
+    A copy in memory has to leave `large_bytes` of memory free.
     """
     offers = {}
     for directory, free_bytes in free_bytes_by_directory.items():
         offers[directory] = free_bytes
         if free_bytes < nbytes:
             continue
-        with contextlib.ExitStack() as ends:
+        with contextlib.ExitStack() as close_on_error:
             try:
-                file = ends.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0))
+                file = close_on_error.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0))
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             except OSError as cause:  # somebody else was faster, or there is a quota
                 log.info("no file of %d bytes in %s: %s", nbytes, directory, cause)
                 offers[directory] = 0
             else:
-                ends.pop_all()
+                close_on_error.pop_all()
                 return directory, file
     offers["host memory"] = available_bytes()
     if nbytes + large_bytes > offers["host memory"]:
@@ -181,27 +183,27 @@ def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Se
     Space that the plan still needs on a disk, for tiles and checkpoints that are not allocated yet, is not counted.
     The arguments are the session's; `tiers` are those of its paths.
     """
-    promised = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
-    most_bytes: dict[str, int] = {}
-    missing: dict[int, int] = {}
+    promised_bytes = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
+    most_bytes: dict[str, int] = {}  # by directory
+    missing_bytes = Counter[int]()  # what the plan still needs, by disk
     for path, tier, share in zip(config.path_configs, tiers, plan.path_shares(rates), strict=True):
         data_path = getattr(innermost(tier), "data_path", None)
         if data_path is None:  # an object store
             continue
-        directory = os.path.dirname(os.path.dirname(data_path))
+        directory = os.path.dirname(os.path.dirname(data_path))  # the path, in which the store is a directory
         with contextlib.suppress(OSError):  # if the directory was deleted, updates go on in the open files
             status = os.stat(data_path)
-            allocated = status.st_blocks * 512
-            device = status.st_dev
-            missing[device] = missing.get(device, 0) + max(0, int(promised * share) - allocated)
-            most_bytes[directory] = path.max_bytes - allocated if path.max_bytes is not None else UNLIMITED_BYTES
+            allocated_bytes = status.st_blocks * 512  # the unit of st_blocks, whatever the disk
+            missing_bytes[status.st_dev] += max(0, int(promised_bytes * share) - allocated_bytes)
+            limit_bytes = UNLIMITED_BYTES if path.max_bytes is None else path.max_bytes - allocated_bytes
+            most_bytes[directory] = limit_bytes
     with contextlib.suppress(OSError):  # there is no temporary directory
         most_bytes.setdefault(tempfile.gettempdir(), UNLIMITED_BYTES)
     free_bytes = {}
     for directory, most in most_bytes.items():
         with contextlib.suppress(OSError):
             if file_system(directory) not in NO_DISKS:
-                free = room_bytes(os.statvfs(directory)) - missing.get(os.stat(directory).st_dev, 0)
+                free = room_bytes(os.statvfs(directory)) - missing_bytes[os.stat(directory).st_dev]
                 free_bytes[directory] = max(0, min(most, free))
     return free_bytes
 
@@ -214,15 +216,15 @@ def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
     if source.is_contiguous():
         out.copy_(source.view(-1)[start : start + out.numel()])
         return
-    row, done = source[0].numel(), 0
+    row_numel, done = source[0].numel(), 0
     while done < out.numel():
-        index, offset = divmod(start + done, row)
-        rows = 0 if offset else (out.numel() - done) // row
-        if rows:
-            target = out[done : done + rows * row]
-            target.view(rows, *source.shape[1:]).copy_(source[index : index + rows])
+        index, offset = divmod(start + done, row_numel)
+        whole_rows = 0 if offset else (out.numel() - done) // row_numel
+        if whole_rows:
+            target = out[done : done + whole_rows * row_numel]
+            target.view(whole_rows, *source.shape[1:]).copy_(source[index : index + whole_rows])
         else:
-            target = out[done : done + row - offset]
+            target = out[done : done + row_numel - offset]
             copy_run(source[index], offset, target)
         done += target.numel()
 
@@ -230,7 +232,7 @@ def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
 def refuse_uncopied(tensor: object, what: str) -> None:
     """Raise `ConfigError` unless `tensor` is a dense tensor whose elements can be copied as real numbers.
 
-    For a check before anything is copied. One element is copied to see, which waits for a GPU's work on the tensor.
+    Called before anything is copied. One element is copied as a trial, which waits for a GPU's work on the tensor.
     """
     try:
         if not isinstance(tensor, torch.Tensor):
@@ -242,8 +244,8 @@ def refuse_uncopied(tensor: object, what: str) -> None:
         if tensor.numel():
             torch.empty((), dtype=torch.float32, device="cpu").copy_(tensor.detach()[(0,) * tensor.dim()])
     except (RuntimeError, TypeError, NotImplementedError) as cause:
-        kind = f" ({tensor.dtype}, {tensor.layout}, {tensor.device})" if isinstance(tensor, torch.Tensor) else ""
-        value = f"{type(tensor).__name__}{kind}"
+        details = f" ({tensor.dtype}, {tensor.layout}, {tensor.device})" if isinstance(tensor, torch.Tensor) else ""
+        value = f"{type(tensor).__name__}{details}"
         raise ConfigError(what, value, f"it must be a dense tensor of numbers ({cause})") from cause
 
 

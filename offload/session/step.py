@@ -44,7 +44,7 @@ class PendingStep:
         self.kept_tensors = kept_tensors
         self.error: BaseException | None = None
         self._latch = latch
-        self._sweep_requests: Mapping[int, waits.Latch] = MappingProxyType({})
+        self._visit_ends: Mapping[int, waits.Latch] = MappingProxyType({})  # by subgroup
         self._over = latch()
 
     @property
@@ -55,19 +55,19 @@ class PendingStep:
     # On the engine thread
 
     def begin(self, subgroups: Iterable[int]) -> None:
-        """Note the visits that are still to be made; the step's caller goes on after that."""
-        self._sweep_requests = {subgroup: self._latch() for subgroup in subgroups}
+        """Note the subgroups whose visits callers may have to wait for; the step's caller goes on after that."""
+        self._visit_ends = {subgroup: self._latch() for subgroup in subgroups}
 
-    def visited(self, subgroups: Iterable[int]) -> None:
-        """Wake callers that wait for some visits, as these have ended."""
+    def note_visited(self, subgroups: Iterable[int]) -> None:
+        """Wake callers that wait for the visits of some subgroups, as these have ended."""
         for subgroup in subgroups:
-            self._sweep_requests[subgroup].set()
+            self._visit_ends[subgroup].set()
 
     def end(self, error: BaseException | None) -> None:
         """Wake everybody: the step is over."""
         self.error = error
         self._over.set()
-        for latch in self._sweep_requests.values():
+        for latch in self._visit_ends.values():
             if not latch.is_set():
                 latch.set()
 
@@ -76,7 +76,7 @@ class PendingStep:
     def wait_for(self, subgroups: Iterable[int]) -> None:
         """Wait until the visits of some subgroups have ended, or the step has failed."""
         for subgroup in subgroups:
-            latch = self._sweep_requests.get(subgroup)
+            latch = self._visit_ends.get(subgroup)
             if latch is not None and not latch.is_set():
                 waits.wait_for(latch.wait, lambda: "")  # the executor logs what is waited for
 

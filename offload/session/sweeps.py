@@ -25,15 +25,16 @@ class Sweeps:
         """The account of the last step that has ended."""
         self.account = self.last
         """The account of the open step; where no step is open, that of the last one."""
-        self._unlearnt: StepAccount | None = None
-        self._count = 0
+        self._unlearnt: StepAccount | None = None  # the account that `take_last_account` returns
+        self._sweep_count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
-        """Begin a sweep in which `visitor` works on some subgroups."""
+        """Have the machine begin a sweep in which `visitor` works on some subgroups, and return it; see `Visit`."""
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):
             weight_bytes = parts.plan.passing_bytes(number)
+            # A visitor may read weights, so those on a device are fetched.
             visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
         sweep = self.number_sweep(tuple(visits), visitor, changes=changes)
         parts.machine.handle(BeginSweep(sweep))
@@ -54,16 +55,16 @@ class Sweeps:
         updates: bool = False,
         is_open: bool = False,
     ) -> Sweep:
-        """Number the next sweep and return it; the executor calls `visitor` in it: see `LiveExecutor.visit_with`."""
+        """Number the next sweep, have the executor call `visitor` in it (see its `set_visitor`), and return it."""
         self._parts.executor.set_visitor(visitor, coming, updates=updates)
-        self._count += 1
-        self.version += changes
-        return Sweep(self._count, self.version, visits, is_open)
+        self._sweep_count += 1
+        self.version += 1 if changes else 0
+        return Sweep(self._sweep_count, self.version, visits, is_open)
 
     def open_account(self) -> None:
         """Open the account of the next step unless it is open: what lanes do from now on counts for it."""
         if self.account is self.last:
-            self._parts.executor.take_timed()
+            self._parts.executor.take_timed()  # what a device has timed by now belongs to the last step
             self._unlearnt, self.account = self.last, StepAccount()
             self._parts.executor.timeline = self.account.timeline
 

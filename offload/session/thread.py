@@ -78,7 +78,7 @@ class _FillRequest(BufferRequest):
         self._sweeps.open_account()
 
 
-class Closing(Protocol):
+class Closable(Protocol):
     """An object that can be closed."""
 
     def close(self) -> None:
@@ -97,24 +97,24 @@ class EngineThread(MachineListener):
         """Whether requests are refused, as the session has been closed."""
         self.lock = threading.RLock()
         """Held in a turn: only the thread that holds it may post a request."""
-        self._owned = threading.Condition(self.lock)
-        self._close_after_turn: Closing | None = None  # by a signal handler, in the turn under way
+        self._lock_owner = threading.Condition(self.lock)  # only to ask whether the calling thread holds the lock
+        self._close_after_turn: Closable | None = None  # what a signal handler has asked to close, in a turn
         self.sweeps = Sweeps(parts)
         """Numbers and versions of the machine's sweeps."""
         self.speculation = Speculation(parts, self.sweeps)
         """The updates that are made before their step is sealed."""
-        self.wants = BufferRequests(parts)
-        """Buffers that callers want, for gradients and activations."""
-        self._wanted_to_fill: BufferRequest | None = None  # the gradient buffer that is being filled
-        self.parking = Parking(parts, self.sweeps, self.wants)
+        self.buffer_requests = BufferRequests(parts)
+        """Scratch buffers that callers want, for gradients and activations."""
+        self._fill_request: BufferRequest | None = None  # of the gradient buffer that is being filled
+        self.parking = Parking(parts, self.sweeps, self.buffer_requests)
         """Gives memory back between steps, and takes it again."""
         self.pending: PendingStep | None = None
         """The pending step, until somebody has waited for its end."""
         self._thread: threading.Thread | None = None
         self._opening: waits.BackgroundWork | None = None
-        self._starting = threading.Lock()
+        self._starting = threading.Lock()  # held while a new thread finds out whether the session is closed already
         self._serving = self._is_broken_logged = False
-        self._aborts_untold = False  # whether a break aborted an open step, which has been raised to no caller
+        self._aborts_untold = False  # whether a break aborted an open step, and no caller has been raised that yet
         self._followed_step: PendingStep | None = None  # the pending step whose sweep is under way
         self._reported_visits = 0  # how many ended visits have been reported to it
         self._next: _Request | None = None  # posted, and not taken yet
@@ -126,14 +126,15 @@ class EngineThread(MachineListener):
 
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Open the session's parts and start the engine thread; after an error the caller closes the session."""
-        caller = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
+        caller_mark = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
         # On a thread of its own, so that no interrupt comes between making a part and noting it for its end.
-        work = partial(self._parts.on_device, partial(self._open, parameters, caller))
+        work = partial(self._parts.on_device, partial(self._open, parameters, caller_mark))
         self._opening = waits.BackgroundWork(work, "offload-open")
         self._opening.do(lambda: "the paths to be opened and probed")
 
-    def _open(self, parameters: tuple[Parameter, ...], caller: Mark) -> None:
-        self._parts.open(parameters, self, self, caller)
+    def _open(self, parameters: tuple[Parameter, ...], caller_mark: Mark) -> None:
+        """Open the session's parts and start the engine thread; on the thread `offload-open`."""
+        self._parts.open(parameters, listener=self, filler=self, caller_mark=caller_mark)
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
 
@@ -162,7 +163,7 @@ class EngineThread(MachineListener):
 
     def aborted(self, error: BaseException) -> StepAbortedError:
         """Return the error to raise for the step under way, or the next one, which has failed with `error`."""
-        if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
+        if isinstance(error, OffloadError):  # else it is a bug of this library, whose traceback is needed
             error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
         parts = self._parts
         aborted = StepAbortedError(
@@ -172,13 +173,13 @@ class EngineThread(MachineListener):
         return aborted
 
     @property
-    def requester(self) -> int | None:
-        """The calling thread's id if it holds the lock, as in a signal handler that interrupted a turn; else None."""
+    def is_in_turn(self) -> bool:
+        """Whether the calling thread holds the lock, as in a turn and in a signal handler that interrupted one."""
         try:
-            self._owned.notify(0)  # raises unless the calling thread owns the lock
+            self._lock_owner.notify(0)  # wakes nobody; raises unless the calling thread owns the lock
         except RuntimeError:
-            return None
-        return threading.get_ident()
+            return False
+        return True
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -189,20 +190,22 @@ class EngineThread(MachineListener):
             StepAbortedError: The pending step has failed, or updates that were made before the next one was called.
         """
         self.finish_pending()
-        self.check_usable()
+        self.check_usable()  # before the lock, too: in a forked copy nobody may ever release it
         try:
             with self.lock:
-                self.finish_pending()
+                self.finish_pending()  # another caller may have begun a step meanwhile
                 self.check_usable()
                 yield
         finally:
-            if self._close_after_turn is not None and self.requester is None:  # else a handler, within another turn
-                closing, self._close_after_turn = self._close_after_turn, None
-                closing.close()
+            if (
+                self._close_after_turn is not None and not self.is_in_turn
+            ):  # else a handler's turn in another one ends
+                closable, self._close_after_turn = self._close_after_turn, None
+                closable.close()
 
-    def close_later(self, closing: Closing) -> None:
+    def close_later(self, closable: Closable) -> None:
         """Close an object when the turn under way ends; for a signal handler that has interrupted this turn."""
-        self._close_after_turn = closing
+        self._close_after_turn = closable
 
     def wait_pending(self) -> None:
         """Wait until the pending step is over, if there is one; raise nothing if it has failed."""
@@ -211,7 +214,7 @@ class EngineThread(MachineListener):
             pending.wait()
 
     def finish_pending(self) -> None:
-        """Wait until the pending step is over, if there is one; raise its error, once.
+        """Wait until the pending step is over, if there is one, and forget it; raise its error, once.
 
         In a session that has been closed, a step that hangs is not waited for.
         """
@@ -223,7 +226,7 @@ class EngineThread(MachineListener):
         with contextlib.suppress(OffloadError):  # a device that has failed: the step's own error is raised below
             if not self.closed:
                 lanes.lead_caller()
-                for tensor in pending.kept_tensors:
+                for tensor in pending.kept_tensors:  # their memory must not be reused before the lanes are done
                     lanes.device.record_use(tensor)
         self.pending = None
         if pending.error is not None:
@@ -268,14 +271,14 @@ class EngineThread(MachineListener):
             BaseException: What the request ended with.
         """
         request = _Request(begin, applied, begun, meanwhile, seals, pending, needs_memory)
-        interrupted = self._next  # if a signal handler makes this request: one that is about to be posted
+        interrupted = self._next  # the interrupted caller's, about to be posted, if a signal handler makes this one
         try:
             self._exchange(request)
         finally:
             self._next = interrupted
 
     def _exchange(self, request: _Request) -> None:
-        """Post a request, and wait for its answer."""
+        """Post a request and wait for its answer; lanes follow the caller's work, and its later work follows them."""
         self.check_usable()
         self._next = request
         lanes = self._parts.lanes
@@ -291,14 +294,15 @@ class EngineThread(MachineListener):
         if request.pending is None:
             lanes.lead_caller()
 
-    def wait_for_buffer(self, wanted: BufferRequest) -> None:
-        """Wait until the engine thread has answered a wish for a buffer, or the session cannot be used."""
+    def wait_for_buffer(self, request: BufferRequest) -> None:
+        """Wait until the engine thread has answered a request for a buffer, or the session cannot be used."""
 
-        def arrived(pause_s: float) -> bool:
-            return wanted.answered.wait(min(pause_s, waits.SLICE_S)) or not self.is_usable
+        def has_ended(pause_s: float) -> bool:
+            """Wait for the answer, at most `pause_s`; return whether to wait no longer."""
+            return request.answered.wait(min(pause_s, waits.SLICE_S)) or not self.is_usable
 
-        if not wanted.answered.is_set():
-            waits.wait_for(arrived, lambda: "")  # the engine thread says what for
+        if not request.answered.is_set():
+            waits.wait_for(has_ended, lambda: "")  # the engine thread says what for
 
     def take_memory(self) -> None:
         """Take memory again that was given back between steps, or end a park that is about to give it back."""
@@ -314,29 +318,30 @@ class EngineThread(MachineListener):
         with self.turn():
             self.take_memory()
             self._release_filled()
-            self._wanted_to_fill = wanted = _FillRequest(self.sweeps, subgroup)
-            self.wants.ask(wanted)
-            self.wait_for_buffer(wanted)
-            if wanted.error is not None:
-                raise wanted.error
+            self._fill_request = request = _FillRequest(self.sweeps, subgroup)
+            self.buffer_requests.ask(request)
+            self.wait_for_buffer(request)
+            if request.error is not None:
+                raise request.error
             self.check_usable()
-            return known(wanted.buffer, "gradients without a buffer")
+            return known(request.buffer, "gradients without a buffer")
 
     def _release_filled(self) -> None:
         """Release the buffer that was filled last, which the machine may then write to the paths."""
-        if self._wanted_to_fill is not None:  # releasing it twice, after an interrupt, changes nothing
-            self.wants.release(self._wanted_to_fill)
-            self._wanted_to_fill = None
+        if self._fill_request is not None:
+            self.buffer_requests.release(self._fill_request)  # an interrupt may repeat this, which changes nothing
+            self._fill_request = None
 
     def begin_step(self) -> None:
-        """Release the buffer that was filled last, as all gradients are there; on the engine thread."""
+        """Release the buffer that was filled last, as a step begins; on the engine thread; see `paths.Filler`."""
         self._release_filled()
-        self.wants.take_posts()
+        self.buffer_requests.take_posts()
 
     def drop(self, dropped: Callable[[], None]) -> None:
         """Discard all gradients in buffers, then call `dropped` on the engine thread; see `paths.Filler`."""
 
-        def drop() -> None:
+        def discard_all() -> None:
+            """Discard the gradients of all subgroups; on the engine thread."""
             self.begin_step()
             machine = self._parts.machine
             for subgroup in [*machine.scratch["gradients"].owners]:
@@ -344,16 +349,16 @@ class EngineThread(MachineListener):
             dropped()
 
         with self.turn():
-            self.request(drop)
+            self.request(discard_all)
 
     def stop(self) -> None:
         """End the engine thread; if the session is still being opened, wait for that first."""
-        if self._opening is not None and self._opening.forestall():
+        if self._opening is not None and self._opening.forestall():  # it has begun
             self._opening.wait()
-        with self._starting:  # a thread that gets here later finds the session closed, and ends
-            serves = self._serving
-        if serves and self._thread is not None:
-            self._next = None
+        with self._starting:
+            is_serving = self._serving  # else the thread has not begun; it will find the session closed, and end
+        if is_serving and self._thread is not None:
+            self._next = None  # says that the session ends: see `_accept_request`
             self._parts.queue.post(REQUEST)
             self._thread.join()
 
@@ -373,22 +378,31 @@ class EngineThread(MachineListener):
             self._serve_requests()
         except Exception as error:
             # Nobody waits for this thread itself: callers that wait for an answer, and later ones, get the error.
-            self.say_broken(error)
-            executor = self._parts.executor
-            with contextlib.suppress(Exception):  # what has failed may fail again
-                executor.drain()  # a caller that is answered may free memory that updates still write to
-            self._end_save(error)
-            self.parking.end(error)
-            if self._current is not None:
-                self._end_request(error)
-            while not self._session_ends:
-                while not executor.requests:
-                    executor.wait()
-                if self._accept_request() is None:
-                    return
-                self._answer(error)
+            self._end_all_with(error)
+            self._refuse_requests(error)
+
+    def _end_all_with(self, error: Exception) -> None:
+        """End the save, the park and the request that are under way with an error of this thread's own."""
+        self.say_broken(error)
+        with contextlib.suppress(Exception):  # what has failed may fail again
+            self._parts.executor.drain()  # a caller that is answered may free memory that updates still write to
+        self._end_save(error)
+        self.parking.end(error)
+        if self._current is not None:
+            self._end_request(error)
+
+    def _refuse_requests(self, error: Exception) -> None:
+        """Answer every further request with an error, until the session ends."""
+        executor = self._parts.executor
+        while not self._session_ends:
+            while not executor.requests:
+                executor.wait()
+            if self._accept_request() is None:
+                return
+            self._answer(error)
 
     def _serve_requests(self) -> None:
+        """Handle events and do what is due until the session ends; then finish what is in flight."""
         pump(self._parts.machine, self._parts.executor, self.is_due)
         while self.serve_due():
             pump(self._parts.machine, self._parts.executor, self.is_due)
@@ -400,12 +414,12 @@ class EngineThread(MachineListener):
         Raises:
             InternalError: A sweep is under way and nothing is in flight that could end it: waiting would be forever.
         """
-        waits_for_nothing = not (machine.in_flight or machine.has_no_sweep or machine.is_open)
-        invariant(not waits_for_nothing, "a sweep is under way, and nothing that it waits for")
+        something_goes_on = machine.in_flight or machine.has_no_sweep or machine.is_open
+        invariant(something_goes_on, "a sweep is under way, and nothing that it waits for")
         return (
             machine.finished_sweep is not None
             or machine.saver.finished_save is not None
-            or self.wants.is_due()
+            or self.buffer_requests.is_due()
             or self.parking.is_due()
             or self._may_begin(machine)
             or self._may_speculate()
@@ -417,7 +431,7 @@ class EngineThread(MachineListener):
         return (machine.has_no_sweep or machine.is_open) and self._parts.executor.requests > 0
 
     def serve_due(self) -> bool:
-        """Do one thing that is due, in the order of the branches; return False after the request to end."""
+        """Do one thing that is due, the first in order of the branches; return False once the session is to end."""
         machine = self._parts.machine
         self._report_ended_visits()
         self.note_save_end()
@@ -425,13 +439,11 @@ class EngineThread(MachineListener):
             if not machine.failed:
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
-        elif self.wants.is_due():
-            self.wants.serve()
+        elif self.buffer_requests.is_due():
+            self.buffer_requests.serve()
         elif self._may_begin(machine):
             if machine.is_open:
-                self.speculation.pause()
-                pump(machine, self._parts.executor, lambda m: not m.running_count or m.broken is not None)
-                self.note_save_end()
+                self._pause_open_sweep(machine)
             if self._accept_request() is None:
                 return False
             self._begin_request()
@@ -441,12 +453,18 @@ class EngineThread(MachineListener):
             self.speculation.open_and_admit()
         return True
 
+    def _pause_open_sweep(self, machine: Machine) -> None:
+        """Start no further update of the open sweep, and wait for those that run."""
+        self.speculation.pause()
+        pump(machine, self._parts.executor, lambda m: not m.running_count or m.broken is not None)
+        self.note_save_end()
+
     def _may_speculate(self) -> bool:
         """Return whether an update before its step is due, and the session has its memory (is not parked)."""
         return self.speculation.count_and_is_due() and not self.parking.is_parked_or_parking
 
     def _begin_request(self) -> None:
-        """Begin the request that was taken; answer at once if it fails, has no sweep, or is a pending step."""
+        """Begin the request that was taken; answer at once if it fails or begins no sweep."""
         request = known(self._current, "a request from nobody")
         if not request.seals:
             self.speculation.revoke()
@@ -461,35 +479,39 @@ class EngineThread(MachineListener):
         if sweep is None:
             self._answer(None)
         else:
-            executor = self._parts.executor
-            executor.submit(self._parts.machine.take_operations())
-            begun, request.begun = request.begun, nothing  # a closure that may hold the optimizer
-            if request.pending is not None:
-                request.pending.begin(visit.subgroup for visit in sweep.visits)
-            begun()
-            if request.pending is not None:
-                self.pending = self._followed_step = request.pending
-                self._reported_visits = 0
-                self._next = None  # no reference to what the caller owns, as in `_answer`
-                self._reply.post(0)
-            executor.end_turn()
-            request.meanwhile()
+            self._start_sweep(request, sweep)
+
+    def _start_sweep(self, request: _Request, sweep: Sweep) -> None:
+        """Start the first operations of a request's sweep; let the caller go on if the request is a pending step."""
+        executor = self._parts.executor
+        executor.submit(self._parts.machine.take_operations())
+        begun, request.begun = request.begun, nothing  # drops a closure that may hold the optimizer
+        if request.pending is not None:
+            request.pending.begin(visit.subgroup for visit in sweep.visits)
+        begun()
+        if request.pending is not None:
+            self.pending = self._followed_step = request.pending
+            self._reported_visits = 0
+            self._next = None  # no reference to what the caller owns, as in `_answer`
+            self._reply.post(0)
+        executor.end_turn()
+        request.meanwhile()
 
     def _report_ended_visits(self) -> None:
         """Report visits that have ended to the pending step, which wakes callers that wait for them."""
         if self._followed_step is not None:
             visits = self._parts.machine.ended_visits
-            self._followed_step.visited(visits[self._reported_visits :])
+            self._followed_step.note_visited(visits[self._reported_visits :])
             self._reported_visits = len(visits)
 
     def _finish_session(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks the session."""
         self.speculation.revoke()
         self.parking.end(None)
-        pending = self._parts.saves.pending
-        if pending is not None:  # a save: `close` has waited for it as long as it was going to
-            self._is_broken_logged = True  # that it is stopped is no break to be logged
-            error = CheckpointError(f"the session was closed before {pending.folder.path} was committed")
+        pending_save = self._parts.saves.pending
+        if pending_save is not None:  # `close` has waited for it as long as it was going to
+            self._is_broken_logged = True  # the save is stopped by breaking the machine, which is not to be logged
+            error = CheckpointError(f"the session was closed before {pending_save.folder.path} was committed")
             self._parts.machine.handle(Stop(error))
             self.note_save_end()
         self._wait_for_idle_machine()
@@ -513,7 +535,7 @@ class EngineThread(MachineListener):
         log.warning("%s", message)
 
     def say_broken(self, error: BaseException) -> None:
-        """Note and log what has broken the session, once and at once: a caller may not ask, and hear it, for long."""
+        """Note and log what has broken the session; log it once and at once, as the next caller may come late."""
         if not self._is_broken_logged:
             self._aborts_untold = self._parts.is_whole and self._parts.machine.is_open
             log.error("the session has broken and cannot be used any more: %s", error)
@@ -524,7 +546,8 @@ class EngineThread(MachineListener):
         """Pass on the outcome of a save that has finished, if one has, and free what it no longer needs."""
         finished = self._parts.machine.take_finished_save()
         if finished is not None:
-            self._end_save(finished[1])
+            _, error = finished
+            self._end_save(error)
 
     def _end_save(self, error: BaseException | None) -> None:
         """Tell the saves how the pending one ended, and release checkpoints that are too many then."""
@@ -555,7 +578,8 @@ class EngineThread(MachineListener):
         if pending is None:
             self._answer(error)
             return
-        self._current, self._parts.lanes.is_hidden = None, False
+        self._current = None
+        self._parts.lanes.is_hidden = False
         self._parts.executor.set_visitor(no_visit)
         if error is None:  # else lanes may still use all of them
             pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)
@@ -563,8 +587,8 @@ class EngineThread(MachineListener):
 
     def _answer(self, error: BaseException | None) -> None:
         """Answer the current request's caller with an error, or None, and drop references to the caller's data."""
-        request, self._current = known(self._current, "an answer to nobody"), None
-        self._next = None
+        request = known(self._current, "an answer to nobody")
+        self._current = self._next = None
         self._parts.executor.set_visitor(no_visit)
         with contextlib.suppress(OffloadError):  # a device that has failed gives nothing back
             self._parts.gradients.return_borrowed()  # all work of the request is on lanes

@@ -16,7 +16,7 @@ from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, as_on_fastest, observe, typical
 from offload.plan import Rates, visit_order
-from offload.schedule.operations import LimitGpuSlots, Reshare, RunVisit, Stop, Sweep
+from offload.schedule.operations import LimitGpuSlots, Reshare, RunVisit, Stop, Sweep, Visit
 from offload.schedule.runs import update_visits
 from offload.session.parts import SessionParts
 from offload.session.placement_review import PlacementReview
@@ -29,7 +29,7 @@ SegmentWork = Callable[[Segment, Mapping[str, torch.Tensor]], None]
 
 
 def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-    """Do nothing."""
+    """Do nothing with a segment, in a sweep that only has state made from weights."""
 
 
 class SweepRequests:
@@ -40,7 +40,7 @@ class SweepRequests:
         self._thread = thread
         self.placement_review = PlacementReview(parts, thread)
         """Chooses again what the GPU updates."""
-        self._observed: list[Rates] = []
+        self._observed: list[Rates] = []  # the latest, of which the session's rates are typical
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
         """Return the subgroups that parameters lie in."""
@@ -81,33 +81,35 @@ class SweepRequests:
     def make_visitor(
         self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
     ) -> Callable[[RunVisit], None]:
-        """Return a visitor that does `work` on every segment of a subgroup, as `visit` describes."""
+        """Return a visitor that does `work` on every segment of a subgroup; see `sweep_segments`."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
-        taking = np.zeros(len(tables.steps), bool)
-        taking[[*masters]] = True
+        is_master_chosen = np.zeros(len(tables.steps), bool)  # by parameter
+        is_master_chosen[[*masters]] = True
 
-        def sweep_segments(run: RunVisit) -> None:
+        def work_on_segments(run: RunVisit) -> None:
+            """Make the subgroup's state whole, then do the work on each segment."""
             with views.on_host(run) as view:
-                views.make_whole(run, view, taking)
+                views.make_whole(run, view, is_master_chosen)
                 if changes:
-                    tables.note_masters_current(run.visit.subgroup, None if run.fresh else taking)
+                    tables.note_masters_current(run.visit.subgroup, None if run.fresh else is_master_chosen)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
-                    sets = follow and bool(taking[segment.parameter])
-                    with views.piece(run, view, segment, sets_master=sets) as tensors:
-                        for part in [(segment, tensors)] if changes else views.shown(run, view, segment, tensors):
-                            work(*part)
+                    sets_master = follow and bool(is_master_chosen[segment.parameter])
+                    with views.piece(run, view, segment, sets_master=sets_master) as tensors:
+                        # A reader is shown masters as they will be: see `Engine.reload_master`.
+                        shown = [(segment, tensors)] if changes else views.shown(run, view, segment, tensors)
+                        for shown_segment, shown_tensors in shown:
+                            work(shown_segment, shown_tensors)
 
-        return sweep_segments
+        return work_on_segments
 
     # On the engine thread
 
-    def begin_step(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
+    def seal_and_begin_rest(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
         """Seal the step that updates some subgroups as `Tables.begun` says; return the sweep of the rest.
 
         Updates that were made in backward are confirmed or revoked; the sweep has those that are still to be made.
         """
-        parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
-        sweeps = self._thread.sweeps
+        parts, speculation, sweeps = self._parts, self._thread.speculation, self._thread.sweeps
         speculation.begin_step(active)
         sweeps.open_account()
         with self._failures_break_session():
@@ -115,27 +117,33 @@ class SweepRequests:
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.choose_confirmed(subgroups)
             if self.placement_review.is_near:
-                self.learn()
+                self.refine_rates()
                 self.placement_review.review()
-            slots = parts.lanes.borrow_slots()
-            if slots is not None:
-                machine.handle(LimitGpuSlots(slots))
-            plan = parts.plan.unborrowed if slots == 0 else parts.plan
-            order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
-            visits = update_visits(
-                plan, order, lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0)
-            )
+            visits = self._visits_of([number for number in subgroups if number not in confirmed])
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.with_gradient_bytes(parts.plan)
+        # Checksums of state that stays in memory are made only where a save is expected to use them.
         parts.executor.seals_homes = parts.saves.is_expected(sweeps.step_number + 1)
 
         def update(run: RunVisit) -> Any:
+            """Return the kernel's table for a run, once its gradients are where the update reads them."""
             parts.gradients.fetch_for_visit(run.visit.subgroup)
             return parts.views.work(run, parts.tables.begun)
 
         rest = sweeps.number_sweep(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
+
+    def _visits_of(self, subgroups: Sequence[int]) -> tuple[Visit, ...]:
+        """Borrow GPU slots for a step, as many as there is memory for, and return the step's visits in order."""
+        parts, machine, tables = self._parts, self._parts.machine, self._parts.tables
+        slots = parts.lanes.borrow_slots()
+        if slots is not None:
+            machine.handle(LimitGpuSlots(slots))
+        plan = parts.plan.unborrowed if slots == 0 else parts.plan
+        order = visit_order(subgroups, machine.live_slots)
+        active = tables.begun.flags != 0
+        return update_visits(plan, order, reloads=lambda n: machine.is_fresh(n) or tables.is_due(n, active))
 
     @contextlib.contextmanager
     def _failures_break_session(self) -> Iterator[None]:
@@ -146,7 +154,7 @@ class SweepRequests:
             self._parts.machine.handle(Stop(error))
             raise (self._parts.machine.broken or error) from None
 
-    def learn(self) -> None:
+    def refine_rates(self) -> None:
         """Refine the rates by the last step's timeline, and spread tiles over the paths by these rates.
 
         Called once a step, while the step goes on. If it fails, that is logged, and rates stay.
@@ -157,14 +165,13 @@ class SweepRequests:
         if account is None:
             return
         try:
-            if (
-                self._thread.sweeps.step_number > 1
-            ):  # the first step reads nothing, and touches memory for the first time
+            # The first step shows no rates: it reads nothing, and touches memory for the first time.
+            if sweeps.step_number > 1:
                 observed = self._observed or [parts.rates]
                 timeline = as_on_fastest(account.timeline, parts.plan, parts.rates)
                 self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]
                 parts.rates = typical(self._observed)
-                self.placement_review.learnt()
+                self.placement_review.note_learnt_step()
             shares = parts.plan.path_shares(parts.rates)
         except Exception as error:
             log.warning("nothing is learnt from the last step: %r", error, exc_info=error)

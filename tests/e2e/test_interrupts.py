@@ -122,7 +122,7 @@ def test_a_request_leaves_a_session_that_can_be_closed(
 
         def check(thread: EngineThread, optimizer: offload.AdamW = optimizer) -> None:
             plain(thread)
-            if thread.requester is not None:
+            if thread.is_in_turn:
                 optimizer.close()
 
         with monkeypatch.context() as patch:

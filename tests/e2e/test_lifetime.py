@@ -422,7 +422,7 @@ def test_a_signal_handler_that_closes_in_a_request_ends_the_session_after_it(tmp
         "plain = EngineThread.check_usable\n"
         "def check(self):\n"
         "    plain(self)\n"
-        "    if self.requester is not None:\n"
+        "    if self.is_in_turn:\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "EngineThread.check_usable = check\n"
         "o.step()\n"

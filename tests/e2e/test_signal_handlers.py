@@ -118,7 +118,7 @@ def test_a_close_in_a_handler_that_asks_comes_after_what_it_has_interrupted(
 
     def check(thread: EngineThread) -> None:
         plain(thread)
-        if thread.requester is not None:
+        if thread.is_in_turn:
             next(handlers, lambda: None)()
 
     parameter.grad = torch.ones(5000).bfloat16()

@@ -317,7 +317,7 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
     """Each step shows other rates, and whatever they ask for is done between two windows."""
     rates = [Rates(10.0**cpu, (), GpuRates(1e9, 10.0**link, 10.0**link)) for cpu, link in ((6, 9), (9, 6), (8, 8))]
     shown, plans = itertools.cycle(rates), set()
-    plain = visits.SweepRequests.learn
+    plain = visits.SweepRequests.refine_rates
 
     def learn(self: visits.SweepRequests) -> None:
         plain(self)
@@ -325,7 +325,7 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
         self._parts.rates, self.placement_review.due = next(shown), True
 
     monkeypatch.setattr(parts, "quick_probe", lambda *arguments, **how: next(shown))
-    monkeypatch.setattr(visits.SweepRequests, "learn", learn)
+    monkeypatch.setattr(visits.SweepRequests, "refine_rates", learn)
     monkeypatch.setattr(placement_review, "WORTH_A_CHANGE", 0.0)
     chosen = random.Random(seed)
     dtype, sums = chosen.choice([torch.bfloat16, torch.float32]), chosen.choice([None, torch.float32])

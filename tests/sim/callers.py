@@ -583,7 +583,7 @@ class Tables:
         self._caller.under_way[run.op] = table, apart[1]
         return table
 
-    def agree(self, subgroup: int, expected: Told, begun: Told) -> bool:
+    def updates_alike(self, subgroup: int, expected: Told, begun: Told) -> bool:
         tables = (table_of(self._plan, subgroup, rows).tobytes() for rows in (expected, begun))
         return next(tables) == next(tables)
 
@@ -865,7 +865,7 @@ class Backwards(Forwards):
                 before = self.gradients[number] if number in self.arrived else None
                 self.gradients[number] = zlib.crc32(repr((loss, number, before)).encode())
                 self.arrived[number] = None
-                if self.thread.speculation.begins_pass(number, None):
+                if self.thread.speculation.announce_arrival(number, None):
                     self.thread.speculation.foresee([self.rate], (), None)
                 self.thread.speculation.note_arrival(number)
             if self.rng.random() < 0.05:

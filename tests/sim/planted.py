@@ -476,8 +476,8 @@ class LetsOnWhoComesAgain(PendingStep):
         self.left, self.all = {*visits}, {*visits}
         super().begin(visits)
 
-    def visited(self, subgroups):
-        super().visited(subgroups)
+    def note_visited(self, subgroups):
+        super().note_visited(subgroups)
         self.left.difference_update(subgroups)
 
     def wait_for(self, subgroups):
@@ -486,7 +486,7 @@ class LetsOnWhoComesAgain(PendingStep):
 
 
 class NeverTellsOfSingleVisits(PendingStep):
-    def visited(self, subgroups):
+    def note_visited(self, subgroups):
         pass
 
 
@@ -698,8 +698,8 @@ class LendsWhatStepsNeed(TileIndex):
 class PublishesEarly(Speculation):
     """As soon as a version has been made."""
 
-    def hold(self):
-        super().hold()
+    def pause(self):
+        super().pause()
         for subgroup in self._parts.machine.speculative_versions:
             self._publish(subgroup)
 

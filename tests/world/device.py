@@ -360,7 +360,7 @@ class SimulatedDevice:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory as torch's allocator would, on the caller's lane, which fills it.
 
-        What was freed is given out again at once, on the lane that it was allocated on; what `give_up` knows of, when
+        What was freed is given out again at once, on the lane that it was allocated on; what `record_use` notes, when
         the lane that gave it up has come to where it was freed.
         """
         nbytes = math.prod(shape) * dtype.itemsize
