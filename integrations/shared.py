@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import json
 import logging
@@ -219,22 +220,36 @@ class WatchedFolder:
     """A folder that may be deleted, by anybody: then what it had on the paths is to be released.
 
     A folder that was renamed, or moved within its file system, is not deleted: it is kept open to tell. What it was
-    called says nothing, and may be another folder now.
+    called says nothing, and may be another folder now. Where nothing can be told it counts as not deleted.
     """
 
     def __init__(self, folder: str) -> None:
+        self._folder, self._descriptor, self._was_gone = folder, -1, False
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # gone already, or a bucket's
-            self._descriptor = -1
+        except (FileNotFoundError, NotADirectoryError):
+            self._was_gone = True
+        except OSError as cause:
+            _log.warning("%s cannot be watched, and keeps its room on the paths: %s", folder, cause.strerror)
 
     @property
     def is_deleted(self) -> bool:
         """Whether there is no such folder any more, under any name."""
+        if self._descriptor < 0:
+            return self._was_gone
         try:
-            return os.fstat(self._descriptor).st_nlink == 0
-        except OSError:  # it was gone, or another node has deleted it from a network file system
-            return True
+            has_no_name = os.fstat(self._descriptor).st_nlink == 0
+        except OSError as cause:  # another node has deleted it from a network file system, if it is stale
+            return cause.errno == errno.ESTALE
+        return has_no_name and not self.is_there  # some file systems count no names of directories
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder still has the name that it had."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._folder))
+        except OSError:
+            return False
 
     def __del__(self) -> None:
         """Close it."""

@@ -45,4 +45,4 @@ def _has_ended(group: Any) -> bool:
 def _tell(group: Any) -> None:
     _reducing.remove(group)
     for listener in listeners:
-        listener.take_final([weight for bucket in group.buckets for weight in bucket.params_list])
+        listener.announce_final([weight for bucket in group.buckets for weight in bucket.params_list])

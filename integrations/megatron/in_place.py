@@ -15,7 +15,7 @@ import functools
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
@@ -42,8 +42,8 @@ _asked: dict[str, Any] = {}
 _read: dict[str, str] = {}
 """Checkpoints of Megatron's that have been read, by the ids of ours in them."""
 
-_watched: weakref.WeakKeyDictionary[Any, dict[str, WatchedFolder]] = weakref.WeakKeyDictionary()
-"""By engine, folders whose state stays on the paths until they are deleted."""
+_watched: weakref.WeakKeyDictionary[Any, dict[str, list[WatchedFolder]]] = weakref.WeakKeyDictionary()
+"""By engine and name, folders whose state stays on the paths until they are deleted; several if they were renamed."""
 
 
 def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
@@ -73,13 +73,22 @@ def save(
     Raises:
         CheckpointError: Ours could not be saved; raised on all ranks.
     """
-    asked = {id: _asked.pop(id) for id in _ids(sharded_state_dict)}
+    ids = [*_ids(sharded_state_dict)]
+    if unknown := [id for id in ids if id not in _asked]:
+        raise CheckpointError(f"state {unknown[0]} has been saved: make a state dict anew for each save")
+    asked = {id: _asked.pop(id) for id in ids}
     if not asked:
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
-    place, inner = os.path.abspath(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
+    place, inner = _directory(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
+    if len({optimizer.folder for optimizer in inner}) < len(inner):
+        raise CheckpointError("two optimizers would save to one folder: save each to a checkpoint of its own")
     begin_folder(place)
-    ends: list[Future[None]] = []
-    on_all_ranks(lambda: ends.extend(begin_saves(place, asked)), FAILED)
+    ends, ended = list[Future[None]](), list[int]()
+    try:
+        on_all_ranks(lambda: ends.extend(begin_saves(place, asked, ended)), FAILED)
+    except BaseException:
+        ended += range(world()[0])  # saves that have begun wait for no rank
+        raise
     wait = functools.partial(on_all_ranks, lambda: [end.result() for end in ends], FAILED)
     options["content_metadata"] = {**(options.get("content_metadata") or {}), KEY: SHARDING}
     if not options.get("async_sharded_save"):
@@ -89,7 +98,8 @@ def save(
     if request is None:
         end()
     else:
-        request.finalize_fns[:] = [wait, *request.finalize_fns, end]
+        # The last one writes `metadata.json`; those before take what Megatron's writers have left, also if ours fail.
+        request.finalize_fns[-1:] = [wait, request.finalize_fns[-1], end]
     return request
 
 
@@ -103,27 +113,52 @@ def _ids(state: Any) -> Iterator[str]:
             yield from _ids(value)
 
 
-def begin_saves(place: str, asked: Mapping[str, Any]) -> list[Future[None]]:
+def _directory(place: Any) -> str:
+    """Return the absolute path of a checkpoint of Megatron's, which may also lie in an object store.
+
+    Raises:
+        CheckpointError: It is no directory's.
+    """
+    if "://" in str(place):
+        raise CheckpointError(f"{place} is no directory: checkpoints in place have a folder beside Megatron's files")
+    return os.path.abspath(str(place))
+
+
+def begin_saves(place: str, asked: Mapping[str, Any], ended: Collection[int] = ()) -> list[Future[None]]:
     """Begin to save; a copy where as many checkpoints are kept as the paths have room for, as none is Megatron's.
+
+    Args:
+        place: Megatron's checkpoint.
+        asked: What is saved, by the ids of our checkpoints.
+        ended: Ranks that are not waited for any more, which may come while the saves go on.
 
     Returns:
         For each save, what has its outcome once it has ended.
     """
     (ranks, rank), ends = world(), list[Future[None]]()
     for id, distributed in asked.items():
-        engine, folder = distributed.optimizer.settled(), os.path.join(place, distributed.optimizer.folder)
+        engine, folder = (
+            distributed.optimizer.engine_with_state_written(),
+            os.path.join(place, distributed.optimizer.folder),
+        )
         watched = _watched.setdefault(engine, {})
-        for known in engine.checkpoints.kept:
-            if watched.setdefault(known, WatchedFolder(known)).is_deleted:  # by Megatron, or by its user
+        for known in dict.fromkeys(engine.checkpoints.kept):
+            folders = watched.setdefault(known, [WatchedFolder(known)])
+            if all(each.is_deleted for each in folders):  # by Megatron, or by its user
                 release(engine, known)
                 del watched[known]
         end = Future[None]()
         request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
-        is_copy, is_replica = is_to_copy(engine, folder), distributed.distributed_optimizer_instance_id > 0
+        # One that had this name and was renamed is kept: the folder's new content gets no room from it.
+        is_renamed = any(not (each.is_there or each.is_deleted) for each in watched.get(folder, ()))
+        is_copy, is_replica = (
+            is_renamed or is_to_copy(engine, folder),
+            distributed.distributed_optimizer_instance_id > 0,
+        )
         request = dataclasses.replace(request, on_done=functools.partial(_end, end), copy=is_copy, replica=is_replica)
-        engine.checkpoints.save(request)
+        engine.checkpoints.save(dataclasses.replace(request, find_ended=lambda: ended))
         if not is_copy:
-            watched[folder] = WatchedFolder(folder)
+            watched[folder] = [WatchedFolder(folder)]
         ends.append(end)
     return ends
 
@@ -155,7 +190,8 @@ def load(
     """Stand in for `dist_checkpointing.load`: `load_state` is told by it where the folder is."""
     found = original(sharded_state_dict, checkpoint_dir, *rest, **options)
     state = found[0] if isinstance(found, tuple) else found  # with names of what was missing, where these are wanted
-    _read.update(dict.fromkeys(_ids(state), os.path.abspath(checkpoint_dir)))
+    if ids := [*_ids(state)]:
+        _read.update(dict.fromkeys(ids, _directory(checkpoint_dir)))
     return found
 
 
@@ -167,14 +203,16 @@ def load_state(distributed: Any, id: str) -> None:
     """
 
     def part() -> None:
-        engine, (ranks, rank), place = distributed.optimizer.settled(), world(), _read.get(id)
+        engine, (ranks, rank), place = distributed.optimizer.engine_with_state_written(), world(), _read.get(id)
         if place is None:
             raise CheckpointError(f"state {id} is in a folder: load the state dict by dist_checkpointing.load")
-        with engine.checkpoints.open(os.path.join(place, distributed.optimizer.folder)) as checkpoint:
+        folder = os.path.join(place, distributed.optimizer.folder)
+        with engine.checkpoints.open(folder) as checkpoint:
             if checkpoint.id != id:
                 raise CheckpointError(f"{place} is not whole: its files are of several checkpoints")
             engine.checkpoints.load(checkpoint, names=_names(distributed), rank=rank, ranks=ranks)
             engine.finish(on_gpu=True)
+        _watched.setdefault(engine, {}).setdefault(folder, [WatchedFolder(folder)])
 
     on_all_ranks(part, FAILED)
 

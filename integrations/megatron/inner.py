@@ -92,6 +92,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         self._copies: list[dict[str, torch.Tensor]] | None = None
         self._set: dict[int | str, dict[str, torch.Tensor]] = {}
         self._set_step: int | None = None
+        self._steps = 0
         self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())
 
     @property
@@ -146,7 +147,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         Raises:
             StepAbortedError: The step could not be finished; the session is broken then.
         """
-        engine = self.settled()
+        engine = self.engine_with_state_written()
         self._bind_weights()
         active = []
         for number, shard in enumerate(self.shards):
@@ -155,6 +156,7 @@ class MegatronAdamW(torch.optim.Optimizer):
                 engine.gradients.bind(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
                 active.append(number)
         engine.step(self._values(), active=active)
+        self._steps += 1
         engine.finish(on_gpu=True)  # weights may be gathered on another stream
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -172,7 +174,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         """Return shards, whose memory updates may read; None where they are not where they are bound."""
         return self.shards if self._bound_at == [shard.data_ptr() for shard in self.shards] else None
 
-    def take_final(self, weights: Iterable[torch.Tensor]) -> None:
+    def announce_final(self, weights: Iterable[torch.Tensor]) -> None:
         """Tell the engine that gradients of weights have been reduced, of which some have shards here."""
         for weight in weights:
             if weight in self._places and self.engine.broken is None:
@@ -189,20 +191,20 @@ class MegatronAdamW(torch.optim.Optimizer):
         Megatron asks for each tensor, and writes none before it has all. More than 64 MiB lies in a file without a
         name on a path, which goes with the last tensor of it.
         """
-        self.settle()
+        self.write_set_state()
         if self._copies is None:
             self._copies = self.engine.state.read(range(len(self.shards)))
         return self._copies
 
     def set_state(self, number: int, name: str, value: torch.Tensor) -> None:
-        """Replace one state tensor of a shard, when `settle` is next called, as all else here does first."""
+        """Replace one state tensor of a shard, when `write_set_state` is next called, as all else here does first."""
         self._set.setdefault(number, {})[name] = value
 
     def set_step(self, step: Any) -> None:
         """Replace the number of updates, which is the same for all shards; see `set_state`."""
         self._set_step = int(step)
 
-    def settle(self) -> None:
+    def write_set_state(self) -> None:
         """Write what was set to where the state lives: subgroup by subgroup, once each. Weights follow masters.
 
         Raises:
@@ -213,11 +215,12 @@ class MegatronAdamW(torch.optim.Optimizer):
             steps: dict[int | str, int] = {} if step is None else dict.fromkeys(range(len(self.shards)), step)
             self._bind_weights()
             self.engine.state.write(self._set, steps)
+            self._steps = self._steps if step is None else step
             self._set, self._set_step, self._copies = {}, None, None
 
-    def settled(self) -> Engine:
+    def engine_with_state_written(self) -> Engine:
         """Return the engine, whose state may change now: what was set is written, and copies are let go."""
-        self.settle()
+        self.write_set_state()
         self._copies = None
         return self.engine
 
@@ -229,8 +232,9 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     @property
     def _step(self) -> dict[str, torch.Tensor]:
-        self.settle()
-        steps = max(map(self.engine.step_count, range(len(self.shards))), default=0)
+        self.write_set_state()
+        # A stage that trains nothing counts, too: in some formats all stages load the first one's number.
+        steps = max(map(self.engine.step_count, range(len(self.shards))), default=self._steps)
         return {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -239,7 +243,7 @@ class MegatronAdamW(torch.optim.Optimizer):
             group.update({name: value for name, value in saved.items() if name not in ("params", "step")})
             if saved.get("step") is not None:
                 self.set_step(saved["step"])
-        self.settle()
+        self.write_set_state()
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -250,14 +254,14 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     def update_fp32_param_by_new_param(self) -> None:
         """Take all masters from the weights with the next step: the model was loaded without its optimizer."""
-        engine = self.settled()
+        engine = self.engine_with_state_written()
         self._bind_weights()
         for number in range(len(self.shards)):
             engine.reload_master(number)
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
         """Megatron has set all state."""
-        self.settle()
+        self.write_set_state()
 
     def dummy_step(self) -> None:
         """Make state; it is there from the beginning."""

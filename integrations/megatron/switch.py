@@ -267,6 +267,6 @@ def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict
         state_dict = {name: value for name, value in state_dict.items() if name != "param_state"}
     original(distributed, state_dict)
     if isinstance(distributed.optimizer, MegatronAdamW):
-        distributed.optimizer.settle()
+        distributed.optimizer.write_set_state()
         if id is not None:
             in_place.load_state(distributed, id)

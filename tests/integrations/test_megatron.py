@@ -7,6 +7,7 @@ is one start of that program for all of its cases. What refuses needs no Megatro
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import prepared
 import pytest
@@ -43,7 +45,7 @@ from offload.combinations import (
 )
 from offload.integrations import megatron as integration
 from offload.integrations.megatron import in_place, switch
-from offload.integrations.shared import POINTER
+from offload.integrations.shared import POINTER, WatchedFolder
 
 PROGRAM = Path(__file__).with_name("megatron_runs.py")
 needs_megatron = pytest.mark.skipif(
@@ -454,19 +456,78 @@ def test_a_checkpoint_in_place_lasts_as_long_as_its_folder(tmp_path: Path) -> No
     optimizer.close()
 
 
-def test_a_checkpoint_in_place_that_was_renamed_keeps_its_state(tmp_path: Path) -> None:
-    first, renamed, second = (tmp_path / name for name in ("iter_1", "iter_1_best", "iter_2"))
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("again", ["iter_1", "iter_2"])
+def test_a_checkpoint_in_place_that_was_renamed_keeps_its_state(tmp_path: Path, again: str, is_loaded: bool) -> None:
+    """Also if it was loaded, or if another one gets its name, is deleted, and saved anew."""
+    first, renamed = tmp_path / "iter_1", tmp_path / "iter_1_best"
     distributed = over_a_shard(tmp_path / "paths")
     id = save_in_place(distributed, first)
     saved = distributed.shard.clone()
+    if is_loaded:
+        distributed.optimizer.close()
+        distributed = over_a_shard(tmp_path / "paths")
+        load_in_place(distributed, first, id)
     first.rename(renamed)
     for _ in range(3):
-        save_in_place(distributed, second)
+        save_in_place(distributed, tmp_path / again)
+    shutil.rmtree(tmp_path / again)
+    save_in_place(distributed, tmp_path / "iter_3")
     fresh = over_a_shard(tmp_path / "other")
     load_in_place(fresh, renamed, id)
     assert torch.equal(fresh.shard, saved)
     fresh.optimizer.close()
     distributed.optimizer.close()
+
+
+def test_a_folder_is_deleted_when_nothing_has_it_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of the file system say nothing of that."""
+    folder = tmp_path / "iter_1"
+    folder.mkdir()
+    watched = WatchedFolder(str(folder))
+    with monkeypatch.context() as fails:
+        fails.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
+        assert not WatchedFolder(str(folder)).is_deleted
+    with monkeypatch.context() as fails:
+        fails.setattr(os, "fstat", Mock(side_effect=OSError(errno.EIO, "input/output error")))
+        assert not watched.is_deleted
+        fails.setattr(os, "fstat", Mock(side_effect=OSError(errno.ESTALE, "stale file handle")))
+        assert watched.is_deleted
+    folder.rename(tmp_path / "renamed")
+    assert (watched.is_there, watched.is_deleted) == (False, False)
+    (tmp_path / "renamed").rmdir()
+    assert watched.is_deleted
+    assert WatchedFolder(str(folder)).is_deleted
+
+
+def test_a_save_in_place_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a collective, and with no folder begun."""
+    pytest.importorskip("megatron.core")
+    one = over_a_shard(tmp_path / "paths")
+    state = {"a": SimpleNamespace(data={POINTER: "one"}), "b": [{"c": {POINTER: "other"}}]}
+    with pytest.raises(CheckpointError, match="make a state dict anew for each save"):
+        in_place.save(pytest.fail, state, tmp_path / "iter_1")
+    monkeypatch.setattr(in_place, "_asked", {"one": one, "other": one})
+    with pytest.raises(CheckpointError, match="two optimizers would save to one folder"):
+        in_place.save(pytest.fail, state, tmp_path / "iter_1")
+    monkeypatch.setattr(in_place, "_asked", {"one": one, "other": one})
+    with pytest.raises(CheckpointError, match="is no directory"):
+        in_place.save(pytest.fail, state, "msc://bucket/iter_1")
+    assert not (tmp_path / "iter_1").exists()
+    one.optimizer.close()
+
+
+def test_a_rank_that_cannot_save_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    """The others' saves end as failed, and the next one goes well."""
+    one = over_a_shard(tmp_path / "paths")
+    ended: list[int] = []
+    with patch("offload.integrations.megatron.in_place.world", lambda: (2, 0)):
+        (end,) = in_place.begin_saves(str(tmp_path / "iter_1"), {uuid.uuid4().hex: one}, ended)
+    ended += [0, 1]
+    with pytest.raises(CheckpointError):
+        end.result(timeout=60)
+    save_in_place(one, tmp_path / "iter_2")
+    one.optimizer.close()
 
 
 def test_a_save_in_place_has_its_own_outcome(tmp_path: Path) -> None:
