@@ -593,7 +593,7 @@ def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], names: M
     for bound in bounds:
         name = names[bound.name]
         saved_form = source.shape_of(name) if name in source.names else None
-        form = tuple(bound.form[1]), tuple(bound.form[2])
+        form = tuple(bound.form.shape), tuple(bound.form.strides)
         if saved_form is not None and saved_form != form:
             raise CheckpointError(
                 f"{source.path} is of another model: {bound.name} has shape {saved_form[0]} and strides "

@@ -82,7 +82,7 @@ class Partitions:
         """Wait until the layers of tensors to be read are in memory; read ahead the layer that came next last time.
 
         Raises:
-            TierError: See `MappedFile.bring`.
+            TierError: See `MappedFile.fault_in`.
         """
         for tensor in tensors:
             number = self._numbers.get(tensor.data_ptr(), self._last)
