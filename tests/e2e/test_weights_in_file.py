@@ -27,7 +27,7 @@ import offload
 from offload import metrics
 from offload.weights.file import WeightsInFile
 from offload.weights.layers import find_layers, units
-from offload.weights.mapping import Ahead, MappedFile, MappedWeights, is_mapped
+from offload.weights.mapping import MappedFile, MappedWeights, ReadAheadThread, is_mapped
 
 WIDTH, WORDS = 32, 50
 
@@ -399,7 +399,7 @@ def test_updates_wait_for_no_drive(are_brought: bool, tmp_path: Path, monkeypatc
     model = made()
     file = offload.weights_in_file(model, tmp_path).file
     if not are_brought:
-        monkeypatch.setattr(MappedWeights, "bring", lambda self: None)
+        monkeypatch.setattr(MappedWeights, "fault_in", lambda self: None)
     with optimizer_of(model, tmp_path) as optimizer:
         assert metrics.WEIGHT_FAULTS not in optimizer.metrics()
         faults = []
@@ -421,8 +421,10 @@ def test_what_comes_next_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     numbers = {inner: number for number, modules in enumerate(units(model)) for inner in modules}
     parts = [next(modules[0].parameters()).data_ptr() - home.file.address for modules in units(model)]
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(Ahead, "bring", lambda self, file, ranges: asked.append(("ask", parts.index(ranges[0][0]))))
-    for name in ("bring", "let_go"):
+    monkeypatch.setattr(
+        ReadAheadThread, "read_ahead", lambda self, file, ranges: asked.append(("ask", parts.index(ranges[0][0])))
+    )
+    for name in ("fault_in", "advise_unneeded"):
         plain = getattr(MappedFile, name)
 
         def noted(
@@ -438,12 +440,12 @@ def test_what_comes_next_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
         loss_of(model, step).backward()
     asked.clear()
     loss_of(model, 2).backward()
-    turns = [number for number, _ in itertools.groupby(number for name, number in asked if name == "bring")]
+    turns = [number for number, _ in itertools.groupby(number for name, number in asked if name == "fault_in")]
     # Words; layers; norm; the head, which is tied to the words; and back.
     assert turns == [0, 1, 2, 3, 4, 5, 0, 5, 4, 3, 2, 1, 0]
     for here, onwards in itertools.pairwise(turns):
-        begins = asked.index(("bring", here))
-        until = asked.index(("bring", onwards), begins)
+        begins = asked.index(("fault_in", here))
+        until = asked.index(("fault_in", onwards), begins)
         assert ("ask", onwards) in asked[begins:until]
         del asked[: until - 1]
 
