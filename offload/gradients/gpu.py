@@ -87,8 +87,7 @@ class _GradientState:
 
     def reset(self) -> None:
         """Note that no gradient has arrived: the next one is the first."""
-        self.arrivals = 0
-        self.address = 0
+        self.arrivals = self.address = 0
         self.mark = None
         self.was_added = False
 

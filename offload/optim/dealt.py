@@ -38,11 +38,12 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a method to run outside inference mode and autograd: its tensors have version counters, no graph."""
 
     @functools.wraps(method)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def outside_autograd(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Call the method, outside."""
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
-    return wrapped
+    return outside_autograd
 
 
 class DealtWeight:
@@ -101,7 +102,10 @@ class DealtWeight:
         return math.prod(size for _, size in self._boxes[rank])
 
     def reduce_to_code(self) -> int:
-        """Return this rank's gradient as a code: none, unusable, or its dtype; reduce it first if need be."""
+        """Return this rank's gradient as a code: none, unusable, or its dtype.
+
+        First reduces `.grad` if its placements are not the weight's, a collective.
+        """
         gradient = self.parameter.grad
         if gradient is None:
             return NOTHING

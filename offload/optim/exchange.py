@@ -162,7 +162,7 @@ class Exchange:
         """Wait until all buckets have been exchanged; see `wait_for`."""
         thread = self._thread
         if thread is not None:
-            waits.wait_for(_wait_for_end_of(thread), lambda: "weights that other ranks update")
+            waits.wait_for(_waiter_for_end(thread), lambda: "weights that other ranks update")
             self._thread = None
             self._raise_failure()
 
@@ -180,7 +180,7 @@ class Exchange:
         """End the exchange: send other ranks what they wait for, and wait only briefly for what they send."""
         thread = self._thread
         self._thread = None
-        if thread is None or waits.wait_for(_wait_for_end_of(thread), lambda: "", waits.QUIET_S):
+        if thread is None or waits.wait_for(_waiter_for_end(thread), lambda: "", waits.QUIET_S):
             with contextlib.suppress(Exception):  # all groups may have been destroyed
                 torch.distributed.destroy_process_group(self._group)
 
@@ -257,11 +257,12 @@ def _pinned_memory(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
-def _wait_for_end_of(thread: threading.Thread) -> Any:
-    """Return a function that waits for a thread's end, some seconds at most, and returns whether it has ended."""
+def _waiter_for_end(thread: threading.Thread) -> Any:
+    """Return a function that waits for a thread's end, some seconds at most, and returns whether it came."""
 
-    def joined(pause_s: float) -> bool:
+    def has_ended(pause_s: float) -> bool:
+        """Wait for the thread's end; called by `waits.wait_for`."""
         thread.join(min(pause_s, waits.SLICE_S))
         return not thread.is_alive()
 
-    return joined
+    return has_ended

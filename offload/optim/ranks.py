@@ -24,14 +24,7 @@ DIGEST_NUMEL = 1024
 
 
 class _Answer(NamedTuple):
-    """What a rank says of a save that all ranks make together.
-
-    Attributes:
-        id: Its id of the save.
-        weights: See `_digest`, by name of the weight.
-        are_of_rank: Whether all names may mean other weights on other ranks.
-        process: The rank's process.
-    """
+    """What a rank says of a save; `are_of_rank` is whether all its names may mean other weights on other ranks."""
 
     id: str
     weights: dict[str, _Digest]

@@ -297,12 +297,8 @@ class Weights:
 
     def are_where_bound(self) -> bool:
         """Return whether all weights lie where the engine knows them."""
-        for bound in self.bound.values():
-            address, _ = bound.current_stamp()
-            bound_address, _ = bound.stamp
-            if address != bound_address:
-                return False
-        return True
+        stamps = ((bound.current_stamp(), bound.stamp) for bound in self.bound.values())
+        return all(address == bound_address for (address, _), (bound_address, _) in stamps)
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
         """Return fp32 weights, which updates read as masters; None if a weight does not lie where it is bound."""

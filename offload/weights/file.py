@@ -125,10 +125,7 @@ class WeightsInFile:
             ]
         log.info(
             "%s of weights lie in a file in %s: %d weights, used in %d layers",
-            format_bytes(self.nbytes),
-            os.fspath(path),
-            len(moved),
-            len(modules_of_units),
+            *(format_bytes(self.nbytes), os.fspath(path), len(moved), len(modules_of_units)),
         )
 
     def close(self) -> None:
@@ -182,17 +179,17 @@ class WeightsInFile:
     @_disable_dynamo
     def _before_forward(self, number: int, *of_forward: Any) -> None:
         """Have a unit's weights in memory; a hook before its forward."""
-        self._begin(number)
+        self._bring_unit_into_memory(number)
 
     @_disable_dynamo
     def _after_forward(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Hook one of a layer's outputs: its gradient begins the layer's backward pass, which reads it again."""
         for output in _pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
-                output.register_hook(lambda gradient: self._begin(number))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda gradient: self._bring_unit_into_memory(number))  # type: ignore[no-untyped-call]
                 return
 
-    def _begin(self, number: int) -> None:
+    def _bring_unit_into_memory(self, number: int) -> None:
         """Check that a unit's weights lie in the file, and wait until they are in memory, to be used now."""
         if not self._units or torch.compiler.is_compiling():  # in a copy of the model, or while it is exported
             return

@@ -133,13 +133,10 @@ class WeightsInHostMemory:
         self.window_bytes = own_bytes + sum(sorted(layer_bytes.values())[-2:])
         self._hook(model)
         read_into(model, files, self.file)
+        window = format_bytes(self.window_bytes)
         log.info(
             "%s of weights lie in host memory: %d, in %d layers and the rest, of which %s are on %s at a time",
-            format_bytes(self.nbytes),
-            len(self._places),
-            len(layer_bytes),
-            format_bytes(self.window_bytes),
-            self.device,
+            *(format_bytes(self.nbytes), len(self._places), len(layer_bytes), window, self.device),
         )
 
     def __deepcopy__(self, memo: object) -> WeightsInHostMemory:

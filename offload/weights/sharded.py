@@ -96,7 +96,7 @@ class ShardsInFile:
 
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Wait until a group's shards are in memory, then let FSDP2 gather them; replaces its `unshard`."""
-        if group._all_gather_result is None and group.is_dtensor:
+        if group._all_gather_result is None and group.is_sharded:
             for fsdp_param in group.fsdp_params:
                 name, address = self._places[fsdp_param]
                 data = fsdp_param._sharded_param_data
