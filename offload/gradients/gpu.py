@@ -369,7 +369,7 @@ class GpuGradients(GradientStore):
                 mark = self._add_further(position, address, dtype)
             record.arrivals += 1
         self.bind(position, record.address, dtype, True)
-        self._gathered[position] = dtype
+        self._summed_dtypes[position] = dtype
         return mark
 
     def _add_further(self, position: int, address: int, dtype: DtypeCode) -> Departure:
@@ -601,7 +601,7 @@ class GpuGradients(GradientStore):
         starts = (addresses - begins) // ITEM_BYTES[dtypes]
         numels = sizes // ITEM_BYTES[dtypes]
         # The results overwrite block sums, which are needed no more: a norm has been computed by now.
-        self._gathered[positions] = DtypeCode.NONE
+        self._summed_dtypes[positions] = DtypeCode.NONE
         records = [self.records[position] for position in positions.tolist()]
         first_sums = [record.first_sum_at(start) for record, start in zip(records, starts.tolist(), strict=True)]
         lanes, device = self.lanes, self.lanes.device
@@ -638,7 +638,7 @@ class GpuGradients(GradientStore):
         """Sum the squares of gradients that have changed since, then wait until all block sums are in host memory."""
         tables = self._tables
         numbers = np.array(positions, np.int64)
-        stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
+        stale = numbers[self._summed_dtypes[numbers] == DtypeCode.NONE]
         dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
         if stale.size:  # their memory is the caller's: sum after its work
             device = self.lanes.device

@@ -175,7 +175,7 @@ class PathGradients(GradientStore):
             return
         self._arrivals[position] += 1
         super().bind(position, target, kept_dtype, True)
-        self._gathered[position] = kept_dtype
+        self._summed_dtypes[position] = kept_dtype
         self._incomplete.pop(parameter.name, None)
 
     def announce(self, position: int) -> None:

@@ -105,7 +105,7 @@ class GradientStore:
         self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         # The dtype of the gradient that `_blocks` are the sums of; NONE: there is none.
-        self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._summed_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
     # Memory
 
@@ -157,7 +157,7 @@ class GradientStore:
         self._allocate_slots(self._positions_without_slot(plan))
         self._choose_slots(plan)
         added = len(self._parameters) - first
-        self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
+        self._summed_dtypes = np.concatenate([self._summed_dtypes[:first], np.zeros(added, np.int32)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
         counts = [blocks_numel(parameter.numel) for parameter in self._parameters[first:]]
         self._blocks += self._new_blocks(plan, first, counts)
@@ -282,7 +282,7 @@ class GradientStore:
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
-            self._gathered[position] = DtypeCode.NONE
+            self._summed_dtypes[position] = DtypeCode.NONE
 
     def norm_sq(self, positions: Sequence[int]) -> float:
         """Return the sum of squares of some gradients."""
@@ -348,7 +348,7 @@ class HostGradients(GradientStore):
         numel = self._parameters[position].numel
         copies = target != address
         if numel:
-            self._gathered[position] = DtypeCode.NONE  # in case this is interrupted
+            self._summed_dtypes[position] = DtypeCode.NONE  # in case this is interrupted
             self._fingerprints[position] = self._kernel.gradient_blocks(
                 address,
                 dtype,
@@ -359,7 +359,7 @@ class HostGradients(GradientStore):
             )
         self._tables.gradients[position] = target
         self._tables.gradient_dtypes[position] = target_dtype
-        self._gathered[position] = target_dtype
+        self._summed_dtypes[position] = target_dtype
 
     def _have_current_sums(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each parameter whether its block sums are still those of its gradient.
@@ -368,7 +368,7 @@ class HostGradients(GradientStore):
         arrays, or by `torch.amp.GradScaler.unscale_`.
         """
         tables = self._tables
-        same: npt.NDArray[np.bool_] = self._gathered[positions] == tables.gradient_dtypes[positions]
+        same: npt.NDArray[np.bool_] = self._summed_dtypes[positions] == tables.gradient_dtypes[positions]
         candidates = positions[same]  # fingerprints of the others are not needed
         sizes = self._numels[candidates] * ITEM_BYTES[tables.gradient_dtypes[candidates]]
         fingerprints = self._kernel.fingerprints(tables.gradients[candidates], sizes)

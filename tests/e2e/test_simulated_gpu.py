@@ -96,10 +96,12 @@ def _forget(lanes: GpuLanes, wanted: DeviceLane, when: str) -> None:
 
 PLANTED: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "an update does not wait for the copy to the GPU": lambda parts, _: _forget(
-        parts.lanes, DeviceLane.UPDATE, "run"
+        parts.lanes, DeviceLane.UPDATE, "enqueue_update"
     ),
     "a copy back does not wait for the update": lambda parts, _: _forget(parts.lanes, DeviceLane.D2H, "copy_out"),
-    "the CPU does not wait for its gradients": lambda parts, _: setattr(parts.lanes, "inputs", lambda subgroup: None),
+    "the CPU does not wait for its gradients": lambda parts, _: setattr(
+        parts.lanes, "inputs_mark", lambda subgroup: None
+    ),
     "a weight slot is used again while it is pushed": lambda parts, _: setattr(
         parts.lanes, "await_push", lambda operation: parts.queue.post(operation.op)
     ),
