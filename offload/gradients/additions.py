@@ -27,22 +27,23 @@ from offload import waits
 from offload.device.lanes import GpuLanes
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.errors import OffloadError
+from offload.errors import OffloadError, known
 from offload.kernels import CpuUpdateKernel
 from offload.memory.arenas import Arena
 from offload.plan.budget import PIECE_ALIGNMENT
 from offload.protocols import SECTOR_BYTES, DeviceLane, Mark
 
 BUFFERS = 4
-"""Buffers of the ring: one is added while others are filled."""
+"""Buffers of the ring: the contents of one are added while others are filled."""
 
 MOST_BUFFER_BYTES = 32 << 20
 """Largest size of a buffer: copying it takes about a millisecond, many times longer than the calls for it."""
 
 
 def buffer_bytes(slots_bytes: int) -> int:
-    """Return the size of each of the `BUFFERS` buffers, given that of all slots that are added to; 0 for none."""
-    return min(-(-slots_bytes // (BUFFERS * SECTOR_BYTES)) * SECTOR_BYTES, MOST_BUFFER_BYTES)
+    """Return the size of each of the `BUFFERS` buffers, given the size of all slots that are added to; 0 for none."""
+    sectors = -(-slots_bytes // (BUFFERS * SECTOR_BYTES))
+    return min(sectors * SECTOR_BYTES, MOST_BUFFER_BYTES)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +53,7 @@ class Filling:
     Attributes:
         buffer: Number of the buffer.
         copies: Copies from the device to the buffer.
-        rows: Additions after that: (target, source, elements), by dtype.
+        rows: Additions after that, as the kernel's rows: (target, source, elements), by dtype.
         mark: Mark after the copies; None before they are on their lane.
         sent: Whether it was certainly given to the thread.
         ended: Set when the buffer is free again.
@@ -71,7 +72,7 @@ Sending = list[Filling]
 
 
 class Additions:
-    """The additions of one session; `forget` separates those of two steps.
+    """The additions of one session; `wait_and_clear_error` separates those of two steps.
 
     `send` belongs to one thread at a time, all else is called between backward passes.
 
@@ -85,16 +86,16 @@ class Additions:
         """The buffers; None before they are needed."""
         self._lanes = lanes
         self._kernel = kernel
-        self._size = 0
-        self._next = 0
-        self._ring: list[Filling | None] = [None] * BUFFERS
+        self._buffer_bytes = 0
+        self._next_buffer = 0
+        self._last_fillings: list[Filling | None] = [None] * BUFFERS  # the last use of each buffer
         self._error: BaseException | None = None
         self._work: SimpleQueue[Filling | None] = SimpleQueue()
-        self._thread_lock = threading.Lock()
+        self._thread_lock = threading.Lock()  # acquired for good by the adding thread, so that there is only one
         self._ended = waits.Latch()
 
     def prepare(self, gradients: Sequence[tuple[int, int, int, DtypeCode]], slots_bytes: int) -> Sending:
-        """Assign gradients to buffers, so that `send` can copy and add them.
+        """Assign gradients to buffers, so that `send` can copy and add them; a larger `slots_bytes` replaces buffers.
 
         Args:
             gradients: Rows of (device address, slot's address, elements, dtype).
@@ -102,39 +103,49 @@ class Additions:
         """
         if not any(numel for _, _, numel, _ in gradients):
             return []
-        size = buffer_bytes(slots_bytes)
-        if self.arena is None or self._size < size:
-            if self.arena is not None:
-                self._wait_for_all()
-                # Copies of forgotten gradients may go on, if an interrupt came before their mark.
-                self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
-                self._close_buffers()
-            self._size = size
-            self.arena = self._lanes.arena(BUFFERS * size)
+        self._ensure_buffers(buffer_bytes(slots_bytes))
+        arena = known(self.arena, "additions without buffers")
         sending: Sending = []
         copies: list[tuple[int, int, int]] = []
         rows: dict[DtypeCode, list[tuple[int, int, int]]] = {}
         filled_bytes = 0
         for source, target, numel, dtype in gradients:
-            item, done = int(ITEM_BYTES[dtype]), 0
+            item_bytes = int(ITEM_BYTES[dtype])
+            done = 0
             while done < numel:
-                if filled_bytes == self._size:
-                    sending.append(self._new_filling(copies, rows))
+                if filled_bytes == self._buffer_bytes:
+                    sending.append(self._claim_buffer(copies, rows))
                     copies, rows, filled_bytes = [], {}, 0
-                count = min(numel - done, (self._size - filled_bytes) // item)
-                address = self.arena.address + (self._next * self._size) + filled_bytes
-                copies.append((source + item * done, address, item * count))
-                rows.setdefault(dtype, []).append((target + item * done, address, count))
-                filled_bytes += -(-item * count // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+                count = min(numel - done, (self._buffer_bytes - filled_bytes) // item_bytes)
+                nbytes = item_bytes * count
+                offset = item_bytes * done
+                address = arena.address + self._next_buffer * self._buffer_bytes + filled_bytes
+                copies.append((source + offset, address, nbytes))
+                rows.setdefault(dtype, []).append((target + offset, address, count))
+                filled_bytes += -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
                 done += count
         if copies:
-            sending.append(self._new_filling(copies, rows))
+            sending.append(self._claim_buffer(copies, rows))
         return sending
 
-    def _new_filling(
+    def _ensure_buffers(self, nbytes: int) -> None:
+        """Allocate buffers of at least this size if there are none; smaller ones are freed once nothing uses them."""
+        if self.arena is not None and self._buffer_bytes >= nbytes:
+            return
+        if self.arena is not None:
+            self._wait_for_all()
+            # Copies of forgotten gradients may go on, if an interrupt came before their mark.
+            self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
+            self._free_buffers()
+        self._buffer_bytes = nbytes
+        self.arena = self._lanes.arena(BUFFERS * nbytes)
+
+    def _claim_buffer(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
     ) -> Filling:
-        buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        """Return a use of the ring's next buffer, which may still be in use: `send` waits for that."""
+        buffer = self._next_buffer
+        self._next_buffer = (buffer + 1) % BUFFERS
         return Filling(buffer, as_pieces(copies), rows)
 
     def send(self, sending: Sending) -> None:
@@ -143,20 +154,24 @@ class Additions:
         Raises:
             OffloadError: The device has failed.
         """
-        if not self._thread_lock.locked():  # a second thread returns at once
-            threading.Thread(target=self._run_thread, name="offload-add", daemon=True).start()
+        if not self._thread_lock.locked():  # an interrupt may lead to a second thread, which returns at once
+            threading.Thread(target=self._run_adder, name="offload-add", daemon=True).start()
         for filling in sending:
             if filling.sent:
                 continue
             if filling.mark is None:
-                previous = self._ring[filling.buffer]
-                if previous is not None and previous is not filling and not previous.ended.is_set():
-                    self._wait(previous)
-                self._ring[filling.buffer] = filling
+                self._wait_for_buffer(filling)
+                self._last_fillings[filling.buffer] = filling
                 self._lanes.pieces.to_host(filling.copies, PIECE_ALIGNMENT, DeviceLane.LEAVING)
                 filling.mark = self._lanes.device.mark(DeviceLane.LEAVING, timed=False)
             self._work.put(filling)  # the thread skips a filling that it gets twice
             filling.sent = True
+
+    def _wait_for_buffer(self, filling: Filling) -> None:
+        """Wait until the use of a filling's buffer before this one has ended."""
+        previous = self._last_fillings[filling.buffer]
+        if previous is not None and previous is not filling and not previous.ended.is_set():
+            self._wait(previous)
 
     def finish(self) -> None:
         """Wait until all gradients that were sent have been added.
@@ -169,29 +184,32 @@ class Additions:
             raise self._error
 
     def wait_and_clear_error(self) -> None:
-        """Wait until no gradient is on its way, and forget an error."""
+        """Wait until no gradient is on its way, and forget an error: its gradients are dropped."""
         self._wait_for_all()
-        self._ring = [None] * BUFFERS
+        self._last_fillings = [None] * BUFFERS
         self._error = None
 
     def _wait_for_all(self) -> None:
-        for filling in self._ring:
+        """Wait until all fillings have ended."""
+        for filling in self._last_fillings:
             if filling is not None:
                 if not filling.sent:  # `send` was interrupted: the thread may not have it
                     self._work.put(filling)
                 self._wait(filling)
 
     def _wait(self, filling: Filling) -> None:
+        """Wait until a filling has ended, and log a long wait."""
         waits.wait_for(filling.ended.wait, lambda: "gradients that leave the GPU to be added in host memory")
 
     # On the thread
 
-    def _run_thread(self) -> None:
-        """Add what is sent, filling by filling, until `close`; a second thread returns at once."""
+    def _run_adder(self) -> None:
+        """Add what is sent, until `close`; the thread's function. A second thread returns at once."""
         if not self._thread_lock.acquire(blocking=False):
             return
         try:
-            with contextlib.suppress(OffloadError):  # a device that has failed says so with every mark
+            # If the device has failed, each wait for a mark raises the error again, and `_add` keeps it.
+            with contextlib.suppress(OffloadError):
                 self._lanes.device.prepare_thread()
             while (filling := self._work.get()) is not None:
                 if not filling.ended.is_set():
@@ -214,15 +232,16 @@ class Additions:
 
     # The end
 
-    def _close_buffers(self) -> None:
+    def _free_buffers(self) -> None:
+        """Free the buffers, if there are any."""
         if self.arena is not None:
             self._lanes.free_arena(self.arena)
             self.arena = None
 
     def close(self) -> None:
-        """End the thread and give the buffers back; the device has been closed."""
-        if self._thread_lock.acquire(blocking=False):  # the thread never began, nor will
+        """End the thread and free the buffers; the device has been closed."""
+        if self._thread_lock.acquire(blocking=False):  # no thread has begun, and none can begin from now on
             self._ended.set()
         self._work.put(None)
         self._ended.wait()
-        self._close_buffers()
+        self._free_buffers()

@@ -1,8 +1,8 @@
 """Gradients on a GPU: their norms, and their copies to the device that uses them.
 
-A gradient that the CPU will use is copied to its slot in host memory, in its own dtype: it *leaves* the GPU. One that
-the GPU will use stays where it is. The squares of both are summed on the GPU in the same pass. Gradients of further
-backward passes are added on the GPU if the first one has stayed, and in host memory if it has left (see
+A gradient that the CPU will use is copied to its slot in host memory, in its own dtype: it *departs* from the GPU.
+One that the GPU will use stays where it is. The squares of both are summed on the GPU in the same pass. Gradients of
+further backward passes are added on the GPU if the first one has stayed, and in host memory if it has departed (see
 `additions.py`), so that none is copied twice.
 
 Gradients are collected in a bucket, which is *sent* as a whole: small ones in few copies (see `pieces.py`), with one
@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +32,10 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt, StepRows, Tables
 from offload.errors import ConfigError, InternalError, known
 from offload.gradients.additions import Additions, Sending
-from offload.gradients.store import BLOCK_BYTES, FinalGradient, GradientSlots, GradientStore
+from offload.gradients.store import BLOCK_SUM_BYTES, FinalGradient, GradientSlots, GradientStore, SlotArena
 from offload.kernels import CpuUpdateKernel, blocks_numel
 from offload.kernels.reference import TORCH_DTYPES
-from offload.layout import SEGMENT_ALIGN_NUMEL, Segment, Subgroup
+from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Segment, Subgroup
 from offload.limits import Limits
 from offload.memory.arenas import Arena
 from offload.plan import Plan
@@ -50,10 +51,10 @@ class _GradientState:
     Attributes:
         slot: Its slot in host memory; empty if it has none.
         stays: Whether the GPU updates part of the parameter, and so reads the gradient where it lies.
-        parts: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that lies
-            in one block.
-        on_device: The memory of the same numbers on the device.
-        starts: First element of each of its segments, which may begin anywhere in a block.
+        host_sums: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that
+            lies in one block.
+        device_sums: The memory of the same numbers on the device.
+        segment_starts: First element of each of its segments, which may begin anywhere in a block.
         arrivals: Backward passes that have added to it since the last step.
         address: Where the first one lies on the device; 0 for none.
         mark: Mark after which no lane reads the last one; None before any has arrived.
@@ -63,9 +64,9 @@ class _GradientState:
     numel: int
     slot: torch.Tensor
     stays: bool
-    parts: npt.NDArray[np.uint64]
-    on_device: BlockPlace
-    starts: tuple[int, ...]
+    host_sums: npt.NDArray[np.uint64]
+    device_sums: BlockPlace
+    segment_starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
     dtype: DtypeCode = DtypeCode.NONE
@@ -74,20 +75,41 @@ class _GradientState:
 
     @property
     def blocks(self) -> npt.NDArray[np.float64]:
-        """Block sums."""
-        return self.parts[: blocks_numel(self.numel)].view(np.float64)
+        """The sums of squares of its blocks, in host memory."""
+        return self.host_sums[: blocks_numel(self.numel)].view(np.float64)
 
-    def first_part(self, start: int) -> int:
-        """Return the number of the first part of the segment that begins at element `start`."""
-        return start // NORM_BLOCK_NUMEL + self.starts.index(start)
+    def first_sum_at(self, start: int) -> int:
+        """Return the index in `host_sums` of the first number of the segment that begins at element `start`.
+
+        A block in which segments meet has one number for each of them, so each earlier segment adds one.
+        """
+        return start // NORM_BLOCK_NUMEL + self.segment_starts.index(start)
 
     def reset(self) -> None:
-        """Drop the gradient."""
-        self.arrivals, self.address, self.mark, self.was_added = 0, 0, None, False
+        """Note that no gradient has arrived: the next one is the first."""
+        self.arrivals = self.address = 0
+        self.mark = None
+        self.was_added = False
+
+
+class _Collected(NamedTuple):
+    """A gradient in the bucket: its parameter's position, and where it lies on the device."""
+
+    position: int
+    address: int
+    dtype: DtypeCode
+
+
+class _FetchOfVisit(NamedTuple):
+    """What fetches a visit's gradients: copies, and marks that the visit's run waits for besides."""
+
+    visit: Visit
+    marks: list[Mark]
+    copies: Pieces
 
 
 class Departure:
-    """The mark of a bucket's gradients, on a lane once the bucket is sent; lanes may follow `on_lane()` only."""
+    """The mark of a bucket's gradients, which exists before the bucket is sent; lanes may follow `on_lane()` only."""
 
     def __init__(self, store: GpuGradients) -> None:
         self._store = store
@@ -105,7 +127,7 @@ class Departure:
         return self.lane_mark
 
     def reached(self) -> bool:
-        """Return whether the lane has passed the mark; the bucket is not sent for that."""
+        """Return whether the lane has passed the mark; does not send the bucket."""
         return self.lane_mark is not None and self.lane_mark.reached()
 
     def landed(self) -> bool:
@@ -117,7 +139,7 @@ class Departure:
         self.on_lane().wait()
 
     def time_s(self) -> float:
-        """Raise, as the device's mark does: it is not timed."""
+        """Raise an error, as the device's untimed mark does; part of the protocol `Mark`."""
         return self.on_lane().time_s()
 
 
@@ -128,24 +150,29 @@ class _Bucket:
     Attributes:
         caller: The lane of backward on which they are made.
         departure: Their mark.
-        first: Position, address and dtype of gradients that are the first of their parameters.
-        further: Position, address and dtype of gradients that are added in host memory.
+        first: Gradients that are the first of their parameters.
+        further: Gradients that are added in host memory.
         nbytes: Bytes of all gradients.
         sending: Progress of the further ones; None before their buffers are assigned.
     """
 
     caller: Hashable
     departure: Departure
-    first: list[tuple[int, int, DtypeCode]] = field(default_factory=list)
-    further: list[tuple[int, int, DtypeCode]] = field(default_factory=list)
+    first: list[_Collected] = field(default_factory=list)
+    further: list[_Collected] = field(default_factory=list)
     nbytes: int = 0
     sending: Sending | None = None
+
+    def is_full(self, limits: Limits) -> bool:
+        """Return whether the bucket has to be sent."""
+        count = len(self.first) + len(self.further)
+        return self.nbytes >= limits.bucket_bytes or count >= limits.bucket_count
 
 
 class GpuGradients(GradientStore):
     """Gradients of one session whose weights lie on a GPU.
 
-    `arrived`, `hold` and `leave` belong to the threads of backward.
+    `arrived`, `keep_until_read` and `send_bucket` belong to the threads of backward.
 
     Args:
         slots, tables, kernel, memory: See `GradientStore`.
@@ -182,90 +209,101 @@ class GpuGradients(GradientStore):
         self._regions: list[tuple[Block, Arena]] = []
         self._slots_bytes = 0
         self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._wide: dict[int, torch.Tensor] = {}  # see `_ensure_wide_slot`
-        self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
+        self._wide_slots: dict[int, torch.Tensor] = {}  # by position; see `_ensure_wide_slot`
+        self._unsent_visits: dict[int, _FetchOfVisit] = {}  # by subgroup: fetches of this step that are not enqueued
         self._gap_bytes = 0  # see `PieceCopies.to_host`
-        self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
+        self._visits_sent_early: set[int] = set()  # visits that have not begun, and whose gradients are on their way
         self.final_read: Mark | None = None
 
     # Memory
 
     def used_bytes(self, plan: Plan) -> int:
         """Return the host memory for gradients, wide slots included."""
-        return super().used_bytes(plan) + sum(wide.nbytes for wide in self._wide.values())
+        return super().used_bytes(plan) + sum(wide.nbytes for wide in self._wide_slots.values())
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
+        """Return whether a visit on the CPU reads some of the parameter's gradient."""
         places = plan.layout.places[position]
         return any(plan.needs_gradients(subgroup) for subgroup, _ in places)
 
-    def _free_unused(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
+    def _free_unused(self, unused: Sequence[SlotArena]) -> None:
+        """Free arenas of which no slot is in use, once no lane copies to them any more."""
         if unused:
             self.lanes.wait()
         super()._free_unused(unused)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         """Make records of the parameters from number `first` on, with host and device memory for their block sums."""
-        del self.records[first:]  # of an `adopt` that failed
+        del self.records[first:]  # of a `use_plan` that failed
         layout = plan.layout
-        starts = [
-            tuple(layout.subgroups[s].segments[n].start for s, n in segment_places)
-            for segment_places in layout.places[first:]
-        ]
-        counts = [count + len(segment_places) for count, segment_places in zip(counts, starts, strict=True)]
-        region, device_block = (
-            self._memory.allocate_arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None,
-            Block(),
-        )
-        if region is not None:
-            device_block = self.lanes.allocate_block(region.nbytes)
-            self._regions.append((device_block, region))
-        offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
-        for parameter, count, segment_places in zip(self._parameters[first:], counts, starts, strict=True):
-            host_parts = region.numpy(offset, count, np.uint64) if region is not None else np.zeros(0, np.uint64)
-            self.records.append(
-                _GradientState(
-                    parameter.numel, empty, False, host_parts, BlockPlace(device_block, offset), segment_places
-                )
-            )
-            offset += count * BLOCK_BYTES
+        starts_of_added = [_segment_starts(layout, position) for position in range(first, len(layout.places))]
+        # Each segment may share its first block with the segment before, and then has a number of its own for it.
+        counts = [count + len(starts) for count, starts in zip(counts, starts_of_added, strict=True)]
+        device_block, host_arena = self._allocate_sums(BLOCK_SUM_BYTES * sum(counts))
+        offset = 0
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
+        for parameter, count, starts in zip(self._parameters[first:], counts, starts_of_added, strict=True):
+            no_sums = np.zeros(0, np.uint64)
+            host_sums = no_sums if host_arena is None else host_arena.numpy(offset, count, np.uint64)
+            device_sums = BlockPlace(device_block, offset)
+            self.records.append(_GradientState(parameter.numel, empty, False, host_sums, device_sums, starts))
+            offset += count * BLOCK_SUM_BYTES
+        self._note_slots(plan)
+        return [record.blocks for record in self.records[first:]]
+
+    def _allocate_sums(self, nbytes: int) -> tuple[Block, Arena | None]:
+        """Allocate memory of block sums on the device and in host memory; none if `nbytes` is 0."""
+        if not nbytes:
+            return Block(), None
+        host_arena = self._memory.allocate_arena(nbytes)
+        device_block = self.lanes.allocate_block(host_arena.nbytes)
+        self._regions.append((device_block, host_arena))
+        return device_block, host_arena
+
+    def _note_slots(self, plan: Plan) -> None:
+        """Note in all records which slots a plan gives them, and which gradients stay on the GPU."""
         for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=False):
-            record.slot, record.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
+            record.slot = slot
+            record.stays = any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
         self._slots_bytes = sum(slot.nbytes for slot in self._slots)
         self._slot_addresses, _ = self.slots_at()
         # A gap between slots that is smaller than any slot is padding, which a copy may overwrite.
-        items = (TORCH_DTYPES[self._slot_settings.dtype_of(parameter)].itemsize for parameter in self._parameters)
-        self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
-        return [record.blocks for record in self.records[first:]]
+        item_bytes = (
+            TORCH_DTYPES[self._slot_settings.dtype_of(parameter)].itemsize for parameter in self._parameters
+        )
+        self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(item_bytes, default=0)
 
     def _borrow(self, *, buffers: bool, caller: Hashable = None) -> None:
-        """Allocate device memory for block sums, and for `buffers` of pieces, on the caller's stream, until returned.
+        """Borrow device memory for block sums, with `buffers` also for small pieces, and copy the sums to it.
 
-        The calling thread has the lock. The stream is that of `caller` if it is given, as on the engine thread.
+        The caller holds the lock. Memory is allocated on the stream of `caller`, by default the current one; the
+        engine thread, which has none of the user's streams, gives it.
         """
         lanes = self.lanes
-        away = [(block, host) for block, host in self._regions if not block.address]
-        if not away:
-            return
         device = lanes.device
+        in_host_memory = [(block, host) for block, host in self._regions if not block.address]
+        if not in_host_memory:
+            return
         caller = device.caller() if caller is None else caller
         if buffers:
             lanes.borrow_buffers(caller)
-        addresses = [device.allocate(host.nbytes, caller) for _, host in away]
+        addresses = [device.allocate(host.nbytes, caller) for _, host in in_host_memory]
         lanes.follow_borrowed(caller)
-        device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which copied them to the host
-        for address, (_, host) in zip(addresses, away, strict=True):
+        # Lane `GRADIENTS` has copied the sums to host memory, in `_copy_sums`.
+        device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))
+        for address, (_, host) in zip(addresses, in_host_memory, strict=True):
             lanes.copy(DeviceLane.H2D, address, host.address, host.nbytes)
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
-        for address, (block, _) in zip(addresses, away, strict=True):
-            block.address = address  # last, so that an interrupt leaves all of this to be repeated
+        for address, (block, _) in zip(addresses, in_host_memory, strict=True):
+            block.address = address  # last, so that the next call repeats all of this after an interrupt
 
     def return_borrowed(self) -> None:
-        """Give borrowed device memory back, if there is any; block sums are in host memory until gradients arrive."""
+        """Return borrowed device memory, if there is any; block sums are in host memory until gradients arrive."""
         if not all(block.lasts for block, _ in self._regions):
             self._copy_sums_to_host()
 
     def _copy_sums_to_host(self) -> None:
-        """Send the bucket, copy block sums to host memory on lane `GRADIENTS`, and give borrowed memory back."""
+        """Send the bucket, copy block sums to host memory on lane `GRADIENTS`, and return borrowed memory."""
         lanes = self.lanes
         with self._lock:
             self.send_bucket()
@@ -276,18 +314,19 @@ class GpuGradients(GradientStore):
             lanes.return_borrowed()
 
     def _copy_sums(self) -> None:
-        """Put on lane `GRADIENTS`: copy all block sums that are on the device to host memory."""
+        """Enqueue copies of all block sums that are on the device to host memory, on lane `GRADIENTS`."""
         for block, host in self._regions:
             if block.address:
                 self.lanes.copy(DeviceLane.GRADIENTS, host.address, block.address, host.nbytes)
 
     def bound_at(self) -> GradientsAt:
         """Return where the CPU reads gradients: in their slots if they arrived during backward, else where bound."""
-        tables, has_left = self._tables, [record.mark is not None for record in self.records]
-        return np.where(has_left, self._slot_addresses, tables.gradients), tables.gradient_dtypes.copy()
+        tables = self._tables
+        has_arrived = [record.mark is not None for record in self.records]
+        return np.where(has_arrived, self._slot_addresses, tables.gradients), tables.gradient_dtypes.copy()
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the gradients of some segments that leave the GPU are in their slots."""
+        """Return whether the gradients of some segments, as far as they depart, are in their slots."""
         marks = dict.fromkeys(self.records[segment.parameter].mark for segment in segments)
         return all(mark is None or mark.landed() for mark in marks)
 
@@ -320,33 +359,44 @@ class GpuGradients(GradientStore):
             self._borrow(buffers=True)
             self._check_dtype(record, dtype)
             if self._bucket is not None and record.mark is self._bucket.departure:
-                self.send_bucket()  # the gradient of the pass before
+                self.send_bucket()  # the gradient of the pass before is in it, and has to be read first
             if not record.arrivals:
-                record.mark = self._collect(position, address, dtype, first=True)
-                record.address, record.dtype = address, dtype
-            else:
-                mark = self._accumulate(record, address) if record.stays else None
-                if mark is None or record.slot.numel():
-                    mark = self._collect(position, address, dtype, first=False)
-                    record.was_added = True
+                mark = self._collect(position, address, dtype, first=True)
                 record.mark = mark
+                record.address = address
+                record.dtype = dtype
+            else:
+                mark = self._add_further(position, address, dtype)
             record.arrivals += 1
-            mark = record.mark
         self.bind(position, record.address, dtype, True)
-        self._gathered[position] = dtype
+        self._summed_dtypes[position] = dtype
+        return mark
+
+    def _add_further(self, position: int, address: int, dtype: DtypeCode) -> Departure:
+        """Add the gradient of a further pass on the GPU, or have it added in host memory, or both."""
+        record = self.records[position]
+        mark = self._accumulate(record, address) if record.stays else None
+        if mark is None or record.slot.numel():
+            mark = self._collect(position, address, dtype, first=False)
+            record.was_added = True
+        record.mark = mark
         return mark
 
     def _collect(self, position: int, address: int, dtype: DtypeCode, *, first: bool) -> Departure:
-        """Put a gradient into the bucket, to be copied to its slot or added there; send a bucket that is full."""
+        """Put a gradient into the bucket, to be copied to its slot or added there; send the bucket if it is full.
+
+        A bucket has gradients of one stream only, as it is sent behind one mark on that stream.
+        """
         caller = self.lanes.device.caller()
         if self._bucket is not None and self._bucket.caller != caller:
             self.send_bucket()
         if self._bucket is None:
             self._bucket = _Bucket(caller, Departure(self))
-        bucket, most = self._bucket, self._limits
-        (bucket.first if first else bucket.further).append((position, address, dtype))
+        bucket = self._bucket
+        collected = bucket.first if first else bucket.further
+        collected.append(_Collected(position, address, dtype))
         bucket.nbytes += self.records[position].numel * int(ITEM_BYTES[dtype])
-        if bucket.nbytes >= most.bucket_bytes or len(bucket.first) + len(bucket.further) >= most.bucket_count:
+        if bucket.is_full(self._limits):
             self.send_bucket()
         return bucket.departure
 
@@ -354,8 +404,10 @@ class GpuGradients(GradientStore):
         """Add the gradient of a further pass to the first one, on the GPU."""
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-        source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
-        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.on_device.address, *target)
+        source = address, record.dtype, record.numel
+        target_that_is_added_to = record.address, record.dtype, True
+        sums_address = record.device_sums.address
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, sums_address, *target_that_is_added_to)
         departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
@@ -366,7 +418,8 @@ class GpuGradients(GradientStore):
         After an interrupt the next call sends all of it again; no gradient is added twice.
         """
         with self._lock:
-            bucket, device = self._bucket, self.lanes.device
+            bucket = self._bucket
+            device = self.lanes.device
             if bucket is None:
                 return
             mark = device.mark_caller(bucket.caller)
@@ -376,14 +429,15 @@ class GpuGradients(GradientStore):
                 if (record := self.records[position]).slot.numel()
             ]
             count = len(copies) + len(bucket.further)
+            # A single copy uses no kernel, so lane `PIECES` need not follow for it.
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[:count]:
                 device.follow(lane, mark)
             if copies:
                 self.lanes.pieces.to_host(as_pieces(copies), self._gap_bytes, DeviceLane.LEAVING)
             device.follow(DeviceLane.GRADIENTS, mark)
-            self._sum(bucket.first)
+            self._sum_squares(bucket.first)
             if bucket.further:
-                self._send(bucket)
+                self._begin_additions(bucket)
             if count:  # after the sums, so that these do not wait for their own copies
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
             bucket.departure.sending = bucket.sending or []
@@ -391,21 +445,24 @@ class GpuGradients(GradientStore):
             self._bucket = None
             self.lanes.wake(bucket.departure.lane_mark)
 
-    def _sum(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
-        """Sum the squares of gradients, block by block; rows of (position, address, dtype)."""
+    def _sum_squares(self, gradients: Sequence[_Collected]) -> None:
+        """Enqueue kernels that sum the squares of gradients, block by block: one for each dtype."""
         device = self.lanes.device
         if len(gradients) == 1:
             position, address, dtype = gradients[0]
             record = self.records[position]
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.on_device.address)
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_sums.address)
             return
-        for dtype in sorted({dtype for _, _, dtype in gradients}):
-            pairs = [(self.records[n], address) for n, address, code in gradients if code is dtype]
-            rows = [(address, record.numel, record.on_device.address) for record, address in pairs]
+        for dtype in sorted({each.dtype for each in gradients}):
+            pairs = [(self.records[each.position], each.address) for each in gradients if each.dtype is dtype]
+            rows = [(address, record.numel, record.device_sums.address) for record, address in pairs]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
-    def _send(self, bucket: _Bucket) -> None:
-        """Send the further gradients in a bucket to be added in host memory."""
+    def _begin_additions(self, bucket: _Bucket) -> None:
+        """Send the further gradients in a bucket to be added in host memory.
+
+        The bucket keeps its `Sending`, which after an interrupt goes on where it was.
+        """
         if bucket.sending is None:
             rows = [
                 (address, record.slot.data_ptr(), record.numel, dtype)
@@ -417,16 +474,19 @@ class GpuGradients(GradientStore):
 
     def _check_dtype(self, record: _GradientState, dtype: DtypeCode) -> None:
         """Raise `ConfigError` if a gradient's dtype is not that of its slot, or of the passes before."""
-        item = int(ITEM_BYTES[dtype])
-        if (record.slot.numel() and item != record.slot.element_size()) or (
-            record.arrivals and dtype is not record.dtype
-        ):
+        has_slot = record.slot.numel() > 0
+        is_unlike_slot = has_slot and int(ITEM_BYTES[dtype]) != record.slot.element_size()
+        is_unlike_earlier = record.arrivals > 0 and dtype is not record.dtype
+        if is_unlike_slot or is_unlike_earlier:
             raise ConfigError(
                 "gradient dtype", dtype.name.lower(), "use that of the weights, or gradient_dtype float32, throughout"
             )
 
     def keep_until_read(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
-        """Keep a gradient that the caller drops until lanes have read it; free older ones if too many are held."""
+        """Keep a gradient that the caller drops until lanes have read it; drop older ones if too much is kept.
+
+        `elsewhere` is set on threads other than backward's: see `drop_oldest_when_read`.
+        """
         self._drop_read()
         self.in_transit.append((mark, gradient))
         self._in_transit_bytes += gradient.nbytes
@@ -434,7 +494,11 @@ class GpuGradients(GradientStore):
             self.drop_oldest_when_read(elsewhere=elsewhere)
 
     def drop_oldest_when_read(self, *, elsewhere: bool = False) -> None:
-        """Drop the oldest gradient in transit; the caller's stream waits for lanes, or if `elsewhere` this thread."""
+        """Drop the oldest gradient in transit once lanes have read it.
+
+        The caller's stream waits for the lanes; with `elsewhere` the calling thread does, as its current stream is
+        not the one that uses the memory next.
+        """
         mark, gradient = self.in_transit[0]
         if elsewhere:
             mark.wait()
@@ -445,11 +509,14 @@ class GpuGradients(GradientStore):
         self._drop_oldest()  # last: after an interrupt before this line, the gradient is still held
 
     def _drop_read(self) -> None:
+        """Drop the gradients in transit that lanes have read."""
         while self.in_transit and self.in_transit[0][0].reached():
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self._in_transit_bytes -= self.in_transit.popleft()[1].nbytes
+        """Drop the oldest gradient in transit, which no lane reads any more."""
+        _, gradient = self.in_transit.popleft()
+        self._in_transit_bytes -= gradient.nbytes
         if not self.in_transit:  # in case an interrupt has come between popping and subtracting
             self._in_transit_bytes = 0
 
@@ -466,9 +533,10 @@ class GpuGradients(GradientStore):
         """Do nothing: `fetch_final` copies gradients to their slots, which the rows name already."""
 
     def fetch_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup, masters: Pieces) -> None:
-        """Copy an admitted subgroup's final gradients to their slots, and fp32 weights; make its run wait for that.
+        """Enqueue copies of an admitted subgroup's final gradients, and fp32 weights, to host memory.
 
-        The caller may write to them meanwhile: by fingerprints, the step notices that the update has read others.
+        The subgroup's run waits for them. The caller may write to the gradients meanwhile: the step compares
+        fingerprints, and so notices that the update has read other gradients.
         """
         if len(masters):
             self.lanes.order_after_sent(subgroup.index)
@@ -478,16 +546,18 @@ class GpuGradients(GradientStore):
                 gradient, mark = final[segment.parameter]
                 for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                     self.lanes.device.follow(lane, known(mark, "a gradient on a device has no mark"))
-                start, nbytes = (numel * gradient.itemsize for numel in (segment.start, segment.numel))
-                target = self._slots[segment.parameter].data_ptr()
-                copies.append((gradient.data_ptr() + start, target + start, nbytes))
+                offset = segment.start * gradient.itemsize
+                slot = self._slots[segment.parameter]
+                nbytes = segment.numel * gradient.itemsize
+                copies.append((gradient.data_ptr() + offset, slot.data_ptr() + offset, nbytes))
         if copies:
             self.lanes.fetch_gradients(Visit(subgroup.index), (), as_pieces(copies), self._gap_bytes)
             self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
         """Wait until no lane reads the gradients of `fetch_final`, which the caller then drops."""
-        mark, self.final_read = self.final_read, None
+        mark = self.final_read
+        self.final_read = None
         if mark is not None:
             mark.wait()
 
@@ -499,51 +569,58 @@ class GpuGradients(GradientStore):
         *,
         masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints; those of masters, and of gradients that have not left, are made on the device."""
-        stay = np.array([masters or self.records[position].mark is None for position in positions.tolist()], bool)
-        fingerprints = super().fingerprints(positions, addresses, np.where(stay, np.uint64(0), sizes))
-        chosen = np.flatnonzero(stay & (sizes > 0))
+        """Return fingerprints; those of masters, and of gradients that did not arrive, are made on the device."""
+        records = [self.records[position] for position in positions.tolist()]
+        on_device = np.array([masters or record.mark is None for record in records], bool)
+        fingerprints = super().fingerprints(positions, addresses, np.where(on_device, np.uint64(0), sizes))
+        chosen = np.flatnonzero(on_device & (sizes > 0))
         if not chosen.size:
             return fingerprints
         positions = positions[chosen]
         if masters:
-            at, dtypes = self._tables.weights[positions], np.full(chosen.size, DtypeCode.FLOAT32, np.int32)
+            begins = self._tables.weights[positions]
+            dtypes = np.full(chosen.size, DtypeCode.FLOAT32, np.int32)
         else:
-            at, dtypes = self._tables.gradients[positions], self._tables.gradient_dtypes[positions]
-        fingerprints[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
+            begins = self._tables.gradients[positions]
+            dtypes = self._tables.gradient_dtypes[positions]
+        fingerprints[chosen] = self._device_fingerprints(positions, addresses[chosen], sizes[chosen], begins, dtypes)
         return fingerprints
 
-    def _fingerprints(
+    def _device_fingerprints(
         self,
         positions: npt.NDArray[np.uint64],
         addresses: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
-        at: npt.NDArray[np.uint64],
+        begins: npt.NDArray[np.uint64],
         dtypes: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints of pieces of tensors on the device, which begin at `at`, one for each parameter."""
-        starts = (addresses - at) // ITEM_BYTES[dtypes]
+        """Return fingerprints of pieces of tensors on the device, one for each parameter; waits for the device.
+
+        Each tensor begins at its address in `begins`. The results overwrite the parameters' block sums.
+        """
+        starts = (addresses - begins) // ITEM_BYTES[dtypes]
         numels = sizes // ITEM_BYTES[dtypes]
-        # Their memory is that of the block sums, which are needed no more: a norm has been computed by now.
-        self._gathered[positions] = DtypeCode.NONE
+        # The results overwrite block sums, which are needed no more: a norm has been computed by now.
+        self._summed_dtypes[positions] = DtypeCode.NONE
         records = [self.records[position] for position in positions.tolist()]
-        first = [record.first_part(start) for record, start in zip(records, starts.tolist(), strict=True)]
+        first_sums = [record.first_sum_at(start) for record, start in zip(records, starts.tolist(), strict=True)]
         lanes, device = self.lanes, self.lanes.device
         with self._lock:
             self._borrow(buffers=False, caller=lanes.caller)
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
                 device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
-            device_parts = [
-                record.on_device.address + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
+            targets = [
+                record.device_sums.address + number * BLOCK_SUM_BYTES
+                for record, number in zip(records, first_sums, strict=True)
             ]
-            rows = np.stack([addresses, numels, np.array(device_parts, np.uint64)], axis=1)
+            rows = np.stack([addresses, numels, np.array(targets, np.uint64)], axis=1)
             for dtype in np.unique(dtypes).tolist():
                 device.fingerprint_gradients(DeviceLane.GRADIENTS, DtypeCode(dtype), rows[dtypes == dtype])
             self._copy_sums()
             device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         fingerprints = [
-            record.parts[start : start + blocks_numel(numel)].sum(dtype=np.uint64)
-            for record, start, numel in zip(records, first, numels.tolist(), strict=True)
+            record.host_sums[start : start + blocks_numel(numel)].sum(dtype=np.uint64)
+            for record, start, numel in zip(records, first_sums, numels.tolist(), strict=True)
         ]
         return np.array(fingerprints, np.uint64)
 
@@ -558,16 +635,18 @@ class GpuGradients(GradientStore):
             record.reset()
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Sum the squares of gradients that have changed since, then bring all block sums to host memory."""
-        tables, numbers = self._tables, np.array(positions, np.int64)
-        stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
+        """Sum the squares of gradients that have changed since, then wait until all block sums are in host memory."""
+        tables = self._tables
+        numbers = np.array(positions, np.int64)
+        stale = numbers[self._summed_dtypes[numbers] == DtypeCode.NONE]
         dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
         if stale.size:  # their memory is the caller's: sum after its work
             device = self.lanes.device
             with self._lock:
                 self._borrow(buffers=False)
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-                self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
+                addresses = tables.gradients[stale].tolist()
+                self._sum_squares([*map(_Collected, stale.tolist(), addresses, dtypes)])
         self.settle()
         return numbers
 
@@ -577,34 +656,42 @@ class GpuGradients(GradientStore):
         self.additions.finish()
 
     def settle(self) -> None:
-        """Finish all additions, and copy all block sums to host memory."""
+        """Wait until all additions are finished, and all block sums are up to date in host memory."""
         self.finish()
         self._copy_sums_to_host()
         self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
-        for record in self.records:  # what was added in host memory is not in sums that were made on the device
+        for record in self.records:
+            # The device has summed the first gradient alone; the slot has the sum of all passes.
             if record.was_added and not record.stays:
-                address, blocks = record.slot.data_ptr(), record.blocks.ctypes.data
-                self._kernel.gradient_blocks(address, record.dtype, record.numel, blocks)
+                slot_address = record.slot.data_ptr()
+                sums_address = record.blocks.ctypes.data
+                self._kernel.gradient_blocks(slot_address, record.dtype, record.numel, sums_address)
 
     def forget(self) -> None:
-        """Drop all gradients: the next one of each parameter is its first."""
+        """Drop all gradients: the next one of each parameter is its first. Waits for additions under way."""
         device = self.lanes.device
         for _, gradient in self.in_transit:
             device.record_use(gradient)
         # The caller may use their memory again once lane `GRADIENTS` has passed.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
-        with self._lock:
-            if self._bucket is not None:  # no lane has begun to read its gradients
-                self._bucket.departure.lane_mark, self._bucket = mark, None
+        self._drop_bucket(mark)
         self.additions.wait_and_clear_error()
         for record in self.records:
             record.reset()
-        self._drop_all()
+        self._clear_in_transit()
         self.return_borrowed()
 
-    def _drop_all(self) -> None:
+    def _drop_bucket(self, mark: Mark) -> None:
+        """Drop the bucket unsent, if there is one; whoever follows its departure then follows `mark`."""
+        with self._lock:
+            if self._bucket is not None:  # no lane has begun to read its gradients
+                self._bucket.departure.lane_mark = mark
+                self._bucket = None
+
+    def _clear_in_transit(self) -> None:
+        """Drop all gradients in transit, whether lanes have read them or not."""
         self.in_transit.clear()
         self._in_transit_bytes = 0
 
@@ -616,74 +703,91 @@ class GpuGradients(GradientStore):
         Returns:
             Whether `used_bytes` has grown, by wide slots.
         """
-        tables, wide = self._tables, len(self._wide)
+        wide_slots_before = len(self._wide_slots)
         self.lanes.forget_inputs()
-        self._to_bring.clear()
-        self._ahead.clear()
-        rows = tables.begun
+        self._unsent_visits.clear()
+        self._visits_sent_early.clear()
         for visit in visits:
-            copies: list[tuple[int, int, int]] = []
-            marks: list[Mark] = []
-            for segment in plan.layout.subgroups[visit.subgroup].segments:
-                position = segment.parameter
-                if not rows.flags[position] or not segment.numel:
-                    continue
-                mark, slot = self.records[position].mark, self._slots[position]
-                if mark is not None and (visit.gpu or slot.numel()):  # it arrived during backward
-                    marks.append(mark.on_lane())
-                elif not visit.gpu:
-                    if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step
-                        for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
-                            self.lanes.device.follow(lane, mark.on_lane())
-                    item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
-                    if not slot.numel() or item > slot.element_size():
-                        slot = self._ensure_wide_slot(position)
-                    rows.gradients[position] = target = slot.data_ptr()
-                    start, nbytes = segment.start * item, segment.numel * item
-                    source = int(tables.gradients[position]) + start
-                    copies.append((source, target + start, nbytes))
-            self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
+            self._unsent_visits[visit.subgroup] = self._fetch_of(plan, visit)
         self._fetch_next()
-        return len(self._wide) > wide
+        return len(self._wide_slots) > wide_slots_before
+
+    def _fetch_of(self, plan: Plan, visit: Visit) -> _FetchOfVisit:
+        """Return what fetches the gradients of a visit; name in the step's rows where the CPU reads copied ones."""
+        rows = self._tables.begun
+        copies: list[tuple[int, int, int]] = []
+        marks: list[Mark] = []
+        for segment in plan.layout.subgroups[visit.subgroup].segments:
+            position = segment.parameter
+            if not rows.flags[position] or not segment.numel:
+                continue
+            mark = self.records[position].mark
+            departed = mark is not None and self._slots[position].numel()
+            if mark is not None and (visit.gpu or departed):
+                marks.append(mark.on_lane())
+            elif not visit.gpu:
+                if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step
+                    for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
+                        self.lanes.device.follow(lane, mark.on_lane())
+                copies.append(self._copy_of(segment, rows))
+        return _FetchOfVisit(visit, list(dict.fromkeys(marks)), as_pieces(copies))
+
+    def _copy_of(self, segment: Segment, rows: StepRows) -> tuple[int, int, int]:
+        """Name a slot for a segment's gradient in `rows`; return the copy to it: (source, target, bytes)."""
+        position = segment.parameter
+        item_bytes = TORCH_DTYPES[DtypeCode(self._tables.gradient_dtypes[position])].itemsize
+        slot = self._slots[position]
+        if not slot.numel() or item_bytes > slot.element_size():
+            slot = self._ensure_wide_slot(position)
+        rows.gradients[position] = slot.data_ptr()
+        offset = segment.start * item_bytes
+        source = int(self._tables.gradients[position]) + offset
+        return source, slot.data_ptr() + offset, segment.numel * item_bytes
 
     def fetch_for_visit(self, subgroup: int) -> None:
-        """Copy the gradients of a visit that begins, and of the next visits; make each run wait for its own.
+        """Enqueue copies of the gradients of a visit that begins, and of the next visits; each run waits for its own.
 
-        They are not all copied when the step begins: no update starts while copies are enqueued, and other copies
-        from the GPU would wait for all of them.
+        The step does not copy all gradients when it begins: no update starts while copies are enqueued, and other
+        copies from the GPU would wait for all of them.
         """
-        if subgroup in self._to_bring:
-            self.lanes.fetch_gradients(*self._to_bring.pop(subgroup), self._gap_bytes)
-        self._ahead.discard(subgroup)
+        if subgroup in self._unsent_visits:
+            self.lanes.fetch_gradients(*self._unsent_visits.pop(subgroup), self._gap_bytes)
+        self._visits_sent_early.discard(subgroup)
         self._fetch_next()
 
     def coming(self, subgroup: int) -> None:
-        """Copy the gradients of a visit whose state is being fetched: the visit runs as soon as that is there."""
-        if subgroup in self._to_bring:
-            self._fetch_early(subgroup)
+        """Enqueue copies of a visit's gradients while its state is fetched, as it runs once the state is there."""
+        if subgroup in self._unsent_visits:
+            self._fetch_before_visit(subgroup)
 
-    def _fetch_early(self, subgroup: int) -> None:
-        visit, marks, copies = self._to_bring.pop(subgroup)
-        self.lanes.fetch_gradients(visit, marks, copies, self._gap_bytes)
-        if len(copies):
-            self._ahead.add(subgroup)
+    def _fetch_before_visit(self, subgroup: int) -> None:
+        """Enqueue copies of the gradients of a visit that has not begun."""
+        fetch = self._unsent_visits.pop(subgroup)
+        self.lanes.fetch_gradients(*fetch, self._gap_bytes)
+        if len(fetch.copies):
+            self._visits_sent_early.add(subgroup)
 
     def _fetch_next(self) -> None:
-        """Start copies until those of `FETCHED_AHEAD` visits that have not begun are started."""
-        while self._to_bring and len(self._ahead) < FETCHED_AHEAD:
-            self._fetch_early(next(iter(self._to_bring)))
+        """Enqueue copies of coming visits' gradients, until those of `FETCHED_AHEAD` visits are on their way."""
+        while self._unsent_visits and len(self._visits_sent_early) < FETCHED_AHEAD:
+            self._fetch_before_visit(next(iter(self._unsent_visits)))
 
     def _ensure_wide_slot(self, position: int) -> torch.Tensor:
         """Return a parameter's wide slot: for the fp32 gradient of a 16-bit weight, or for one without a slot."""
-        if position not in self._wide:
+        if position not in self._wide_slots:
             numel = self.records[position].numel
-            self._wide[position] = self._memory.allocate_arena(4 * numel).tensor(0, numel, torch.float32)
-        return self._wide[position]
+            self._wide_slots[position] = self._memory.allocate_arena(4 * numel).tensor(0, numel, torch.float32)
+        return self._wide_slots[position]
 
     def close(self) -> None:
         """Free all slots and buffers, those of additions, too; the device has been closed."""
         self._bucket = None
-        self._drop_all()
+        self._clear_in_transit()
         self.additions.close()
-        self._wide.clear()
+        self._wide_slots.clear()
         super().close()
+
+
+def _segment_starts(layout: Layout, position: int) -> tuple[int, ...]:
+    """Return the first element of each of a parameter's segments."""
+    return tuple(layout.subgroups[subgroup].segments[number].start for subgroup, number in layout.places[position])

@@ -2,7 +2,7 @@
 
 Each gradient is copied to the buffers of its subgroups as it arrives, or added there to those of earlier passes, and
 the squares for its norm are summed in the same pass. `offload.schedule.scratch` decides which subgroups have buffers,
-and what is written to the paths and read back; here a buffer is asked for (`Filler`), and written to until the next.
+and what is written to the paths and read back; here a buffer is requested (`Filler`), and filled until the next one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt
 from offload.engine.views import tensor_at
 from offload.errors import ConfigError
-from offload.gradients.store import BLOCK_BYTES, GradientStore
+from offload.gradients.store import BLOCK_SUM_BYTES, GradientStore
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import Layout, Segment
 from offload.memory.arenas import Arena
@@ -50,6 +50,13 @@ class Filler(Protocol):
         """Forget all gradients in buffers and on paths, then call `dropped`; an interrupt never comes in between."""
 
 
+class _Filling(NamedTuple):
+    """A subgroup, and the address of its buffer."""
+
+    subgroup: int
+    address: int
+
+
 class PathGradients(GradientStore):
     """The gradients of one session with `gradient_memory`; see the module.
 
@@ -66,8 +73,8 @@ class PathGradients(GradientStore):
         # The segments of each parameter, with their subgroups; the last first.
         self._segments: list[list[tuple[int, Segment]]] = []
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._filling: tuple[int, int] | None = None  # a subgroup, and the address of its buffer
-        self._incomplete: dict[str, None] = {}  # parameters whose gradients are being copied, or were interrupted so
+        self._filling: _Filling | None = None  # the buffer that gradients are written to now
+        self._incomplete: dict[str, None] = {}  # parameters whose gradients are being copied; also after an interrupt
         self._announced: set[str] = set()  # those of them whose copy has not begun
         self._drops = 0  # how often all gradients have been forgotten
         self._buffers: Arena | None = None
@@ -82,7 +89,7 @@ class PathGradients(GradientStore):
         return plan.with_buffer_bytes(self._lanes.bounces).budgets.gradient_bytes
 
     def use_plan(self, plan: Plan, before: Layout) -> None:
-        """Take over a plan; a larger arena of buffers replaces the old one, with the same content."""
+        """Note a new plan's segments; a larger arena of buffers replaces the old one, with the same content."""
         super().use_plan(plan, before)
         subgroups = plan.layout.subgroups
         self._segments = [
@@ -91,21 +98,28 @@ class PathGradients(GradientStore):
         ]
         added = len(self._segments) - len(self._arrivals)
         self._arrivals = np.concatenate([self._arrivals[: len(self._segments)], np.zeros(max(added, 0), np.int64)])
-        old, nbytes = self._buffers, self.used_bytes(plan)
-        if nbytes > (old.nbytes if old is not None else 0):
-            self._buffers = self._memory.allocate_arena(nbytes)
-            if old is not None:
-                size, count = self._buffer_bytes, old.nbytes // self._buffer_bytes - self._lanes.bounces
-                for number in range(count):
-                    target = self._buffers.address + number * plan.gradient_buffer_bytes
-                    ctypes.memmove(target, old.address + number * size, size)
-                self._memory.free_arena(old)
-            self._buffer_bytes = plan.gradient_buffer_bytes
-            self._filling = None
-            self._bounce_address = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
-            self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
+        old_bytes = self._buffers.nbytes if self._buffers is not None else 0
+        if self.used_bytes(plan) > old_bytes:
+            self._enlarge_buffers(plan)
+
+    def _enlarge_buffers(self, plan: Plan) -> None:
+        """Allocate a larger arena of buffers, copy what is in the old ones, and free those."""
+        old = self._buffers
+        self._buffers = self._memory.allocate_arena(self.used_bytes(plan))
+        if old is not None:
+            old_size = self._buffer_bytes
+            count = old.nbytes // old_size - self._lanes.bounces  # a bounce buffer has nothing to keep
+            for number in range(count):
+                target = self._buffers.address + number * plan.gradient_buffer_bytes
+                ctypes.memmove(target, old.address + number * old_size, old_size)
+            self._memory.free_arena(old)
+        self._buffer_bytes = plan.gradient_buffer_bytes
+        self._filling = None
+        self._bounce_address = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
+        self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        """Return new memory for block sums of parameters."""
         return [np.zeros(count, np.float64) for count in counts]
 
     # During backward
@@ -128,25 +142,31 @@ class PathGradients(GradientStore):
             self._copy_or_add(position, address, dtype)
 
     def _copy_or_add(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Copy or add a gradient to its buffers, segment by segment; a signal handler may drop all in between."""
+        """Copy or add a gradient to its buffers, segment by segment.
+
+        A signal handler may drop all gradients in between; then the rest of this one is dropped, too.
+        """
         parameter = self._parameters[position]
         if parameter.name not in self._announced:
             self.announce(position)
         self._announced.discard(parameter.name)
         kept_dtype = self._slot_settings.dtype_of(parameter)
-        item = int(ITEM_BYTES[kept_dtype])
-        if dtype is not kept_dtype and (kept_dtype is not DtypeCode.FLOAT32 or self._lanes.bounces):
-            allowed = 'let autograd make it in the dtype of its weight, or set gradient_dtype="float32"'
-            raise ConfigError(f"gradient of {parameter.name}", TORCH_DTYPES[dtype], allowed)
-        wide = None
+        item_bytes = int(ITEM_BYTES[kept_dtype])
+        can_widen = kept_dtype is DtypeCode.FLOAT32 and not self._lanes.bounces  # not from a device
+        if dtype is not kept_dtype and not can_widen:
+            advice = 'let autograd make it in the dtype of its weight, or set gradient_dtype="float32"'
+            raise ConfigError(f"gradient of {parameter.name}", TORCH_DTYPES[dtype], advice)
+        widened = None  # keeps the memory of a widened copy until the end
         if dtype is not kept_dtype:
-            wide = tensor_at(address, parameter.numel, TORCH_DTYPES[dtype]).to(torch.float32)
-            address = wide.data_ptr()
-        is_first, target, drops = not self._arrivals[position], 1, self._drops
+            widened = tensor_at(address, parameter.numel, TORCH_DTYPES[dtype]).to(torch.float32)
+            address = widened.data_ptr()
+        is_first = not self._arrivals[position]
+        drops = self._drops
+        target = 1  # of a parameter without segments: any address that is not 0
         for subgroup, segment in self._segments[position]:  # from the last one, as backward goes
-            target = self._address_to_fill(subgroup) + segment.offset * item
+            target = self._address_to_fill(subgroup) + segment.offset * item_bytes
             source = self._lanes.copy_gradient_to_host(
-                address + segment.start * item, segment.numel * item, self._bounce_address
+                address + segment.start * item_bytes, segment.numel * item_bytes, self._bounce_address
             )
             if self._drops != drops:  # a signal handler has called `forget`
                 return
@@ -155,11 +175,11 @@ class PathGradients(GradientStore):
             return
         self._arrivals[position] += 1
         super().bind(position, target, kept_dtype, True)
-        self._gathered[position] = kept_dtype
+        self._summed_dtypes[position] = kept_dtype
         self._incomplete.pop(parameter.name, None)
 
     def announce(self, position: int) -> None:
-        """Note that a gradient is about to arrive: an interrupt from now on leaves an incomplete pass.
+        """Note that a gradient is about to arrive: after an interrupt from now on, the pass counts as incomplete.
 
         Raises:
             ConfigError: A pass was interrupted before.
@@ -171,7 +191,7 @@ class PathGradients(GradientStore):
         self._announced.add(name)
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """Raise `ConfigError`: gradients have to arrive here, and cannot be bound where they lie."""
+        """Raise `ConfigError`: gradients must arrive during backward here, and cannot be bound where they lie."""
         combinations.GRADIENTS_BOUND.refuse(f"gradient of {self._parameters[position].name}", "bound where it lies")
 
     def slot(self, position: int) -> torch.Tensor:
@@ -179,48 +199,59 @@ class PathGradients(GradientStore):
         combinations.GRADIENTS_READ.refuse("gradient_memory", "below that of all gradients")
 
     def _address_to_fill(self, subgroup: int) -> int:
-        if self._filling is None or self._filling[0] != subgroup:
-            self._filling = None
-            self._filling = subgroup, self._memory.buffer_address("gradients", self._filler.borrow_buffer(subgroup))
-        return self._filling[1]
+        """Return the address of a subgroup's buffer; request it, and wait for it, if another one was being filled."""
+        if self._filling is None or self._filling.subgroup != subgroup:
+            self._filling = None  # the request releases the last buffer, even if it then fails
+            buffer = self._filler.borrow_buffer(subgroup)
+            self._filling = _Filling(subgroup, self._memory.buffer_address("gradients", buffer))
+        return self._filling.address
 
     def _store_segment(
         self, position: int, segment: Segment, source: int, target: int, dtype: DtypeCode, *, is_first: bool
     ) -> None:
         """Copy or add a segment's part of a gradient to its buffer, and sum the squares of the result by blocks.
 
-        A block that lies in several segments is summed with the one that is stored last, which has its beginning: the
-        parts that were stored before are kept in `_block_at_edge`.
+        A block that lies in several segments is summed with its first segment, which is stored last: segments are
+        stored from the last one on. Parts of the block in later segments are kept in `_block_at_edge` until then.
         """
-        item, block, edge = int(ITEM_BYTES[dtype]), NORM_BLOCK_NUMEL, self._block_at_edge.ctypes.data
-        start, end, numel = segment.start, segment.start + segment.numel, self._parameters[position].numel
-        blocks = int(self._blocks_at[position])
-        # From `first` to `last` are whole blocks; before is the end of a block that begins in the segment before,
-        # after it the beginning of one that ends in the next segment.
-        first = min(end, -(-start // block) * block)
-        last = max(first, end if end == numel else end // block * block)
+        item_bytes = int(ITEM_BYTES[dtype])
+        edge = self._block_at_edge.ctypes.data
+        start = segment.start
+        end = segment.start + segment.numel
+        numel = self._parameters[position].numel
+        # Whole blocks lie from `first` to `last`. Before `first` is the end of a block that begins in the segment
+        # before; after `last` is the beginning of a block that ends in the next segment.
+        first = min(end, -(-start // NORM_BLOCK_NUMEL) * NORM_BLOCK_NUMEL)
+        last = max(first, end if end == numel else end // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL)
         if is_first:
+            # Whole blocks are copied by the kernel that sums them.
             for begin, stop in ((start, first), (last, end)):
-                at = (begin - start) * item
-                ctypes.memmove(target + at, source + at, (stop - begin) * item)
+                offset = (begin - start) * item_bytes
+                ctypes.memmove(target + offset, source + offset, (stop - begin) * item_bytes)
         else:
             self._kernel.add(np.array([(target, source, segment.numel)], np.uint64), dtype)
         if last > first:
-            at, sums = (first - start) * item, blocks + BLOCK_BYTES * (first // block)
-            copy = (target + at, dtype) if is_first else ()
-            self._kernel.gradient_blocks((source if is_first else target) + at, dtype, last - first, sums, *copy)
-        # The end of the block, in the next segment, was kept before: segments are stored from the last one on.
-        if end > last:
-            ctypes.memmove(edge, target + (last - start) * item, (end - last) * item)
-            count, sums = min(block, numel - last), blocks + BLOCK_BYTES * (last // block)
-            self._kernel.gradient_blocks(edge, dtype, count, sums)
-        if first > start:
-            ctypes.memmove(edge + start % block * item, target, (first - start) * item)
+            offset = (first - start) * item_bytes
+            summed = source if is_first else target
+            copy = (target + offset, dtype) if is_first else ()
+            sums = self._sum_address(position, first)
+            self._kernel.gradient_blocks(summed + offset, dtype, last - first, sums, *copy)
+        if end > last:  # the rest of this block was kept before
+            ctypes.memmove(edge, target + (last - start) * item_bytes, (end - last) * item_bytes)
+            block_numel = min(NORM_BLOCK_NUMEL, numel - last)
+            self._kernel.gradient_blocks(edge, dtype, block_numel, self._sum_address(position, last))
+        if first > start:  # keep this part of the block
+            offset_in_block = start % NORM_BLOCK_NUMEL * item_bytes
+            ctypes.memmove(edge + offset_in_block, target, (first - start) * item_bytes)
+
+    def _sum_address(self, position: int, element: int) -> int:
+        """Return the address of the sum of the block that begins at an element of a parameter."""
+        return int(self._blocks_at[position]) + BLOCK_SUM_BYTES * (element // NORM_BLOCK_NUMEL)
 
     # Between steps
 
     def bound_at(self) -> GradientsAt:
-        """Check that all gradients are complete; None, as a run is told its buffer otherwise."""
+        """Check that all gradients are complete; return None, as each run is told the address of its buffer."""
         self._check_complete()
         return None
 
@@ -231,7 +262,9 @@ class PathGradients(GradientStore):
         return False
 
     def _reset(self) -> None:
-        self._arrivals[:], self._filling = 0, None
+        """Note that there are no gradients."""
+        self._arrivals[:] = 0
+        self._filling = None
         self._incomplete.clear()
         self._announced.clear()
         self._drops += 1
@@ -248,6 +281,7 @@ class PathGradients(GradientStore):
             raise ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
 
     def _sum_changed(self, positions: Any) -> npt.NDArray[np.int64]:
+        """Return positions of gradients, which were all summed as they arrived; check that they are complete."""
         self._check_complete()
         return np.array(positions, np.int64)
 

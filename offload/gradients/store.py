@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +16,25 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt, StepRows, Tables
 from offload.errors import ConfigError
 from offload.gradients.additions import BUFFERS, buffer_bytes
-from offload.kernels import CpuUpdateKernel, norm_sq_at
+from offload.kernels import CpuUpdateKernel, blocks_numel, norm_sq_at
 from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
 from offload.memory.arenas import Arena
 from offload.plan import Plan
-from offload.protocols import NORM_BLOCK_NUMEL, Mark
+from offload.protocols import Mark
 
-BLOCK_BYTES = 8
+BLOCK_SUM_BYTES = 8
 """Size of the sum of a block's squares."""
 
 FinalGradient = tuple[torch.Tensor, Mark | None]
 """A gradient that is read where it lies, not in a slot; on a device, with the mark after which it is complete."""
+
+
+class SlotArena(NamedTuple):
+    """Memory of slots that were made together, and the positions of their parameters."""
+
+    arena: Arena
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class GradientSlots:
         return parameter.dtype if self.dtype is None else self.dtype
 
     def bytes_of(self, parameter: Parameter) -> int:
-        """Return the size of a parameter's slot."""
+        """Return the size of a parameter's slot, padded to the alignment of segments; 0 if there are no slots."""
         if not self.exist:
             return 0
         numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
@@ -58,15 +66,16 @@ class GradientSlots:
 
     def total_bytes(self, parameters: Sequence[Parameter]) -> int:
         """Return the host memory for the gradients of these parameters, buffers included."""
-        slots = sum(self.bytes_of(parameter) for parameter in parameters)
-        return slots + self.passing_bytes + (BUFFERS * buffer_bytes(slots) if self.needs_buffers else 0)
+        slots_bytes = sum(self.bytes_of(parameter) for parameter in parameters)
+        buffers_bytes = BUFFERS * buffer_bytes(slots_bytes) if self.needs_buffers else 0
+        return slots_bytes + self.passing_bytes + buffers_bytes
 
 
 class GradientStore:
     """The gradients of one session: `HostGradients`, `PathGradients`, or `GpuGradients` for weights on a GPU.
 
-    `begin_step`, `bring` and `coming` are called on the engine thread, all else on the caller's or on that of
-    backward, between requests.
+    `begin_step`, `fetch_for_visit` and `coming` are called on the engine thread, all else on the caller's or on that
+    of backward, between requests.
 
     Args:
         slots: How slots are made.
@@ -90,13 +99,13 @@ class GradientStore:
         self._parameters: tuple[Parameter, ...] = ()
         self._slots: list[torch.Tensor] = []
         self._slot_memory: dict[int, torch.Tensor] = {}  # memory of slots by parameter, unused ones included
-        self._arenas: list[tuple[Arena, tuple[int, ...]]] = []  # arenas of that memory, each with its parameters
-        self._blocks: list[npt.NDArray[np.float64]] = []
-        self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._arenas: list[SlotArena] = []  # arenas of that memory
+        self._blocks: list[npt.NDArray[np.float64]] = []  # each parameter's sums of squares, block by block
+        self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # the addresses of `_blocks`
         self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         # The dtype of the gradient that `_blocks` are the sums of; NONE: there is none.
-        self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._summed_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
     # Memory
 
@@ -110,11 +119,12 @@ class GradientStore:
         return self._slot_settings.total_bytes(parameters)
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the host memory that `adopt` would take."""
-        return sum(self._slot_settings.bytes_of(plan.layout.parameters[number]) for number in self._missing(plan))
+        """Return the host memory that `use_plan` would allocate."""
+        parameters = plan.layout.parameters
+        return sum(self._slot_settings.bytes_of(parameters[number]) for number in self._positions_without_slot(plan))
 
-    def _missing(self, plan: Plan) -> list[int]:
-        """Return the parameters that need a slot and have none."""
+    def _positions_without_slot(self, plan: Plan) -> list[int]:
+        """Return positions of the parameters that need a slot with a plan, and have none."""
         return [
             number
             for number, parameter in enumerate(plan.layout.parameters)
@@ -124,10 +134,11 @@ class GradientStore:
         ]
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
+        """Return whether a parameter's gradient has a slot with a plan; overridden for weights on a GPU."""
         return True
 
     def use_plan(self, plan: Plan, before: Layout) -> None:
-        """Take over a plan: take memory for gradients that the CPU uses in it, and for the parameters that it adds.
+        """Allocate memory for the gradients that the CPU uses with a plan, and make entries for parameters it adds.
 
         Unused slots stay allocated; an arena is freed when none of its slots is used.
 
@@ -139,32 +150,39 @@ class GradientStore:
             OffloadError: There is not enough memory; the old slots are unchanged.
         """
         first = len(before.parameters)
-        del self._slots[first:], self._blocks[first:]  # of an `adopt` that failed
-        self._free_unused([entry for entry in self._arenas if entry[1][0] >= first])  # likewise
+        # Clear what a `use_plan` that failed has left behind.
+        del self._slots[first:], self._blocks[first:]
+        self._free_unused([arena for arena in self._arenas if arena.positions[0] >= first])
         self._parameters = plan.layout.parameters
-        self._allocate_slots(self._missing(plan))
+        self._allocate_slots(self._positions_without_slot(plan))
+        self._choose_slots(plan)
+        added = len(self._parameters) - first
+        self._summed_dtypes = np.concatenate([self._summed_dtypes[:first], np.zeros(added, np.int32)])
+        self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
+        counts = [blocks_numel(parameter.numel) for parameter in self._parameters[first:]]
+        self._blocks += self._new_blocks(plan, first, counts)
+        self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
+        self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
+        self._free_unused(
+            [arena for arena in self._arenas if not any(self._slots[n].numel() for n in arena.positions)]
+        )
+
+    def _choose_slots(self, plan: Plan) -> None:
+        """Give each parameter that needs a slot with a plan the one it has, and an empty one to all others."""
         for number, parameter in enumerate(self._parameters):
             slot = self._slot_memory.get(number) if self._needs_slot(plan, number) else None
             if slot is None:
                 slot = torch.empty(0, dtype=TORCH_DTYPES[self._slot_settings.dtype_of(parameter)], device="cpu")
-            self._slots[number : number + 1] = [slot]
-        added = len(self._parameters) - first
-        self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
-        self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
-        counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in self._parameters[first:]]
-        self._blocks += self._new_blocks(plan, first, counts)
-        self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
-        self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
-        self._free_unused([entry for entry in self._arenas if not any(self._slots[n].numel() for n in entry[1])])
+            self._slots[number : number + 1] = [slot]  # replaces the last plan's, or appends
 
     def _allocate_slots(self, positions: Sequence[int]) -> None:
-        """Take one arena for the slots of some parameters."""
+        """Allocate one arena with slots for some parameters."""
         sizes = [self._slot_settings.bytes_of(self._parameters[number]) for number in positions]
         if not positions:
             return
         # A forked child may look at .grad, so gradients are inherited as torch's own are.
         arena = self._memory.allocate_arena(sum(sizes), inherit=True)
-        self._arenas.append((arena, tuple(positions)))
+        self._arenas.append(SlotArena(arena, tuple(positions)))
         offset = 0
         for number, nbytes in zip(positions, sizes, strict=True):
             parameter = self._parameters[number]
@@ -172,16 +190,16 @@ class GradientStore:
             self._slot_memory[number] = arena.tensor(offset, parameter.numel, dtype)
             offset += nbytes
 
-    def _free_unused(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
+    def _free_unused(self, unused: Sequence[SlotArena]) -> None:
         """Free arenas of which no slot is in use."""
-        for arena, positions in unused:
-            self._arenas.remove((arena, positions))
-            for number in positions:
+        for slot_arena in unused:
+            self._arenas.remove(slot_arena)
+            for number in slot_arena.positions:
                 del self._slot_memory[number]
-            self._memory.free_arena(arena)
+            self._memory.free_arena(slot_arena.arena)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        """Add the parameters from number `first` on; return memory for `counts` block sums of each."""
+        """Return new memory for block sums of the parameters from number `first` on: `counts` of each."""
         raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
@@ -201,32 +219,32 @@ class GradientStore:
         return np.array(addresses, np.uint64), np.array(dtypes, np.int32)
 
     def read_at(self) -> GradientsAt:
-        """Return where updates during backward read gradients: in the slots; None for where they are bound."""
+        """Return where updates during backward read gradients: in the slots; None if there are no slots."""
         return self.slots_at() if self._slot_settings.exist else None
 
     def bound_slots(self) -> Sequence[tuple[int, int]]:
-        """Return address and size of the slots in which gradients are bound: their memory is not given back."""
+        """Return address and size of the slots in which gradients are bound; parking keeps their memory."""
         return ()
 
     def bound_at(self) -> GradientsAt:
-        """Return where the CPU reads gradients that are bound elsewhere: slots of those that have left a GPU."""
+        """Return where the CPU reads gradients of weights on a GPU; None where it reads them where they are bound."""
         return None
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the gradients of some segments that leave a GPU are in their slots."""
+        """Return whether the gradients of some segments, as far as they depart from a GPU, are in their slots."""
         return True
 
     # Gradients that updates in backward read, and that lie in no slot
 
     def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
-        """Return the `FinalGradient` of a complete gradient, for updates during backward; on the caller's thread.
+        """Return a final gradient for updates during backward, which read it where it lies; on the caller's thread.
 
         None if these updates cannot read it.
         """
         return gradient, None
 
     def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
-        """Write into the expected step's `rows` where updates of segments read gradients that lie in no slot."""
+        """Write into the expected step's `rows` where updates of segments read final gradients that have no slot."""
         for segment in segments:
             if segment.parameter in final:
                 gradient, _ = final[segment.parameter]
@@ -241,7 +259,9 @@ class GradientStore:
         *,
         masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints of pieces of gradients as they are where the step that begins reads them.
+        """Return fingerprints of pieces of gradients where the step that begins reads them.
+
+        The step compares them to those of an update during backward: if they differ, that update is revoked.
 
         Args:
             positions: Parameter of each piece.
@@ -258,11 +278,11 @@ class GradientStore:
         raise NotImplementedError
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """Note where a parameter's gradient lies; unless `gathered`, its norm has to be computed."""
+        """Note where a parameter's gradient lies; unless `gathered`, its squares have to be summed for a norm."""
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
-            self._gathered[position] = DtypeCode.NONE
+            self._summed_dtypes[position] = DtypeCode.NONE
 
     def norm_sq(self, positions: Sequence[int]) -> float:
         """Return the sum of squares of some gradients."""
@@ -290,38 +310,45 @@ class HostGradients(GradientStore):
     _fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of the gradients that `_blocks` are the sums of
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        """Return new memory for block sums, and make entries for the gradients' fingerprints."""
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(len(counts), np.uint64)])
         return [np.zeros(count, np.float64) for count in counts]
 
     def bound_slots(self) -> Sequence[tuple[int, int]]:
         """Return address and size of the slots in which gradients are bound."""
-        slots = ((slot.data_ptr(), slot.nbytes) for slot in self._slots)
-        return [slot for slot, at in zip(slots, self._tables.gradients.tolist(), strict=False) if at == slot[0] != 0]
+        bound_addresses = self._tables.gradients.tolist()
+        return [
+            (address, slot.nbytes)
+            for slot, address in zip(self._slots, bound_addresses, strict=False)
+            if address == slot.data_ptr() and address
+        ]
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
         """Copy a gradient to its slot, if it has one, and sum its squares in the same pass."""
         slot = self._slots[position]
-        target, target_dtype = address, dtype
         if slot.numel():
-            target, target_dtype = slot.data_ptr(), DTYPE_CODES[slot.dtype]
-        self._sum_and_copy(position, address, dtype, target, target_dtype)
+            self._sum_and_copy(position, address, dtype, slot.data_ptr(), DTYPE_CODES[slot.dtype])
+        else:
+            self._sum_and_copy(position, address, dtype, address, dtype)
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Sum the squares of those gradients that have changed since they were summed."""
-        tables, numbers = self._tables, np.array(positions, np.int64)
+        tables = self._tables
+        numbers = np.array(positions, np.int64)
         for position in numbers[~self._have_current_sums(numbers)].tolist():
-            address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
+            address = int(tables.gradients[position])
+            dtype = DtypeCode(tables.gradient_dtypes[position])
             self._sum_and_copy(position, address, dtype, address, dtype)
         return numbers
 
     def _sum_and_copy(
         self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode
     ) -> None:
-        """Compute the block sums of a gradient, copy it to its target in the same pass, and bind it there."""
+        """Sum the squares of a gradient, copy it to its target (its own address: no copy), and bind it there."""
         numel = self._parameters[position].numel
         copies = target != address
         if numel:
-            self._gathered[position] = DtypeCode.NONE  # in case this is interrupted
+            self._summed_dtypes[position] = DtypeCode.NONE  # in case this is interrupted
             self._fingerprints[position] = self._kernel.gradient_blocks(
                 address,
                 dtype,
@@ -331,17 +358,18 @@ class HostGradients(GradientStore):
                 target_dtype if copies else DtypeCode.NONE,
             )
         self._tables.gradients[position] = target
-        self._tables.gradient_dtypes[position] = self._gathered[position] = target_dtype
+        self._tables.gradient_dtypes[position] = target_dtype
+        self._summed_dtypes[position] = target_dtype
 
     def _have_current_sums(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each parameter whether its block sums are still those of its gradient.
 
-        Their fingerprints tell, as version counters do not: gradients may be changed through `.data`, through NumPy
+        Fingerprints of the gradients are compared, as version counters miss changes: through `.data`, through NumPy
         arrays, or by `torch.amp.GradScaler.unscale_`.
         """
         tables = self._tables
-        same: npt.NDArray[np.bool_] = self._gathered[positions] == tables.gradient_dtypes[positions]
-        candidates = positions[same]
+        same: npt.NDArray[np.bool_] = self._summed_dtypes[positions] == tables.gradient_dtypes[positions]
+        candidates = positions[same]  # fingerprints of the others are not needed
         sizes = self._numels[candidates] * ITEM_BYTES[tables.gradient_dtypes[candidates]]
         fingerprints = self._kernel.fingerprints(tables.gradients[candidates], sizes)
         same[same] = fingerprints == self._fingerprints[candidates]

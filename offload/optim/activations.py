@@ -52,6 +52,7 @@ class _Saved:
     __slots__ = "_origin", "_shape", "tensor", "version"
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # For the error alone: the number of the output that the tensor is, and the name of its function.
         self._origin = None if tensor.grad_fn is None else (tensor.output_nr, tensor.grad_fn.name())
         self._shape = tensor.shape
         self.tensor = tensor if tensor.is_leaf and tensor._base is None else tensor.detach()
@@ -61,7 +62,7 @@ class _Saved:
         """Raise what torch raises for a saved tensor that was changed in place."""
         if self.tensor._version == self.version:
             return
-        with _counting:
+        with _counting:  # `_Storage.is_of` may just have incremented the counter, on another thread
             version = self.tensor._version
         if version != self.version:
             origin = "" if self._origin is None else ", which is output {} of {},".format(*self._origin)
@@ -89,13 +90,15 @@ class _Storage:
         self.key: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         with _counting:
             self.version = tensor._version
-        self.nbytes, self.counter, self.written = storage.nbytes(), counter, written
+        self.nbytes = storage.nbytes()
+        self.counter = counter  # shares the version counter of the tensor that was written
+        self.written = written
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of this storage has the content that was written.
 
-        Equal versions are not enough: an alias made by `.data` has a counter of its own. So this increments our
-        counter, and looks whether the tensor's version follows.
+        Equal versions are not enough: an alias made by `.data` has a counter of its own. So this increments the
+        counter for a moment, and looks whether the tensor's version follows.
         """
         if tensor._version != self.version:
             return False
@@ -111,14 +114,14 @@ class _SavedOnPaths(_Saved):
 
     def __init__(self, tensor: torch.Tensor, activations: Activations) -> None:
         super().__init__(tensor)
-        self.tensor = tensor.detach()
+        self.tensor = tensor.detach()  # its memory is freed once it was written; its version counter is needed
         self.activations = activations
         self.form = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.kind = tensor.device, tensor.dtype
         self.storage: _Storage
 
     def unpack(self) -> torch.Tensor:
-        """Read the storage back into new memory; return a tensor that lies in it as the saved one did."""
+        """Wait until the storage is read into new memory; return a tensor that lies in it as the saved one did."""
         self.check()
         device, dtype = self.kind
         memory = torch.empty(self.storage.nbytes, dtype=torch.uint8, device=device)
@@ -155,11 +158,12 @@ class ActivationsOnPaths:
         self._model = model
         self._host_bytes = parse_bytes("host_memory", host_memory)
         self._least_bytes = max(1, parse_bytes("least_bytes", least_bytes))
-        self._weights: set[int] = set()  # `_cdata` of storages that stay, as of `_left_storages`
-        self._left_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self._weights: set[int] = set()  # storages of weights and buffers, by torch's `_cdata`
+        self._written_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._hooks: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> ActivationsOnPaths:
+        """Allocate buffers, note which storages stay, and have autograd call `_pack` for what it saves."""
         self._holder.check_open()
         self._holder.open().activations.allocate_buffers(self._host_bytes)
         self._weights = {
@@ -173,15 +177,17 @@ class ActivationsOnPaths:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Remove autograd's hooks, and release tiles that nobody will read."""
         self._hooks.pop().__exit__(*exception)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.activations.release_tiles()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = self._write_storage(tensor) if self._may_be_written(tensor) else None
-        return saved or _Saved(tensor)
+        """Return what autograd keeps in place of a tensor that it saves; its hook."""
+        on_paths = self._write_storage(tensor) if self._is_candidate(tensor) else None
+        return on_paths or _Saved(tensor)
 
-    def _may_be_written(self, tensor: torch.Tensor) -> bool:
+    def _is_candidate(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor that autograd saves may be written to the paths."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
@@ -191,25 +197,24 @@ class ActivationsOnPaths:
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1:
             return False
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if nbytes < self._least_bytes:
+        is_of_weight = storage._cdata in self._weights or isinstance(tensor._base, torch.nn.Parameter)
+        if storage.nbytes() < self._least_bytes or is_of_weight:
             return False
-        if storage._cdata in self._weights or isinstance(tensor._base, torch.nn.Parameter):
-            return False
-        return storage._cdata in self._left_storages or nbytes <= MOST_AROUND * tensor.nbytes
+        return storage._cdata in self._written_storages or storage.nbytes() <= MOST_AROUND * tensor.nbytes
 
     def _write_storage(self, tensor: torch.Tensor) -> _SavedOnPaths | None:
         """Write a tensor's storage to the paths unless it has been written; return None if there is no room."""
-        activations, storage = self._holder.engine.activations, tensor.untyped_storage()
+        activations = self._holder.engine.activations
+        storage = tensor.untyped_storage()
         saved = _SavedOnPaths(tensor, activations)
-        shared = self._left_storages.get(storage._cdata)
+        shared = self._written_storages.get(storage._cdata)
         if shared is not None and shared.is_of(tensor):
             saved.storage = shared
         else:
             written = activations.write(storage.data_ptr(), storage.nbytes(), tensor)
             if written is None:
                 return None
-            saved.storage = self._left_storages[storage._cdata] = _Storage(tensor, saved.tensor, written)
+            saved.storage = self._written_storages[storage._cdata] = _Storage(tensor, saved.tensor, written)
         shards.free_memory(saved.tensor)
         return saved
 

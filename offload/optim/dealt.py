@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,10 +23,12 @@ from offload.optim import shards
 BUCKET_BYTES = 64 << 20
 """Bytes of whole weights or gradients that are exchanged at once."""
 
-NOTHING, UNUSABLE = 0, 255
+NOTHING = 0
+UNUSABLE = 255
 """Codes for no gradient, and for one that cannot be read; else the code is the dtype's plus 1."""
 
 Box = tuple[tuple[int, int], ...]
+"""First index and size of a rank's shard, in each dimension."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -36,11 +38,12 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a method to run outside inference mode and autograd: its tensors have version counters, no graph."""
 
     @functools.wraps(method)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def outside_autograd(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Call the method, outside."""
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
-    return wrapped
+    return outside_autograd
 
 
 class DealtWeight:
@@ -49,18 +52,20 @@ class DealtWeight:
     Attributes:
         parameter: The `DTensor`.
         name: Its name.
-        owner: Rank of the owner in the mesh.
+        owner_rank: Rank of the owner in the mesh.
         copy: The whole weight on its owner, no rows elsewhere.
         gradient: The whole gradient on its owner, no rows elsewhere; None if there is none.
         is_own: Whether this rank is the owner.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, owner: int, boxes: list[Box], rank: int) -> None:
-        self.parameter, self.name, self.owner_rank = parameter, name, owner
+        self.parameter = parameter
+        self.name = name
+        self.owner_rank = owner
         self.is_own = owner == rank
         self.copy = self.empty(parameter.dtype)
         self.gradient: torch.Tensor | None = None
-        self._boxes = boxes
+        self._boxes = boxes  # of all ranks
         self._stamp: tuple[int, int] | None = None
 
     def current_stamp(self) -> tuple[int, int]:
@@ -97,20 +102,27 @@ class DealtWeight:
         return math.prod(size for _, size in self._boxes[rank])
 
     def reduce_to_code(self) -> int:
-        """Return this rank's gradient as a code: none, unusable, or its dtype; reduce it first if need be."""
+        """Return this rank's gradient as a code: none, unusable, or its dtype.
+
+        First reduces `.grad` if its placements are not the weight's, a collective.
+        """
         gradient = self.parameter.grad
         if gradient is None:
             return NOTHING
         gradient = shards.reduced_gradient(gradient, self.parameter, self.name)
         if gradient is not self.parameter.grad:
             self.parameter.grad = gradient  # so that it is not reduced twice
-        piece, shard = shards.local(gradient), shards.local(self.parameter)
-        alike = piece.layout == torch.strided and (piece.shape, piece.device) == (shard.shape, shard.device)
-        return 1 + DTYPE_CODES[piece.dtype] if alike and piece.dtype in DTYPE_CODES else UNUSABLE
+        piece = shards.local(gradient)
+        shard = shards.local(self.parameter)
+        is_like_shard = (piece.shape, piece.device) == (shard.shape, shard.device)
+        if piece.layout != torch.strided or not is_like_shard or piece.dtype not in DTYPE_CODES:
+            return UNUSABLE
+        return 1 + DTYPE_CODES[piece.dtype]
 
     def free(self) -> None:
         """Free copy and gradient, which nobody uses any more."""
-        self.copy, self.gradient = self.copy.new_empty(0), None
+        self.copy = self.copy.new_empty(0)
+        self.gradient = None
 
 
 class Dealt:
@@ -122,14 +134,18 @@ class Dealt:
     """
 
     def __init__(self, mesh: Any) -> None:
-        self._mesh, self._group = mesh, mesh.get_group()
+        self._mesh = mesh
+        self._group = mesh.get_group()
         self.ranks = mesh.size()
         self._rank = mesh.get_local_rank()
-        self._loads = [0.0] * self.ranks
+        self._loads = [0.0] * self.ranks  # each rank's work, of all weights that were dealt
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
     def assign_owners(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
-        """Return an owner for each weight of `works`: most work first, to the rank with least; alike on all ranks."""
+        """Choose an owner for each weight of `works`, and add the work to the owner's load; alike on all ranks.
+
+        The weight with the most work comes first, and goes to the rank with the least load.
+        """
         owners = {}
         for weight in sorted(works, key=works.__getitem__, reverse=True):  # stable: the same order on all ranks
             rank = min(range(self.ranks), key=self._loads.__getitem__)
@@ -169,23 +185,18 @@ class Dealt:
         everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
         rows = torch.stack(everyone).view(self.ranks, -1, 2).cpu()
-        stale, codes = rows[..., 0].any(0).tolist(), rows[..., 1].T.tolist()
-        for weight, rank_codes in zip(weights, codes, strict=True):
-            if UNUSABLE in rank_codes:
-                allowed = "have a dense gradient like the weight, in bfloat16, float16 or float32"
-                raise ConfigError(f"gradient of {weight.name}", f"on rank {rank_codes.index(UNUSABLE)}", allowed)
-            if len({*rank_codes}) > 1:
-                allowed = "have one of the same dtype on each, or none on any"
-                raise ConfigError(f"gradient of {weight.name}", "not alike on all ranks", allowed)
-        changed = [weight for weight, is_stale in zip(weights, stale, strict=True) if is_stale]
+        is_stale_on_any = rows[..., 0].any(0).tolist()
+        codes_by_weight = dict(zip(weights, rows[..., 1].T.tolist(), strict=True))
+        _check_codes(codes_by_weight)
+        changed = [weight for weight, is_stale in zip(weights, is_stale_on_any, strict=True) if is_stale]
         # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
         self._gather_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
         if gradients:
             for weight in weights:
                 weight.gradient = None
-            having = (weight for weight, rank_codes in zip(weights, codes, strict=True) if rank_codes[0] != NOTHING)
-            shards_by_weight = {weight: weight.parameter.grad for weight in having}
-            for weight, whole in self._gather_to_owners({w: g for w, g in shards_by_weight.items() if g is not None}):
+            with_gradients = [weight for weight, codes in codes_by_weight.items() if codes[0] != NOTHING]
+            gradient_shards = {w: w.parameter.grad for w in with_gradients if w.parameter.grad is not None}
+            for weight, whole in self._gather_to_owners(gradient_shards):
                 weight.gradient = whole
         return changed
 
@@ -194,6 +205,7 @@ class Dealt:
         """Send the owners' copies back to the shards of all ranks, after an update."""
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
             pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
+            # A rank receives its shards owner by owner.
             by_owner = sorted(bucket, key=lambda weight: weight.owner_rank)
             numels = [[w.numel_of(self._rank) for w in bucket if w.owner_rank == rank] for rank in range(self.ranks)]
             for weight, flat in zip(by_owner, self._exchange(pieces, numels, bucket[0].copy), strict=True):
@@ -222,7 +234,10 @@ class Dealt:
     def _gather_to_owners(
         self, tensors: Mapping[DealtWeight, torch.Tensor]
     ) -> Iterator[tuple[DealtWeight, torch.Tensor]]:
-        """Send shards of `DTensor`s to the weights' owners; yield each with the whole tensor (empty elsewhere)."""
+        """Send shards of `DTensor`s to the weights' owners; yield each weight with the whole tensor, or no rows.
+
+        Of ranks that have the same shard, as with replication, the first one sends it.
+        """
         for bucket in _buckets(tensors):
             local = {weight: shards.local(tensors[weight].detach()) for weight in bucket}
             sent = [weight for weight in bucket if weight.numel_of(self._rank, once=True)]
@@ -242,22 +257,34 @@ class Dealt:
     def _exchange(
         self, pieces: list[list[torch.Tensor]], numels: list[list[int]], like: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Send `pieces[rank]` to each rank; return those received, flat, of `numels[rank]` elements. Collective.
+        """Send `pieces[rank]` to each rank; return the pieces received, flat, rank after rank. Collective.
 
-        `like` has the dtype and device of all pieces.
+        `numels[rank]` are the elements of each piece from a rank; `like` has the dtype and device of all pieces.
         """
-        device, nbytes = self._mesh.device_type, like.element_size()
+        device = self._mesh.device_type
+        item_bytes = like.element_size()
         parts = [piece.reshape(-1) for piece in chain.from_iterable(pieces)]
         sent = torch.cat([torch.empty(0, dtype=like.dtype, device=like.device), *parts]).to(device)
         received = torch.empty(sum(map(sum, numels)), dtype=like.dtype, device=device)
         torch.distributed.all_to_all_single(
             received.view(torch.uint8),
             sent.view(torch.uint8),
-            [nbytes * sum(numels_from_rank) for numels_from_rank in numels],
-            [nbytes * sum(piece.numel() for piece in pieces_to_rank) for pieces_to_rank in pieces],
+            [item_bytes * sum(numels_from_rank) for numels_from_rank in numels],
+            [item_bytes * sum(piece.numel() for piece in pieces_to_rank) for pieces_to_rank in pieces],
             group=self._group,
         )
         return torch.split(received, [*chain.from_iterable(numels)])
+
+
+def _check_codes(codes_by_weight: Mapping[DealtWeight, Sequence[int]]) -> None:
+    """Raise `ConfigError` if a weight's codes of gradients, one for each rank, are unusable or unlike each other."""
+    for weight, codes in codes_by_weight.items():
+        if UNUSABLE in codes:
+            advice = "have a dense gradient like the weight, in bfloat16, float16 or float32"
+            raise ConfigError(f"gradient of {weight.name}", f"on rank {codes.index(UNUSABLE)}", advice)
+        if len({*codes}) > 1:
+            advice = "have one of the same dtype on each, or none on any"
+            raise ConfigError(f"gradient of {weight.name}", "not alike on all ranks", advice)
 
 
 def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callable[[], object]) -> Exception | None:
@@ -278,8 +305,8 @@ def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callab
             rank, text = failures[0]
             close()
             if error is None:
-                allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
-                error = ConfigError("params", "dealt to ranks", allowed)
+                advice = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
+                error = ConfigError("params", "dealt to ranks", advice)
     return error
 
 

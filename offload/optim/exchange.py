@@ -33,7 +33,7 @@ BUCKET_BYTES = 4 << 20
 """Least bytes of weights that are exchanged at once, as each collective has a fixed cost."""
 
 UNUSED = 1 << 62
-"""Stands for the place of a thing that a rank does not use: greater than any place in the order."""
+"""The place, in a rank's order, of a thing that the rank does not use: greater than any other place."""
 
 
 class Bucket(NamedTuple):
@@ -67,11 +67,11 @@ class Exchange:
         self._copies = None if device.type == "cpu" else _Copies(device)
         self._group: Any = torch.distributed.new_group(ranks, backend="gloo")
         self._mesh: Any = DeviceMesh.from_group(self._group, "cpu")
-        self._latches: dict[Hashable, waits.Latch] = {}
+        self._latches: dict[Hashable, waits.Latch] = {}  # set when the key's bucket has been exchanged
         self._landed: dict[Hashable, Any] = {}  # events after copies to an accelerator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_lost = False  # whether another rank has failed: weights here are a mixture of two steps
+        self._has_mixed_weights = False  # whether another rank has failed: weights here are a mixture of two steps
 
     @property
     def is_under_way(self) -> bool:
@@ -95,7 +95,7 @@ class Exchange:
         """Begin to exchange the weights of a step.
 
         Args:
-            engine: Updates this rank's part in a pending step; if no step is pending, this rank's has failed.
+            engine: Updates this rank's part in a pending step; if no step is pending, this rank's step has failed.
             buckets: In the order on which ranks agree.
         """
         latches = [waits.Latch() for _ in buckets]
@@ -103,8 +103,9 @@ class Exchange:
         self._landed = {}
         if self._copies is not None:
             self._copies.follow()
-        work = (engine, buckets, latches, not engine.is_pending)
-        self._thread = threading.Thread(target=self._run, args=work, name="offload-exchange", daemon=True)
+        has_failed = not engine.is_pending
+        arguments = (engine, buckets, latches, has_failed)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="offload-exchange", daemon=True)
         self._thread.start()
 
     def _run(
@@ -121,19 +122,19 @@ class Exchange:
                 for bucket, latch in zip(buckets, latches, strict=True):
                     try:
                         engine.wait_for(bucket.positions, on_any_stream=True)
-                    except Exception as error:
+                    except Exception as error:  # this rank takes part all the same: others wait in the collectives
                         self._error = self._error or error
                     has_failed |= self._error is not None or engine.broken is not None
                     bucket.gather(self._mesh)
                     failures = all_gather(torch.tensor([has_failed], dtype=torch.bool, device="cpu"), self._mesh)
-                    self._is_lost |= bool(failures.any()) and not has_failed
+                    self._has_mixed_weights |= bool(failures.any()) and not has_failed
                     if copies is not None:
                         self._landed |= dict.fromkeys(bucket.keys, copies.mark())
                     latch.set()
                 if copies is not None:
                     copies.mark().synchronize()
         except Exception as error:  # of a collective: another rank has ended
-            self._is_lost = True
+            self._has_mixed_weights = True
             self._error = self._error or error
         finally:
             for latch in latches:
@@ -149,24 +150,27 @@ class Exchange:
         """
         if self._thread is not None:
             for key in keys:
-                if (latch := self._latches.get(key)) is not None and not latch.is_set():
+                latch = self._latches.get(key)
+                if latch is not None and not latch.is_set():
                     waits.wait_for(latch.wait, lambda: "weights that other ranks update")
-                if (landed := self._landed.get(key)) is not None:
+                landed = self._landed.get(key)
+                if landed is not None:
                     landed.synchronize()
-            self._raise()
+            self._raise_failure()
 
     def finish(self) -> None:
         """Wait until all buckets have been exchanged; see `wait_for`."""
         thread = self._thread
         if thread is not None:
-            waits.wait_for(_joined(thread), lambda: "weights that other ranks update")
+            waits.wait_for(_waiter_for_end(thread), lambda: "weights that other ranks update")
             self._thread = None
-            self._raise()
+            self._raise_failure()
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         """Raise what has failed this exchange: this rank's own error once, another rank's from now on."""
-        error, self._error = self._error, None
-        if self._is_lost:
+        error = self._error
+        self._error = None
+        if self._has_mixed_weights:
             text = "another rank could not finish its step, so that weights here are of no step; its log says why"
             raise SessionBrokenError(text) from error
         if error is not None:
@@ -174,8 +178,9 @@ class Exchange:
 
     def close(self) -> None:
         """End the exchange: send other ranks what they wait for, and wait only briefly for what they send."""
-        thread, self._thread = self._thread, None
-        if thread is None or waits.wait_for(_joined(thread), lambda: "", waits.QUIET_S):
+        thread = self._thread
+        self._thread = None
+        if thread is None or waits.wait_for(_waiter_for_end(thread), lambda: "", waits.QUIET_S):
             with contextlib.suppress(Exception):  # all groups may have been destroyed
                 torch.distributed.destroy_process_group(self._group)
 
@@ -214,10 +219,14 @@ def all_gather(flat: torch.Tensor, mesh: Any) -> torch.Tensor:
             through pinned host memory, and the result is copied back on the current stream.
         mesh: Of one dimension.
     """
-    is_near = flat.device.type == mesh.device_type
-    sent = flat if is_near else _pinned(flat.shape, flat).copy_(flat)
+    is_on_mesh_device = flat.device.type == mesh.device_type
     shape = mesh.size(), flat.numel()
-    everyone = torch.empty(shape, dtype=flat.dtype, device=flat.device) if is_near else _pinned(shape, flat)
+    if is_on_mesh_device:
+        sent = flat
+        everyone = torch.empty(shape, dtype=flat.dtype, device=flat.device)
+    else:
+        sent = _pinned_memory(flat.shape, flat).copy_(flat)
+        everyone = _pinned_memory(shape, flat)
     torch.distributed.all_gather_into_tensor(everyone.view(-1), sent, group=mesh.get_group())
     return everyone.to(flat.device, non_blocking=True)
 
@@ -235,7 +244,7 @@ def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
         torch.distributed.broadcast(flat, group_src=owner, group=group)
         return
     for part in torch.split(flat, BUCKET_BYTES // flat.itemsize):
-        on_host = _pinned(part.shape, part)
+        on_host = _pinned_memory(part.shape, part)
         if mesh.get_local_rank() == owner:
             on_host.copy_(part)
         torch.distributed.broadcast(on_host, group_src=owner, group=group)
@@ -243,16 +252,17 @@ def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
             part.copy_(on_host, non_blocking=True)
 
 
-def _pinned(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return pinned host memory, which torch keeps until copies from it have ended."""
+def _pinned_memory(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return pinned host memory of the dtype of `like`; torch does not reuse it before copies from it have ended."""
     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
-def _joined(thread: threading.Thread) -> Any:
-    """Return a function that waits for a thread's end, some seconds at most, and returns whether it has ended."""
+def _waiter_for_end(thread: threading.Thread) -> Any:
+    """Return a function that waits for a thread's end, some seconds at most, and returns whether it came."""
 
-    def joined(pause_s: float) -> bool:
+    def has_ended(pause_s: float) -> bool:
+        """Wait for the thread's end; called by `waits.wait_for`."""
         thread.join(min(pause_s, waits.SLICE_S))
         return not thread.is_alive()
 
-    return joined
+    return has_ended

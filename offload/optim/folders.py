@@ -16,9 +16,13 @@ from offload.tiers import parse_place
 
 @contextlib.contextmanager
 def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
-    """Mark a folder as begun before a block, and as whole after it; see `StatefulOptimizer.checkpoint_folder`."""
-    open_folder(folder)  # raises if this cannot be a folder's name
-    given, folder = folder, parse_place(folder).name  # absolute: the working directory may have changed at the end
+    """Mark a folder as begun before a `with` block, and as whole after it.
+
+    See `StatefulOptimizer.checkpoint_folder`.
+    """
+    given = folder
+    open_folder(given)  # raises if this cannot be a folder's name
+    folder = parse_place(given).name  # absolute: the working directory may have changed at the end
     if not os.path.isabs(folder):
         raise ConfigError("folder", given, "name a directory: the files in a bucket cannot be marked as whole")
     begin_folder(folder)

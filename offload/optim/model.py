@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -32,14 +31,17 @@ Form = tuple[str, str, list[int]]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements, as a tensor that shares their memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _form(name: str, tensor: torch.Tensor) -> Form:
+    """Return name, dtype and shape of a tensor, as they are written to a checkpoint."""
     return name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's content; a view of its memory if that is contiguous in host memory."""
     elements: Any = shards.content(tensor).numpy()
     return memoryview(elements)
 
@@ -85,8 +87,10 @@ class ModelRest:
         for name, value in state.items():
             parameter = parameters.get(name)
             if parameter is None or id(parameter) not in own_ids:
-                is_frozen = parameter is not None and not parameter.requires_grad
-                (frozen if is_frozen else copied)[bare_by_name[name]] = value
+                if parameter is not None and not parameter.requires_grad:
+                    frozen[bare_by_name[name]] = value
+                else:
+                    copied[bare_by_name[name]] = value
         places = {bare: tensors[name] for name, bare in bare_by_name.items() if name in tensors and bare in copied}
         return cls(copied, places, frozen, {name: value._version for name, value in frozen.items()})
 
@@ -105,29 +109,17 @@ class ModelRest:
         return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
 
     def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
-        """Write frozen weights to a file of their own; return bytes of all else, with the caller's own, `extra`.
+        """Write frozen weights to a file of their own; return the bytes of all else.
+
+        The bytes are a line of JSON, `extra` (the caller's own bytes), and the other values as `torch.save` writes
+        them. If this fails, the file is deleted.
 
         Raises:
             CheckpointError: The file cannot be written, or a frozen weight was changed meanwhile.
         """
-        digest = 0
-
-        def pieces() -> Iterator[memoryview]:
-            nonlocal digest
-            for weight in self.frozen.values():
-                piece = _bytes(_local(weight.detach()))
-                digest = digest_of(piece, digest)
-                yield piece
-
         file = model_name(id, rank)
         try:
-            folder.write(file, pieces())
-            changed = [name for name, weight in self.frozen.items() if weight._version != self.versions[name]]
-            if changed:
-                raise CheckpointError(
-                    f"frozen weights were changed while they were saved: {listed(changed)}. Call wait_checkpoint "
-                    "before"
-                )
+            digest = self._write_frozen(folder, file)
             copied = io.BytesIO()
             torch.save(self.copied, copied)
         except BaseException:
@@ -141,8 +133,29 @@ class ModelRest:
         }
         return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
 
+    def _write_frozen(self, folder: Folder, file: str) -> int:
+        """Write frozen weights to a file; return its digest. Raises if they were changed meanwhile."""
+        digest = 0
+
+        def pieces() -> Iterator[memoryview]:
+            """Yield the weights' contents to `Folder.write`, and add them to the digest."""
+            nonlocal digest
+            for weight in self.frozen.values():
+                piece = _bytes(_local(weight.detach()))
+                digest = digest_of(piece, digest)
+                yield piece
+
+        folder.write(file, pieces())
+        changed = [name for name, weight in self.frozen.items() if weight._version != self.versions[name]]
+        if changed:
+            raise CheckpointError(
+                f"frozen weights were changed while they were saved: {listed(changed)}. Call wait_checkpoint before"
+            )
+        return digest
+
 
 def _copy(value: Any) -> Any:
+    """Return a copy of a value of a `state_dict`; of a sharded tensor this rank's elements."""
     return _local(value.detach()).clone() if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
@@ -194,6 +207,7 @@ class SavedRest:
             raise self._damage()
 
     def _damage(self) -> CheckpointError:
+        """Return the error for a file with another checksum."""
         return CheckpointError(f"{os.path.join(self.path, self.file)} is damaged: its checksum is another one")
 
     def check(self, rest: ModelRest, *, weights_only: bool) -> dict[str, Any]:
@@ -207,20 +221,22 @@ class SavedRest:
         except Exception as cause:
             raise CheckpointError(f"what {self.path} has of the model cannot be read: {cause}") from cause
         here = {name: _form(name, _local(tensor.detach())) for name, tensor in rest.tensors.items()}
-        there = {name: _form(name, value) for name, value in copied.items() if isinstance(value, torch.Tensor)}
-        there |= {form[0]: form for form in self.frozen}
-        missing = [name for name in (*copied, *there) if name not in rest.copied and name not in here]
-        unknown = [name for name in (*rest.copied, *here) if name not in copied and name not in there]
-        if missing or unknown:
+        saved = {name: _form(name, value) for name, value in copied.items() if isinstance(value, torch.Tensor)}
+        saved |= {name: (name, dtype, shape) for name, dtype, shape in self.frozen}
+        missing_here = [name for name in (*copied, *saved) if name not in rest.copied and name not in here]
+        not_saved = [name for name in (*rest.copied, *here) if name not in copied and name not in saved]
+        if missing_here or not_saved:
             raise CheckpointError(
-                f"{self.path} is of another model: it has {listed(missing)} that are not here, and lacks "
-                f"{listed(unknown)}"
+                f"{self.path} is of another model: it has {listed(missing_here)} that are not here, and lacks "
+                f"{listed(not_saved)}"
             )
-        for name, form in there.items():
+        for name, form in saved.items():
             if here.get(name, form) != form:
+                _, saved_dtype, saved_shape = form
+                _, dtype, shape = here[name]
                 raise CheckpointError(
-                    f"{self.path} has {name} as {form[1]} of shape {form[2]}, and here it is {here[name][1]} of "
-                    f"shape {here[name][2]}; of frozen weights that ranks share, each rank has its own part"
+                    f"{self.path} has {name} as {saved_dtype} of shape {saved_shape}, and here it is {dtype} of "
+                    f"shape {shape}; of frozen weights that ranks share, each rank has its own part"
                 )
         return copied
 
@@ -231,7 +247,21 @@ class SavedRest:
             CheckpointError: The file is damaged; weights may have been replaced in part.
         """
         tensors = {name: _local(tensor.detach()) for name, tensor in rest.tensors.items()}
-        targets = [tensors[name] for name, _, _ in self.frozen]
+        self._read_frozen([tensors[name] for name, _, _ in self.frozen])
+        for name, value in copied.items():
+            if name in tensors:
+                tensors[name].copy_(value)
+        bare_by_name = bare_names(model.state_dict(keep_vars=True))
+        others = {name: copied[bare] for name, bare in bare_by_name.items() if bare in copied and bare not in tensors}
+        if others:  # modules' extra state (`get_extra_state`)
+            model.load_state_dict(others, strict=False)
+
+    def _read_frozen(self, targets: Sequence[torch.Tensor]) -> None:
+        """Read the file with frozen weights into tensors, through a buffer where they are not in host memory.
+
+        Raises:
+            CheckpointError: The file is damaged; some weights may have been replaced.
+        """
         read_to = [
             target
             if target.device.type == "cpu" and target.is_contiguous()
@@ -241,20 +271,18 @@ class SavedRest:
         pieces = [_bytes(tensor) for tensor in read_to]
         if pieces:
             open_folder(self.path).read_into(self.file, pieces)
-        if reduce(lambda before, piece: digest_of(piece, before), pieces, 0) != self.digest:
+        digest = 0
+        for piece in pieces:
+            digest = digest_of(piece, digest)
+        if digest != self.digest:
             raise self._damage()
         for target, tensor in zip(targets, read_to, strict=True):
             if target is not tensor:
                 target.copy_(tensor)
-        for name, value in copied.items():
-            if name in tensors:
-                tensors[name].copy_(value)
-        bare_by_name = bare_names(model.state_dict(keep_vars=True))
-        others = {name: copied[bare] for name, bare in bare_by_name.items() if bare in copied and bare not in tensors}
-        if others:  # modules' extra state (`get_extra_state`)
-            model.load_state_dict(others, strict=False)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first three names as text."""
-    return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "nothing"
+    """Return the first three names as text; "nothing" if there are none."""
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -79,14 +79,16 @@ class Muon(OffloadedOptimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ConfigError("torch", torch.__version__, "use one that has torch.optim.Muon, as 2.9 and later")
-        own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        muon: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        muon |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
-        self._is_told = False  # whether it was logged that parameters have no names
-        self._exact_named: tuple[int, frozenset[str]] = (0, frozenset())  # number of parameters, matching names
-        super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
+        self._has_warned_of_names = False
+        self._exact_names: frozenset[str] = frozenset()  # parameters whose names match `exact_names`
+        self._matched_count = 0  # how many parameters there were when that was computed
+        super().__init__(params, {**muon, **adamw, "use_muon": True}, offload, options)
 
     def _open(self, config: OffloadConfig) -> None:
+        """Deal matrices, then open the engine."""
         with self._on_all_ranks():
             self._deal(parameter for parameter in self._parameters() if parameter.requires_grad)
             super()._open(config)
@@ -106,10 +108,10 @@ class Muon(OffloadedOptimizer):
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """For a block that may fail on some ranks only (for want of room, say): then close the optimizer on all.
+        """If a `with` block fails on some ranks only (for want of room, say), close the optimizer on all of them.
 
-        Ranks that failed raise their own errors, the others name the first that failed. A collective over the ranks
-        to which matrices are dealt.
+        Ranks that failed raise their own errors, the others name the first that failed. The end of the block is a
+        collective over the ranks to which matrices are dealt.
         """
         error: Exception | None = None
         try:
@@ -121,76 +123,94 @@ class Muon(OffloadedOptimizer):
             raise error
 
     def _bind_new_parameters(self) -> None:
-        """Bind thawed parameters; refuse sharded ones with gradients on some ranks only: all ranks deal them."""
+        """Bind thawed parameters; refuse sharded ones with gradients on some ranks only, as all ranks deal them."""
         self._holder.check_open()
         bound = self._weights.bound
         new = [p for p in self._parameters() if p.requires_grad and p not in bound and shards.is_dtensor(p)]
-        name_of = {parameter: name for parameter, name, _ in names(self.param_groups)} if new else {}
-        by_group: dict[str, tuple[Any, list[torch.Tensor]]] = {}
-        for parameter in new:
+        if new:
+            self._check_gradients_on_all_ranks(new)
+        super()._bind_new_parameters()
+
+    def _check_gradients_on_all_ranks(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse `DTensor`s that are to be dealt and have gradients on some of their ranks only. Collective."""
+        name_of = {parameter: name for parameter, name, _ in names(self.param_groups)}
+        meshes: dict[str, Any] = {}
+        by_mesh: dict[str, list[torch.Tensor]] = {}
+        for parameter in parameters:
             mesh = self._mesh_of(parameter, name_of[parameter])
             if mesh is not None:
-                by_group.setdefault(mesh.get_group().group_name, (mesh, []))[1].append(parameter)
-        for mesh, parameters in by_group.values():
+                group_name = mesh.get_group().group_name
+                meshes.setdefault(group_name, mesh)
+                by_mesh.setdefault(group_name, []).append(parameter)
+        for group_name, dealt in by_mesh.items():
+            mesh = meshes[group_name]
             answers: list[Any] = [None] * mesh.size()
-            have_gradients = [parameter.grad is not None for parameter in parameters]
+            have_gradients = [parameter.grad is not None for parameter in dealt]
             torch.distributed.all_gather_object(answers, have_gradients, group=mesh.get_group())
-            for parameter, on_ranks in zip(parameters, zip(*answers, strict=True), strict=True):
+            for parameter, on_ranks in zip(dealt, zip(*answers, strict=True), strict=True):
                 if len({*on_ranks}) > 1:
-                    name, allowed = name_of[parameter], "have one on each rank, or on none"
-                    raise ConfigError(f"gradient of {name}", "not on all ranks", allowed)
-        super()._bind_new_parameters()
+                    advice = "have one on each rank, or on none"
+                    raise ConfigError(f"gradient of {name_of[parameter]}", "not on all ranks", advice)
 
     def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
         """Deal matrices that are cut over ranks to these ranks, by the work of their updates."""
-        given = {parameter: (name, group) for parameter, name, group in names(self.param_groups)}
+        labels = names(self.param_groups)
+        name_of = {parameter: name for parameter, name, _ in labels}
+        group_of = {parameter: group for parameter, _, group in labels}
         meshes: dict[str, Any] = {}
         works: dict[str, dict[torch.Tensor, float]] = {}
         for parameter in parameters:
-            mesh = self._weights.rows_over
-            if not self._is_matrix(parameter, *given[parameter]) or self._weights.is_dealt(parameter):
+            name = name_of[parameter]
+            if not self._is_matrix(parameter, name, group_of[parameter]) or self._weights.is_dealt(parameter):
                 continue
-            if shards.is_dtensor(parameter):
-                mesh = self._mesh_of(parameter, given[parameter][0])
+            is_dtensor = shards.is_dtensor(parameter)
+            mesh = self._mesh_of(parameter, name) if is_dtensor else self._weights.rows_over
             if mesh is not None:
-                key = mesh.get_group().group_name
-                meshes[key] = mesh
-                works.setdefault(key, {})[parameter] = MUON.work(parameter.shape)
-        for key, mesh in meshes.items():
-            self._weights.deal(mesh, works[key], {parameter: name for parameter, (name, _) in given.items()})
+                group_name = mesh.get_group().group_name
+                meshes[group_name] = mesh
+                works.setdefault(group_name, {})[parameter] = MUON.work(parameter.shape)
+        for group_name, mesh in meshes.items():
+            self._weights.deal(mesh, works[group_name], name_of)
 
     def _mesh_of(self, parameter: Any, name: str) -> Any:
-        """Return the mesh over which a `DTensor` is dealt; None if each rank has all of it."""
+        """Return the mesh over which a `DTensor` is dealt; None if each rank has all of it.
+
+        Refuses settings that dealt matrices do not go with.
+        """
         if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
             return None
         self._given_config.check_dealt()
-        combinations.DEALT_FORWARD.check("overlap", overlap := self._holder.config.overlap)
+        overlap = self._holder.config.overlap
+        combinations.DEALT_FORWARD.check("overlap", overlap)
         if self._overlap.models:
             combinations.DEALT_FORWARD.refuse("overlap", overlap)
         return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:
+        """Return the engine's group of a parameter, of which it has one for each group and rule, and its rule."""
         rule = MUON if self._is_matrix(parameter, name, group) else ADAMW
         return len(KINDS) * group + KINDS.index(rule), rule
 
     def _is_matrix(self, parameter: torch.Tensor, name: str, group: int) -> bool:
-        """Return whether Muon updates a parameter."""
+        """Return whether Muon updates a parameter; warn, once, if parameters have no names to tell."""
         if parameter.dim() != 2 or not flag(self.param_groups[group], "use_muon"):
             return False
         patterns = self._holder.config.exact_names
-        if patterns and name.startswith("param_groups[") and not self._is_told:
-            self._is_told = True
+        if patterns and name.startswith("param_groups[") and not self._has_warned_of_names:
+            self._has_warned_of_names = True
             log.warning(
                 "parameters have no names, so embeddings cannot be told from other matrices and are updated by Muon, "
                 "too; make the optimizer from named_parameters(), or give them in a group with use_muon=False"
             )
         count = sum(len(each["params"]) for each in self.param_groups)
-        if self._exact_named[0] != count:  # computed once for all parameters: there may be thousands
+        if self._matched_count != count:  # names are matched once for all parameters: there may be thousands
             all_names = [each for _, each, _ in names(self.param_groups)]
-            self._exact_named = count, frozenset(named_like(all_names, patterns))
-        return name not in self._exact_named[1]
+            self._exact_names = frozenset(named_like(all_names, patterns))
+            self._matched_count = count
+        return name not in self._exact_names
 
     def _values(self) -> list[Any]:
+        """Return the hyperparameters of the engine's groups: two for each of the optimizer's, as in `KINDS`."""
         return [values for group in self.param_groups for values in self._values_of(group)]
 
     def _values_of(self, group: Group) -> tuple[Any, Any]:
@@ -198,10 +218,12 @@ class Muon(OffloadedOptimizer):
         has_muon = flag({"use_muon": True, **group}, "use_muon")
         ratio, eps = not_negative({**self.defaults, **group}, "adamw_lr_ratio", "adamw_eps")
         (lr,) = not_negative(group, "lr")
-        adamw = {**self.defaults, **group, "lr": lr * ratio if has_muon else lr, "eps": eps}
+        adamw_lr = lr * ratio if has_muon else lr
+        adamw = {**self.defaults, **group, "lr": adamw_lr, "eps": eps}
         return MUON.values(group), ADAMW.values({**adamw, "maximize": False})
 
     def _check_group(self, group: Group) -> None:
+        """Check a group's hyperparameters: Muon's, and AdamW's, too."""
         super()._check_group(group)
         _, adamw = self._values_of(group)
         self._check_values(ADAMW, adamw)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from offload.optim import shards
 from offload.rules import BLOCK_NUMEL, plain_number
 
 FLAG_BYTES = 8
-MOST_KEYS = FLAG_BYTES * 8 // 2
-SMALL_BYTES, LARGE_BYTES = 8, 64
+MARK_BITS = 2
+MOST_KEYS = FLAG_BYTES * 8 // MARK_BITS
+SMALL_BYTES = 8
+LARGE_BYTES = 64
 """Alignment of small and of large values; a value of more than `LARGE_BYTES` is large."""
 
-VALUE, NONE, UNSIGNED = 1, 2, 3
+VALUE = 1
+NONE = 2
+UNSIGNED = 3
 """Marks of a key: there is a value; the value is None; it is an integer of 2^63 or more, packed minus 2^64."""
 
 NUMBERS: dict[type, torch.dtype] = {bool: torch.int64, int: torch.int64, float: torch.float64}
@@ -78,24 +82,32 @@ class Form:
         try:
             if self.number is not None:
                 converted = value if plain is None else self.number(plain)
-                if plain is None or converted == plain or (converted != converted and plain != plain):
+                if plain is None or converted == plain:
+                    return converted
+                if converted != converted and plain != plain:  # both are NaN
                     return converted
             else:
-                is_tensor = isinstance(value, torch.Tensor)
-                given = value.detach().cpu() if is_tensor else torch.from_numpy(np.array(value))
+                given = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
                 if tuple(given.shape) != self.size:
                     return given
                 converted = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").copy_(given)
-                if converted.dtype is given.dtype or (converted.is_floating_point() and given.is_floating_point()):
-                    return converted
-                if torch.equal(converted.to(given.dtype), given):
+                may_round = converted.is_floating_point() and given.is_floating_point()
+                if converted.dtype is given.dtype or may_round or torch.equal(converted.to(given.dtype), given):
                     return converted
         except (ValueError, OverflowError, RuntimeError) as cause:
             raise TypeError(f"no {self}: {cause}") from cause
         raise TypeError(f"no {self}: {value if plain is None else plain}")
 
     def __str__(self) -> str:
+        """Return the form for error messages: `int`, or `float32 (2, 3)`."""
         return self.number.__name__ if self.number else f"{self.dtype} {self.size}".replace("torch.", "")
+
+
+class _Place(NamedTuple):
+    """Where a key's value is packed: its form (None if only None was seen), and the offset in bytes."""
+
+    form: Form | None
+    start: int
 
 
 class Packing:
@@ -115,19 +127,17 @@ class Packing:
     def __init__(self, forms: Mapping[Any, Form | None], numel: int) -> None:
         if len(forms) > MOST_KEYS:
             raise TypeError(f"{len(forms)} values, and {MOST_KEYS} are possible")
-        self._places: dict[Any, tuple[Form | None, int]] = {}
+        self._places: dict[Any, _Place] = {}
         end = FLAG_BYTES
         sizes = {key: 0 if form is None else form.nbytes for key, form in forms.items()}
+        # Small values first, so that alignment wastes little; else in the class's order, as sorting is stable.
         for key in sorted(sizes, key=lambda key: sizes[key] > LARGE_BYTES):
-            form, nbytes = forms[key], sizes[key]
-            align = LARGE_BYTES if nbytes > LARGE_BYTES else SMALL_BYTES
-            end = -(-end // align) * align
-            self._places[key] = form, end
-            end += nbytes
-        packed_words = -(-end // (4 * max(1, -(-numel // BLOCK_NUMEL))))
-        # Rounded up so that few different numbers occur: parameters with different ones never share a subgroup.
-        whole, rest = divmod(packed_words, BLOCK_NUMEL)
-        self.words = BLOCK_NUMEL * whole + (1 << (rest - 1).bit_length() if rest else 0)
+            align = LARGE_BYTES if sizes[key] > LARGE_BYTES else SMALL_BYTES
+            start = _ceil_div(end, align) * align
+            self._places[key] = _Place(forms[key], start)
+            end = start + sizes[key]
+        blocks = max(1, _ceil_div(numel, BLOCK_NUMEL))
+        self.words = _rounded_words(_ceil_div(end, 4 * blocks))
 
     @property
     def keys(self) -> Iterable[Any]:
@@ -142,7 +152,7 @@ class Packing:
         """
         converted = dict(state)
         for key in converted.keys() & self._places.keys():
-            form = self._places[key][0]
+            form = self._places[key].form
             if form is not None and converted[key] is not None:
                 try:
                     converted[key] = form.cast(converted[key])
@@ -151,12 +161,13 @@ class Packing:
         return converted
 
     def load(self, packed_words: torch.Tensor) -> dict[Any, Any]:
-        """Return the state packed in flat `words`: tensors are views of these, numbers are copies."""
-        flags, state = self._flags(packed_words) if packed_words.numel() else 0, {}
-        for bit, (key, (form, start)) in enumerate(self._places.items()):
-            mark = flags >> 2 * bit & 3
+        """Return the state that is packed in `packed_words`: tensors are views of these, numbers are copies."""
+        marks = self._read_marks(packed_words) if packed_words.numel() else 0
+        state: dict[Any, Any] = {}
+        for number, (key, (form, start)) in enumerate(self._places.items()):
+            mark = (marks >> MARK_BITS * number) & 3
             if mark in (VALUE, UNSIGNED) and form is not None:
-                value = self._at(packed_words, form, start)
+                value = self._view_of_place(packed_words, form, start)
                 state[key] = value if form.number is None else form.number(value.item())
                 if mark == UNSIGNED:
                     state[key] += 1 << 64
@@ -169,7 +180,7 @@ class Packing:
         for key, value in state.items():
             if key not in self._places:
                 raise TypeError(f"{key!r} is new")
-            form = self._places[key][0]
+            form = self._places[key].form
             try:
                 form_now = Form.of(value)
             except TypeError as cause:
@@ -178,7 +189,7 @@ class Packing:
                 raise TypeError(f"{key!r} was {form or 'None'} and is {form_now}")
 
     def store(self, packed_words: torch.Tensor, state: Mapping[Any, Any]) -> None:
-        """Pack a state into `words`; tensors that lie in their place already are not copied.
+        """Pack a state into `packed_words`; tensors that lie in their place already are not copied.
 
         Raises:
             TypeError: See `check`; nothing has been written then.
@@ -186,19 +197,24 @@ class Packing:
         self.check(state)
         if not packed_words.numel():  # of a parameter without elements
             return
-        flags, own = 0, range(packed_words.data_ptr(), packed_words.data_ptr() + packed_words.nbytes)
-        targets = {key: self._at(packed_words, form, start) for key, (form, start) in self._places.items() if form}
+        own_addresses = range(packed_words.data_ptr(), packed_words.data_ptr() + packed_words.nbytes)
+        places = self._places.items()
+        targets = {key: self._view_of_place(packed_words, form, start) for key, (form, start) in places if form}
 
-        def in_anothers_place(key: Any, value: Any) -> bool:
-            is_packed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own
-            return is_packed and not (key in targets and value.data_ptr() == targets[key].data_ptr())
+        def is_in_place_of_another(key: Any, value: Any) -> bool:
+            """Return whether a value lies in these words, but not in its key's place, as after a class swaps two."""
+            if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() not in own_addresses:
+                return False
+            return key not in targets or value.data_ptr() != targets[key].data_ptr()
 
         # A value in another key's place is copied before that place is written.
-        state = {key: value.clone() if in_anothers_place(key, value) else value for key, value in state.items()}
-        for bit, (key, (form, _)) in enumerate(self._places.items()):
+        state = {key: value.clone() if is_in_place_of_another(key, value) else value for key, value in state.items()}
+        marks = 0
+        for number, (key, (form, _)) in enumerate(places):
             if key not in state:
                 continue
-            value, mark = state[key], VALUE
+            value = state[key]
+            mark = VALUE
             if value is None or form is None:
                 mark = NONE
             elif form.number is not None:
@@ -206,17 +222,36 @@ class Packing:
                 targets[key].fill_(value - (1 << 64) if mark == UNSIGNED else value)
             elif value.data_ptr() != targets[key].data_ptr():
                 targets[key].copy_(value)
-            flags |= mark << 2 * bit
-        self._bytes(packed_words)[:FLAG_BYTES].view(torch.int64).fill_(flags - (1 << 64) if flags >> 63 else flags)
+            marks |= mark << MARK_BITS * number
+        as_signed = marks - (1 << 64) if marks >> 63 else marks
+        self._as_bytes(packed_words)[:FLAG_BYTES].view(torch.int64).fill_(as_signed)
 
-    def _flags(self, packed_words: torch.Tensor) -> int:
-        return int(self._bytes(packed_words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
+    def _read_marks(self, packed_words: torch.Tensor) -> int:
+        """Return the marks of all keys, `MARK_BITS` for each, as an unsigned number."""
+        return int(self._as_bytes(packed_words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
 
-    def _at(self, packed_words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
-        """Return a tensor over a place in `words`, with a storage of its own: `torch.save` saves whole storages."""
-        memory = torch.from_numpy(self._bytes(packed_words).numpy()[start : start + form.nbytes])
+    def _view_of_place(self, packed_words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
+        """Return a view of a place; its storage is that place alone, as `torch.save` saves whole storages."""
+        memory = torch.from_numpy(self._as_bytes(packed_words).numpy()[start : start + form.nbytes])
         return memory.view(form.dtype).as_strided(form.size, form.stride)
 
     @staticmethod
-    def _bytes(packed_words: torch.Tensor) -> torch.Tensor:
+    def _as_bytes(packed_words: torch.Tensor) -> torch.Tensor:
+        """Return a view of packed words as bytes."""
         return packed_words.view(torch.uint8)
+
+
+def _ceil_div(value: int, unit: int) -> int:
+    """Return how many units hold a value."""
+    return -(-value // unit)
+
+
+def _rounded_words(words: int) -> int:
+    """Round words per block up, so that few different numbers occur.
+
+    Parameters with different numbers never share a subgroup. The part beyond whole multiples of `BLOCK_NUMEL` becomes
+    a power of two.
+    """
+    whole, rest = divmod(words, BLOCK_NUMEL)
+    rounded_rest = 1 << (rest - 1).bit_length() if rest else 0
+    return BLOCK_NUMEL * whole + rounded_rest

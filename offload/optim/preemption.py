@@ -40,7 +40,8 @@ class SigtermHandler:
     """
 
     def __init__(self) -> None:
-        self.has_signal = self.is_committing = False
+        self.has_signal = False
+        self.is_committing = False
         self._is_in_use = True
         self._pid = os.getpid()
         if threading.current_thread() is not threading.main_thread():
@@ -56,7 +57,9 @@ class SigtermHandler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note a signal; during a commit, or in a forked process, run the earlier handler instead."""
-        if self._is_in_use and os.getpid() == self._pid and not (self.has_signal and self.is_committing):
+        is_own_process = os.getpid() == self._pid
+        is_second_in_commit = self.has_signal and self.is_committing
+        if self._is_in_use and is_own_process and not is_second_in_commit:
             self.has_signal = True
             return
         self.has_signal = self.is_committing = False
@@ -121,7 +124,8 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self.is_late = self.is_due = False
+        self.is_late = False
+        self.is_due = False
         self._handler: SigtermHandler | None = None
         self._folder: str | os.PathLike[str] | Callable[[], object] = ""
         self._extra: Callable[[], Any] | None = None
@@ -136,7 +140,7 @@ class Preemption:
         model: torch.nn.Module | None,
         extra: Callable[[], Any] | None,
     ) -> None:
-        """Check the arguments of `OffloadedOptimizer.commit_on_sigterm`, and install the handler unless it is."""
+        """Check the arguments of `OffloadedOptimizer.commit_on_sigterm`, note them, and install the handler once."""
         if callable(folder):
             if model is not None or extra is not None:
                 raise ConfigError("folder", folder, "leave model and extra out, which the function saves itself")
@@ -154,7 +158,8 @@ class Preemption:
             self._handler = SigtermHandler()
             self._restore = finalizer = weakref.finalize(optimizer, self._handler.restore)
             finalizer.atexit = False
-        self._folder, self._extra = folder, extra
+        self._folder = folder
+        self._extra = extra
         self._model = _no_model if model is None else weakref.ref(model)  # its hooks may hold the optimizer
 
     def end(self) -> None:
@@ -164,6 +169,7 @@ class Preemption:
 
     @property
     def _name(self) -> object:
+        """The folder, for logs."""
         return "where the loop saves" if callable(self._folder) else self._folder
 
     @property
@@ -172,12 +178,16 @@ class Preemption:
         return None if self._handler is None else self._handler.has_signal
 
     def after_call(self, optimizer: StatefulOptimizer, told: bool | None) -> None:
-        """At the end of a step: commit if a rank has had a SIGTERM, and pass it on; with `is_late` only note it.
+        """Commit if a rank has had a SIGTERM, and pass it on; with `is_late` only note it. Called at a step's end.
 
-        `told` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None.
+        `told` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None, and a
+        collective asks for it.
         """
         handler = self._handler
-        if handler is None or not (any_rank(handler.has_signal) if told is None else told):
+        if handler is None:
+            return
+        has_any_rank_signal = any_rank(handler.has_signal) if told is None else told
+        if not has_any_rank_signal:
             return
         self.is_due = True
         if not self.is_late:
@@ -185,7 +195,8 @@ class Preemption:
 
     def commit(self, optimizer: StatefulOptimizer) -> None:
         """Commit if that is due, and pass the signal on."""
-        is_due, self.is_due = self.is_due, False
+        is_due = self.is_due
+        self.is_due = False
         if is_due and self._handler is not None:
             self._handler.commit(partial(self._save, optimizer), optimizer.wait_mirror, self._name)
 
@@ -195,7 +206,8 @@ class Preemption:
             self._folder()
             optimizer.wait_checkpoint()
             return
-        extra, failure = None, None
+        extra = None
+        failure = None
         try:
             extra = None if self._extra is None else self._extra()
         except Exception as error:
@@ -207,4 +219,4 @@ class Preemption:
 
 
 def _no_model() -> None:
-    """Return no model."""
+    """Return no model; stands for a weak reference where no model was given."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,23 @@ log = logging.getLogger("offload")
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same weight."""
+
+
+class _Answer(NamedTuple):
+    """What a rank says of a save; `are_of_rank` is whether all its names may mean other weights on other ranks."""
+
+    id: str
+    weights: dict[str, _Digest]
+    are_of_rank: bool
+    process: Process | None
+
+
+class _Digest(NamedTuple):
+    """Shape and dtype of a whole weight, which piece of it a rank has, and a digest of the piece's beginning."""
+
+    whole: tuple[Any, ...]
+    place: tuple[Any, ...]
+    digest: int
 
 
 def world() -> tuple[int, int]:
@@ -79,17 +96,17 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> S
         return replace(agreed, names=bare_names(bound.name for bound in bounds))
     answers: list[Any] = [None] * size
     weights_here = {bound.name: _digest(bound) for bound in bounds}
-    own_answer = request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
+    own_answer = _Answer(request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
     torch.distributed.all_gather_object(answers, own_answer)
-    clash = _clash([weights for _, weights, _, _ in answers])
-    find_ended = partial(_ended_ranks, [process for *_, process in answers])
-    agreed = replace(agreed, id=answers[0][0], find_ended=find_ended)
-    names = bare_names(name for _, weights, _, _ in answers for name in weights)  # made from all ranks' names
+    clash = _find_clash([answer.weights for answer in answers])
+    find_ended = partial(_ended_ranks, [answer.process for answer in answers])
+    agreed = replace(agreed, id=answers[0].id, find_ended=find_ended)
+    names = bare_names(name for answer in answers for name in answer.weights)  # made from all ranks' names
     if clash is None:
-        replica = any(weights == answers[rank][1] for _, weights, _, _ in answers[:rank])
+        replica = any(answer.weights == weights_here for answer in answers[:rank])
         return replace(agreed, names=names, replica=replica)
     name, one, other = clash
-    if not all(of_its_rank for _, _, of_its_rank, _ in answers):
+    if not all(answer.are_of_rank for answer in answers):
         raise CheckpointError(
             f"ranks {one} and {other} have different weights that are both called {name}: give every weight a name "
             "of its own, or use `offload.Engine`, whose parameters know their places"
@@ -120,23 +137,26 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
-def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int, int] | None:
+def _find_clash(everyone: Sequence[Mapping[str, _Digest]]) -> tuple[str, int, int] | None:
     """Return a name under which two ranks have different weights, and these ranks; None if there is none.
 
     Pieces of one weight agree in shape and dtype of the whole; the same pieces agree in their digest, too.
     """
-    first: dict[tuple[Any, ...], tuple[int, Any]] = {}
+    first_seen: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by what is compared: the first rank that has it
     for rank, weights in enumerate(everyone):
         for name, (whole, place, digest) in weights.items():
             for key, value in (((name,), whole), ((name, place), digest)):
-                if first.setdefault(key, (rank, value))[1] != value:
-                    return name, first[key][0], rank
+                first_rank, first_value = first_seen.setdefault(key, (rank, value))
+                if first_value != value:
+                    return name, first_rank, rank
     return None
 
 
-def _digest(bound: BoundParameter) -> tuple[Any, ...]:
-    """Return a weight's shape and dtype, which piece of it this rank has, and a digest of the piece's beginning."""
-    weight, piece = bound.parameter, bound.local.detach()
+def _digest(bound: BoundParameter) -> _Digest:
+    """Return what a weight is compared by on all ranks."""
+    weight = bound.parameter
+    piece = bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, piece.numel(), bound.cut.box)
     beginning = piece.as_strided((piece.numel(),), (1,))[:DIGEST_NUMEL].cpu()
-    return (tuple(weight.shape), weight.dtype), place, digest_of(beginning.view(torch.uint8).numpy().data)
+    digest = digest_of(beginning.view(torch.uint8).numpy().data)
+    return _Digest((tuple(weight.shape), weight.dtype), place, digest)

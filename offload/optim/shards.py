@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -40,7 +40,7 @@ class Cut:
         box: First index and size of the piece in each dimension.
         start: First element of the piece in the whole, in row-major order.
         is_run: Whether the piece is a single run of the whole.
-        owner: If the parameter is dealt, so that one rank updates it whole, that rank's number in the mesh.
+        owner_rank: If the parameter is dealt, so that one rank updates it whole, that rank's number in the mesh.
     """
 
     mesh: Any
@@ -59,7 +59,7 @@ class Cut:
 
 def is_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # imported if there is any; importing it takes long
+    module = sys.modules.get("torch.distributed.tensor")  # whoever made one has imported this; importing takes long
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -68,11 +68,13 @@ def fsdp_groups(model: torch.nn.Module) -> list[Any]:
     """Return the groups in which FSDP2 gathers a model's parameters: torch's `FSDPParamGroup`s."""
     module = sys.modules.get("torch.distributed.fsdp")  # as in `is_dtensor`
     kind = getattr(module, "FSDPModule", None)
-    states = [] if kind is None else [m._get_fsdp_state() for m in model.modules() if isinstance(m, kind)]
+    if kind is None:
+        return []
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, kind)]
     groups: list[Any] = []
-    for state in dict.fromkeys(states):  # one for all modules that are sharded together
-        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
-        groups += [state._fsdp_param_group] if several is None else several
+    for state in dict.fromkeys(states):  # modules that are sharded together have one state
+        groups_since_2_12 = getattr(state, "_fsdp_param_groups", None)
+        groups += [state._fsdp_param_group] if groups_since_2_12 is None else groups_since_2_12
     return [group for group in groups if group is not None]
 
 
@@ -82,16 +84,19 @@ def gathered_by(fsdp_group: Any) -> list[torch.Tensor]:
 
 
 def copies_gradients_to_host(parameter: torch.Tensor) -> bool:
-    """Return whether FSDP2 copies a parameter's gradients to host memory: the weight waits there for a GPU."""
+    """Return whether FSDP2 copies a parameter's gradients from a GPU to host memory, where the weight lies."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and mesh.device_type != local(parameter).device.type
 
 
 class PatchedMethod:
-    """Replaces a method of one of `fsdp_groups` until `remove`; in another process it only calls the method.
+    """Replaces a method of one of `fsdp_groups` until `remove`; in a forked process it only calls the method.
 
     Args:
-        call: A method, which is not kept alive: it is called with the group, the replaced method, and its arguments.
+        group: The group.
+        name: The method's name.
+        call: A bound method, whose object is not kept alive; called with the group, the replaced method, and its
+            arguments.
     """
 
     def __init__(self, group: Any, name: str, call: Callable[..., Any]) -> None:
@@ -104,6 +109,7 @@ class PatchedMethod:
 
     @_disable_dynamo
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call what replaces the method; the method itself after `remove`, or once the object of `call` is gone."""
         call = self._call() if os.getpid() == self._pid else None
         if call is None:
             return self._method(*arguments, **options)
@@ -115,16 +121,18 @@ class PatchedMethod:
         If something else has replaced this one, it still calls this, which only calls the method from then on.
         """
         self._call = lambda: None
-        above = vars(self._group).get(self._name)  # the newest replacement
-        if above is self:
+        newest = vars(self._group).get(self._name)
+        if newest is self:
             if self._is_first:
                 delattr(self._group, self._name)
             else:
                 setattr(self._group, self._name, self._method)
-        while isinstance(above, PatchedMethod):
-            if above._method is self:
-                above._method, above._is_first = self._method, self._is_first
-            above = above._method
+        replacement = newest
+        while isinstance(replacement, PatchedMethod):
+            if replacement._method is self:
+                replacement._method = self._method
+                replacement._is_first = self._is_first
+            replacement = replacement._method
 
 
 def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None = None) -> Cut | None:
@@ -143,34 +151,25 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         if rows_over is not None:
             combinations.SHARDED_TWICE.refuse("shard", True, name=name)
         dtensor: Any = parameter
-        mesh, placements = dtensor.device_mesh, tuple(dtensor.placements)
-        if mesh.get_coordinate() is None:
-            raise ConfigError(name, str(mesh), "leave it to the ranks of its mesh, of which this is none")
-        if any(kind.is_partial() for kind in placements):
-            raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
-        box = box_of(parameter)
+        mesh = dtensor.device_mesh
+        placements = tuple(dtensor.placements)
+        box = _checked_box(parameter, name)
         piece = local(parameter)
-        if type(piece) not in (torch.Tensor, torch.nn.Parameter):
-            raise ConfigError(name, f"DTensor of {type(piece).__name__}", "use plain tensors as shards")
-        if tuple(piece.shape) != (sizes := tuple(size for _, size in box)):
-            raise ConfigError(name, f"a shard of {tuple(piece.shape)}", f"its placements {placements} say {sizes}")
     elif rows_over is not None and parameter.dim():
         from torch.distributed.tensor import Shard
 
-        mesh, placements = rows_over, (Shard(0),)
-        first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
-        box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
+        mesh = rows_over
+        placements = (Shard(0),)
         if owner is not None:
             box = dealt_box(parameter.shape, mesh, owner)
+        else:
+            first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+            box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
         piece = own(parameter, Cut(mesh, placements, box, 0, True))
     else:
         return None
     strides = row_major(parameter.shape)
-    ways = zip(parameter.shape, parameter.stride(), strides, strict=True)
-    if parameter.numel() and not all(size == 1 or stride == row_stride for size, stride, row_stride in ways):
-        raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
-    if not piece.is_contiguous():
-        raise ConfigError(name, f"a shard of strides {piece.stride()}", "use a contiguous sharded parameter")
+    _check_contiguous(parameter, piece, name, strides)
     if owner is not None and is_dtensor(parameter):
         from torch.distributed.tensor import Shard
 
@@ -180,7 +179,38 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         return Cut(mesh, placements, box, 0, True, owner)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
-    return Cut(mesh, placements, box, start, last + 1 - start == piece.numel(), owner)
+    is_run = last + 1 - start == piece.numel()
+    return Cut(mesh, placements, box, start, is_run, owner)
+
+
+def _checked_box(dtensor: Any, name: str) -> tuple[tuple[int, int], ...]:
+    """Return `box_of`; refuse a `DTensor` that this rank has no part of, or whose local tensor is not that piece."""
+    mesh = dtensor.device_mesh
+    placements = tuple(dtensor.placements)
+    if mesh.get_coordinate() is None:
+        raise ConfigError(name, str(mesh), "leave it to the ranks of its mesh, of which this is none")
+    if any(kind.is_partial() for kind in placements):
+        raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
+    box = box_of(dtensor)
+    piece = local(dtensor)
+    if type(piece) not in (torch.Tensor, torch.nn.Parameter):
+        raise ConfigError(name, f"DTensor of {type(piece).__name__}", "use plain tensors as shards")
+    sizes = tuple(size for _, size in box)
+    if tuple(piece.shape) != sizes:
+        raise ConfigError(name, f"a shard of {tuple(piece.shape)}", f"its placements {placements} say {sizes}")
+    return box
+
+
+def _check_contiguous(parameter: torch.Tensor, piece: torch.Tensor, name: str, strides: Sequence[int]) -> None:
+    """Refuse a sharded parameter that is not in row-major order, which `strides` are of, or whose piece is not."""
+    is_row_major = all(
+        size == 1 or stride == row_stride
+        for size, stride, row_stride in zip(parameter.shape, parameter.stride(), strides, strict=True)
+    )
+    if parameter.numel() and not is_row_major:
+        raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
+    if not piece.is_contiguous():
+        raise ConfigError(name, f"a shard of strides {piece.stride()}", "use a contiguous sharded parameter")
 
 
 def box_of(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -223,10 +253,10 @@ def dealt_box(shape: Sequence[int], mesh: Any, owner: int) -> tuple[tuple[int, i
 
 
 def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the first of a rank's rows and their number, as torch's `Shard(0)` has them."""
-    most = -(-rows // ranks)
-    first = min(rank * most, rows)
-    return first, min(most, rows - first)
+    """Return the first of a rank's rows and their number, as torch's `Shard(0)` has them: fewer on the last ranks."""
+    rows_per_rank = -(-rows // ranks)
+    first = min(rank * rows_per_rank, rows)
+    return first, min(rows_per_rank, rows - first)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,16 +295,24 @@ def free_memory(tensor: torch.Tensor) -> None:
 
 
 def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are cut alike, or neither is a `DTensor`."""
-    left, right = ((getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (tensor, other))
-    return left == right
+    """Return whether two tensors have the same mesh and placements, or neither is a `DTensor`."""
+
+    def placing(each: torch.Tensor) -> tuple[Any, Any]:
+        """Return mesh and placements; None for a plain tensor."""
+        return getattr(each, "device_mesh", None), getattr(each, "placements", None)
+
+    return placing(tensor) == placing(other)
 
 
 def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient cut as its parameter is; a collective if it is not, as with tensor parallelism."""
+    """Return a gradient with its parameter's placements; reduce it if it has others, as with tensor parallelism.
+
+    That is a collective.
+    """
     if placed_as(gradient, parameter):
         return gradient
-    mesh, weight_mesh = (getattr(tensor, "device_mesh", "no mesh") for tensor in (gradient, parameter))
+    mesh = getattr(gradient, "device_mesh", "no mesh")
+    weight_mesh = getattr(parameter, "device_mesh", "no mesh")
     if mesh != weight_mesh:
         raise ConfigError(f"gradient of {name}", str(mesh), f"use the weight's: {weight_mesh}")
     with torch.no_grad():
@@ -298,6 +336,7 @@ def placed(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(values: torch.Tensor, parameter: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
+    """Return a `DTensor` of the parameter's whole shape, over this rank's values."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -328,22 +367,24 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
     them, rounded once. That takes one collective for each process group of several ranks over which parameters are
     cut, on the group's own backend.
     """
-    sums: dict[tuple[str, ...], float] = {}
-    groups: dict[str, tuple[Any, str]] = {}
+    sums: dict[tuple[str, ...], float] = {}  # by names of the groups over which a sum still has to be added up
+    groups: dict[str, Any] = {}
+    devices: dict[str, str] = {}
     for cut, number in parts:
-        over = [] if cut is None else [group for group in cut.groups if group.size() > 1]
-        for group in over:
-            groups.setdefault(group.group_name, (group, cut.mesh.device_type if cut is not None else ""))
-        names = tuple(group.group_name for group in over)
+        several = [] if cut is None else [group for group in cut.groups if group.size() > 1]
+        for group in several:
+            groups.setdefault(group.group_name, group)
+            devices.setdefault(group.group_name, cut.mesh.device_type if cut is not None else "")
+        names = tuple(group.group_name for group in several)
         sums[names] = sums.get(names, 0.0) + number
-    for name, (group, device) in groups.items():
-        keys = [names for names in sums if name in names]
-        mine = torch.tensor([sums.pop(names) for names in keys], dtype=torch.float64, device=device)
+    for name, group in groups.items():
+        pending = [names for names in sums if name in names]
+        mine = torch.tensor([sums.pop(names) for names in pending], dtype=torch.float64, device=devices[name])
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         torch.distributed.all_gather(everyone, mine, group=group)
-        for names, numbers in zip(keys, torch.stack(everyone).T.tolist(), strict=True):
-            others = tuple(other for other in names if other != name)
-            sums[others] = sums.get(others, 0.0) + math.fsum(numbers)
+        for names, numbers_of_ranks in zip(pending, torch.stack(everyone).T.tolist(), strict=True):
+            other_names = tuple(other for other in names if other != name)
+            sums[other_names] = sums.get(other_names, 0.0) + math.fsum(numbers_of_ranks)
     return sums.get((), 0.0)
 
 
@@ -353,7 +394,7 @@ def content(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
-    """Broadcast each weight that was dealt from its rank to all ranks; return the others, for `gather`."""
+    """Broadcast each weight that was dealt, from its owner to all ranks; return the other weights, for `gather`."""
     others = []
     for weight, cut in weights:
         if cut is None or cut.owner_rank is None:
@@ -369,43 +410,63 @@ def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
 
     Bucket by bucket: each rank packs its parts into a buffer, all ranks gather all buffers, and unpack them.
     """
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
     for bucket in _buckets(weights, ranks):
-        width = sum(stop - start for _, _, start, stop in bucket)
-        packed = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
+        packed_bytes = sum(part.stop - part.start for part in bucket)
+        packed = torch.empty(packed_bytes, dtype=torch.uint8, device=bucket[0].flat.device)
         offset = 0
-        for flat, size, start, stop in bucket:
-            part = flat[rank * size + start : rank * size + stop]  # shorter or empty on the last ranks
-            packed[offset : offset + part.numel()].copy_(part)
-            offset += stop - start
+        for part in bucket:
+            begin = rank * part.rank_bytes
+            own_bytes = part.flat[begin + part.start : begin + part.stop]  # shorter or empty on the last ranks
+            packed[offset : offset + own_bytes.numel()].copy_(own_bytes)
+            offset += part.stop - part.start
         everyone = all_gather(packed, mesh)
         offset = 0
-        for flat, size, start, stop in bucket:
-            rows, full = everyone[:, offset : offset + stop - start], flat.numel() // size
-            flat[: full * size].view(full, size)[:, start:stop].copy_(rows[:full])
-            rest = flat[full * size + start : full * size + stop]
-            if rest.numel():
-                rest.copy_(rows[full, : rest.numel()])
-            offset += stop - start
+        for part in bucket:
+            part.unpack(everyone[:, offset : offset + part.stop - part.start])
+            offset += part.stop - part.start
 
 
-_Part = tuple[torch.Tensor, int, int, int]
-"""A weight as bytes, the number of bytes of one rank's rows, and the range of a part of these."""
+class _Part(NamedTuple):
+    """A part of a weight's rows on each rank: bytes `start` to `stop` of each rank's rows.
+
+    Attributes:
+        flat: The whole weight as bytes.
+        rank_bytes: Bytes of one rank's rows; the last ranks may have fewer.
+    """
+
+    flat: torch.Tensor
+    rank_bytes: int
+    start: int
+    stop: int
+
+    def unpack(self, of_ranks: torch.Tensor) -> None:
+        """Copy this part of all ranks' rows, one row of `of_ranks` for each rank, to their places in the weight."""
+        full_ranks = self.flat.numel() // self.rank_bytes
+        full_bytes = full_ranks * self.rank_bytes
+        of_full_ranks = self.flat[:full_bytes].view(full_ranks, self.rank_bytes)
+        of_full_ranks[:, self.start : self.stop].copy_(of_ranks[:full_ranks])
+        rest = self.flat[full_bytes + self.start : full_bytes + self.stop]  # of the rank with fewer rows
+        if rest.numel():
+            rest.copy_(of_ranks[full_ranks, : rest.numel()])
 
 
 def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:
     """Yield lists of parts of weights to exchange in one collective, the same lists on every rank."""
-    bucket_bytes, used_bytes = max(1, GATHER_BYTES // (ranks + 1)), 0
+    bucket_bytes = max(1, GATHER_BYTES // (ranks + 1))  # each rank has its own buffer, and those of all ranks
+    used_bytes = 0
     bucket: list[_Part] = []
     for weight in weights:
         flat = weight.detach().view(-1).view(torch.uint8)
-        rows = _rows(weight.shape[0], ranks, 0)[1]
-        size = rows * (flat.numel() // weight.shape[0]) if flat.numel() else 0
+        _, rows = _rows(weight.shape[0], ranks, 0)
+        rank_bytes = rows * (flat.numel() // weight.shape[0]) if flat.numel() else 0
         start = 0
-        while start < size:
-            stop = min(size, start + bucket_bytes - used_bytes)
-            bucket.append((flat, size, start, stop))
-            start, used_bytes = stop, used_bytes + stop - start
+        while start < rank_bytes:
+            stop = min(rank_bytes, start + bucket_bytes - used_bytes)
+            bucket.append(_Part(flat, rank_bytes, start, stop))
+            used_bytes += stop - start
+            start = stop
             if used_bytes == bucket_bytes:
                 yield bucket
                 bucket, used_bytes = [], 0
@@ -415,11 +476,12 @@ def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part
 
 def check_apart(names: Mapping[torch.Tensor, str]) -> None:
     """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
-    parameters, texts = [local(parameter) for parameter in names], [*names.values()]
-    ranges = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
+    parameters = [local(parameter) for parameter in names]
+    name_of = [*names.values()]
+    ranges = sorted((each.data_ptr(), each.nbytes, number) for number, each in enumerate(parameters) if each.numel())
     for (address, nbytes, number), (next_address, _, next_number) in pairwise(ranges):
         if next_address < address + nbytes:
-            pair = " and ".join(texts[n] for n in sorted((number, next_number)))
+            pair = " and ".join(name_of[each] for each in sorted((number, next_number)))
             raise ConfigError("params", f"{pair}, which share memory", "give tied weights as one parameter")
 
 

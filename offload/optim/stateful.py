@@ -611,12 +611,12 @@ def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], saved_na
     for bound in bounds:
         saved_name = saved_names[bound.name]
         saved_form = source.shape_of(saved_name) if saved_name in source.names else None
-        _, shape, strides, _, _ = bound.form
-        if saved_form is not None and saved_form != (tuple(shape), tuple(strides)):
+        form = tuple(bound.form.shape), tuple(bound.form.strides)
+        if saved_form is not None and saved_form != form:
             saved_shape, saved_strides = saved_form
             raise CheckpointError(
                 f"{source.path} is of another model: {bound.name} has shape {saved_shape} and strides "
-                f"{saved_strides} there and {tuple(shape)} and {tuple(strides)} here"
+                f"{saved_strides} there and {form[0]} and {form[1]} here"
             )
 
 

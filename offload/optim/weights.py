@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -31,7 +31,14 @@ from offload.weights.mapping import is_mapped
 log = logging.getLogger("offload")
 
 
-Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size, torch.device]
+class Form(NamedTuple):
+    """What a parameter's state is laid out for: the weight's, and shape and device of what this rank has of it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    local_shape: torch.Size
+    device: torch.device
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -39,7 +46,7 @@ class BoundParameter:
     """The record of a parameter that the engine updates.
 
     Attributes:
-        form: Dtype, shape, strides of the weight that the state belongs to; shape and device of what this rank has.
+        form: The form of the weight that the state belongs to.
         stamp: Address and version of the weight after the last update or check.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.
@@ -48,7 +55,7 @@ class BoundParameter:
         used_gradient: The gradient that the last step has used, and its version then.
         was_different: Whether a master was loaded that rounds to another 16-bit weight; until the weight is written.
         dealt: For a `DTensor` that one rank updates whole: the copy on that rank.
-        is_brought: Whether that is so: ranks send their shards of weight and gradient to that rank, in the step.
+        is_brought: Whether there is one: ranks send their shards of weight and gradient to that rank, in the step.
     """
 
     parameter: torch.Tensor
@@ -71,7 +78,10 @@ class BoundParameter:
         return shards.own(self.parameter, self.cut) if self.dealt is None else self.dealt.copy
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the gradient that this rank's step reads, reduced, and its weight; None if there is no gradient."""
+        """Return the gradient that this rank's step reads, and its weight; None if there is no gradient.
+
+        Reduces the gradient, a collective, if its placements are not the weight's.
+        """
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -126,17 +136,21 @@ class Weights:
 
         `groups` are the optimizer's, for names; `kept_as` is `OffloadedOptimizer._kept_as`.
         """
-        labels = {parameter: (name, group) for parameter, name, group in names(groups)}
+        labels = names(groups)
+        name_of = {parameter: name for parameter, name, _ in labels}
+        group_of = {parameter: group for parameter, _, group in labels}
         for parameter in parameters:
-            check_parameter(parameter, labels[parameter][0], self.required_device)
+            check_parameter(parameter, name_of[parameter], self.required_device)
             if is_mapped(shards.local(parameter).data_ptr()):
                 self.are_in_file = True
                 combinations.IMAGES_OF_MAPPED.check("overlap", self._holder.config.overlap)
-        shards.check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
-        return tuple(
-            self._describe(parameter, labels[parameter][0], *kept_as(parameter, *labels[parameter]))
-            for parameter in parameters
-        )
+        shards.check_apart({parameter: name_of[parameter] for parameter in (*self.bound, *parameters)})
+        descriptions = []
+        for parameter in parameters:
+            name = name_of[parameter]
+            group, rule = kept_as(parameter, name, group_of[parameter])
+            descriptions.append(self._describe(parameter, name, group, rule))
+        return tuple(descriptions)
 
     def deal(self, mesh: Any, works: Mapping[torch.Tensor, float], names: Mapping[torch.Tensor, str]) -> None:
         """Deal weights to the ranks of a mesh: each is updated whole by one rank. A collective.
@@ -164,21 +178,23 @@ class Weights:
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt = self._dealt_weight_of(parameter)
         elements = shards.own(parameter, cut) if dealt is None else dealt.copy  # that this rank updates
+        has_copies_in_host_memory = dealt is not None and elements.device.type == "cpu"  # of weight and gradient
         return Parameter(
             name,
             elements.numel(),
             DTYPE_CODES[parameter.dtype],
             group,
-            cut.start if cut is not None else 0,
-            parameter.numel(),
-            tuple(parameter.shape),
-            tuple(parameter.stride()),
+            start=cut.start if cut is not None else 0,
+            unsharded_numel=parameter.numel(),
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
             rule=rule,
-            brought_bytes=0 if dealt is None or elements.device.type != "cpu" else 2 * elements.nbytes,
+            brought_bytes=2 * elements.nbytes if has_copies_in_host_memory else 0,
         )
 
     def _dealt_weight_of(self, parameter: torch.Tensor) -> DealtWeight | None:
+        """Return the copy of a `DTensor` that was dealt; None for other weights."""
         return next((dealt.weights[parameter] for dealt in self.dealt.values() if parameter in dealt.weights), None)
 
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
@@ -186,7 +202,14 @@ class Weights:
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt = self._dealt_weight_of(parameter)
         bound = BoundParameter(
-            parameter, len(self.bound), name, _form(parameter), (0, 0), cut, dealt=dealt, is_brought=dealt is not None
+            parameter,
+            len(self.bound),
+            name,
+            _form_of(parameter),
+            (0, 0),
+            cut,
+            dealt=dealt,
+            is_brought=dealt is not None,
         )
         bound.stamp = bound.current_stamp()
         self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
@@ -204,7 +227,7 @@ class Weights:
         return bound
 
     def rebind_changed(self) -> None:
-        """Bind weights that were moved since the last check, and reload masters of those that were written to.
+        """Bind weights that were moved since the last check; let the next step reload masters of those written to.
 
         Raises:
             ConfigError: A weight cannot be updated any more.
@@ -219,19 +242,21 @@ class Weights:
             check_form(bound)
             check_parameter(parameter, bound.name, self.required_device)
             if bound.dealt is None:  # a dealt one is bound to its copy, which `refresh` makes anew
-                self._holder.engine.bind_weight(bound.position, stamp[0])
-                if self._reload_changed(bound):
+                address, _ = stamp
+                self._holder.engine.bind_weight(bound.position, address)
+                if self._reload_master(bound):
                     changed_names.append(bound.name)
             bound.stamp = stamp
         self._note_changes(changed_names)
 
     def refresh(self, *, gradients: bool) -> None:
-        """Send dealt weights that were changed, with `gradients` also their gradients, to their ranks. Collective."""
+        """Send changed dealt weights to their owners, with `gradients` also all their gradients. Collective."""
         if self.dealt:
             self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
-            copied = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
-            self._note_changes([bound.name for bound in copied if bound is not None and self._reload_changed(bound)])
+            changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
+            bounds = [self.bound[parameter] for parameter in changed if parameter in self.bound]
+            self._note_changes([bound.name for bound in bounds if self._reload_master(bound)])
 
     def reload_masters(self) -> None:
         """Let the next step set all masters from the weights, whole."""
@@ -251,7 +276,7 @@ class Weights:
             for weight in dealt.weights.values():
                 weight.free()
 
-    def _reload_changed(self, bound: BoundParameter) -> bool:
+    def _reload_master(self, bound: BoundParameter) -> bool:
         """Let the next step set a master where its weight was written to; return whether the master may lose bits."""
         bound.was_different = False
         self._holder.engine.reload_master(bound.position, whole=False)
@@ -272,13 +297,14 @@ class Weights:
 
     def are_where_bound(self) -> bool:
         """Return whether all weights lie where the engine knows them."""
-        return all(bound.current_stamp()[0] == bound.stamp[0] for bound in self.bound.values())
+        stamps = ((bound.current_stamp(), bound.stamp) for bound in self.bound.values())
+        return all(address == bound_address for (address, _), (bound_address, _) in stamps)
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
         """Return fp32 weights, which updates read as masters; None if a weight does not lie where it is bound."""
         if not self.are_where_bound():
             return None
-        return [bound.local.detach() for bound in self.bound.values() if bound.form[0] is torch.float32]
+        return [bound.local.detach() for bound in self.bound.values() if bound.form.dtype is torch.float32]
 
     def note_different(self, bounds: Iterable[BoundParameter]) -> None:
         """Note weights that differed from the masters that were loaded; see `differing`."""
@@ -290,8 +316,7 @@ class Weights:
         if not self._has_differences:
             return
         self._has_differences = False
-        bounds = self.bound.values()
-        names = [bound.name for bound in bounds if bound.was_different]
+        names = [bound.name for bound in self.bound.values() if bound.was_different]
         if names:
             log.warning(
                 "%d weights (%s, ...) "
@@ -322,7 +347,10 @@ class Weights:
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
     def gather_loaded(self, error: Exception | None) -> None:
-        """Exchange the rows that each rank has loaded; if one could not, raise on all. `error` is this rank's."""
+        """Exchange the rows that each rank has loaded; raise on all ranks if one could not load. Collective.
+
+        `error` is this rank's, or None.
+        """
         self.agree_on_load(error)
         if error is not None:
             raise error
@@ -360,53 +388,58 @@ class Weights:
                 bound.stamp = bound.current_stamp()
         if not bounds:
             return None
-        weights = [bound.parameter for bound in bounds]
-        ranks, device = self.rows_over.size(), weights[0].device
-        notes = [] if note is None else [torch.full((ranks,), note, dtype=torch.bool, device=device)]  # a row a rank
-        cuts = (bound.cut for bound in bounds)
-        in_rows = shards.send(zip(weights, cuts, strict=True), self.rows_over)
-        shards.gather([*in_rows, *notes], self.rows_over)
+        ranks = self.rows_over.size()
+        device = bounds[0].parameter.device
+        not_dealt = shards.send([(bound.parameter, bound.cut) for bound in bounds], self.rows_over)
+        if note is None:
+            shards.gather(not_dealt, self.rows_over)
+        else:  # the notes travel as one more weight, of which each rank has one row
+            notes = torch.full((ranks,), note, dtype=torch.bool, device=device)
+            shards.gather([*not_dealt, notes], self.rows_over)
         for bound in bounds:
             bound.stamp = bound.current_stamp()
-        return bool(notes[0].any()) if notes else None
+        return None if note is None else bool(notes.any())
 
 
 def differing(masters: Mapping[BoundParameter, torch.Tensor]) -> list[BoundParameter]:
     """Return the parameters whose 16-bit weights are not what these masters, in the order of memory, round to."""
-    return [bound for bound, master in masters.items() if _differs(bound, master)]
+    return [bound for bound, master in masters.items() if _differs_from_rounded(bound, master)]
 
 
-def _differs(bound: BoundParameter, master: torch.Tensor) -> bool:
+def _differs_from_rounded(bound: BoundParameter, master: torch.Tensor) -> bool:
     """Return whether a 16-bit weight is not what a master rounds to, bit for bit; compared piece by piece."""
     weight = bound.local.detach()
-    numel, dtype = weight.numel(), weight.dtype
+    numel = weight.numel()
+    dtype = weight.dtype
     if dtype is torch.float32:
         return False
     flat = weight.as_strided((numel,), (1,))
     values = torch.empty(min(PIECE_NUMEL, numel), dtype=torch.float32, device="cpu")
-    here, rounded = (torch.empty(values.numel(), dtype=dtype, device="cpu") for _ in range(2))
+    weights_here = torch.empty(values.numel(), dtype=dtype, device="cpu")
+    rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
     for start in range(0, numel, PIECE_NUMEL):
-        cut = slice(numel - start)
-        copy_run(flat, start, here[cut])
-        copy_run(master, start, values[cut])
-        store_rounded(values[cut], rounded[cut])
-        if not torch.equal(here[cut].view(torch.int16), rounded[cut].view(torch.int16)):
+        rest = slice(numel - start)  # all of the buffers, or less for the last piece
+        copy_run(flat, start, weights_here[rest])
+        copy_run(master, start, values[rest])
+        store_rounded(values[rest], rounded[rest])
+        if not torch.equal(weights_here[rest].view(torch.int16), rounded[rest].view(torch.int16)):
             return True
     return False
 
 
-def _form(parameter: torch.Tensor) -> Form:
+def _form_of(parameter: torch.Tensor) -> Form:
+    """Return the form of a parameter as it is now."""
     local = shards.local(parameter)
-    return parameter.dtype, parameter.shape, parameter.stride(), local.shape, local.device
+    return Form(parameter.dtype, parameter.shape, parameter.stride(), local.shape, local.device)
 
 
 def check_form(bound: BoundParameter) -> None:
     """Refuse a weight whose form has changed since its state was laid out: an update would touch memory beside it."""
-    form = _form(bound.parameter)
+    form = _form_of(bound.parameter)
     if form != bound.form:
-        text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}, on {form[4]}"
-        allowed = "make a new optimizer after changing a weight's dtype, shape, memory format or device"
-        raise ConfigError(bound.name, text, allowed)
+        text = f"{form.dtype}, shape {tuple(form.shape)}, strides {form.strides}, on {form.device}"
+        advice = "make a new optimizer after changing a weight's dtype, shape, memory format or device"
+        raise ConfigError(bound.name, text, advice)
 
 
 def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
@@ -414,8 +447,8 @@ def check_parameter(parameter: torch.Tensor, name: str, required: torch.device |
     shards.cut_of(parameter, name, None)
     parameter = shards.local(parameter)
     if parameter.is_inference():
-        allowed = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
-        raise ConfigError(name, "an inference tensor", allowed)
+        advice = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
+        raise ConfigError(name, "an inference tensor", advice)
     if parameter.layout != torch.strided:
         raise ConfigError(name, parameter.layout, "use dense parameters")
     if parameter.dtype not in DTYPE_CODES:

@@ -32,9 +32,11 @@ class PackedState(StateView):
         self.runner = runner
 
     def _has_master(self, bound: BoundParameter) -> bool:
+        """Return whether a parameter has a master beside its weight."""
         return self.runner.masters and super()._has_master(bound)
 
     def _layout_of(self, bound: BoundParameter) -> Parameter:
+        """Return the engine's description of a parameter."""
         return self._layout.parameters[bound.position]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
@@ -49,8 +51,11 @@ class PackedState(StateView):
         return entry
 
     def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
-        has_state = super()._has_state(parameter, start_values)
-        return has_state and bool(self.runner.packing_of(self._layout_of(self._weights.bound[parameter])).keys)
+        """Return whether a parameter has state: not if the class keeps nothing of it, as plain SGD does."""
+        if not super()._has_state(parameter, start_values):
+            return False
+        bound = self._weights.bound[parameter]
+        return bool(self.runner.packing_of(self._layout_of(bound)).keys)
 
     def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Return an entry of `read` as `state_for` returns it: all of it, as a step count is the class's own."""
@@ -73,8 +78,8 @@ class PackedState(StateView):
         try:
             packing.store(packed, packing.cast(entry))
         except TypeError as cause:
-            allowed = f"it must be state of {self.runner.name} for {bound.name}"
-            raise ConfigError(what, str(cause), allowed) from cause
+            advice = f"it must be state of {self.runner.name} for {bound.name}"
+            raise ConfigError(what, str(cause), advice) from cause
         tensors = {PACKED: packed}
         if master is not None and self._has_master(bound):
             tensors[MASTER] = in_memory_order(f"{what}.{MASTER}", master, bound)
@@ -95,10 +100,11 @@ class WrappedOptimizer(OffloadedOptimizer):
     _state: PackedState
 
     def __init__(self, params: Iterable[Any], runner: ClassRunner, config: OffloadConfig) -> None:
-        self._runner, self.kind = runner, runner.name
+        self._runner = runner
+        self.kind = runner.name
         groups, defaults = runner.groups(params)
-        largest = 0
-        self.rule = ClassRule(runner.name, 1)  # then the largest parameter's: it sizes subgroups
+        largest_numel = 0
+        self.rule = ClassRule(runner.name, 1)  # replaced by the largest parameter's rule, which sizes subgroups
         for at, group in enumerate(groups):
             named = [
                 item if isinstance(item, tuple) else (f"param_groups[{at}].params[{n}]", item)
@@ -107,26 +113,31 @@ class WrappedOptimizer(OffloadedOptimizer):
             named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
             for name, parameter in named:
                 self._check(parameter, name)
-                if parameter.numel() > largest:
-                    largest, self.rule = parameter.numel(), runner.rule_of(parameter, name, group, at)
+                if parameter.numel() > largest_numel:
+                    largest_numel = parameter.numel()
+                    self.rule = runner.rule_of(parameter, name, group, at)
             runner.check_alone(named, group, at)
         super().__init__(groups, defaults, config)
 
     def _view_of_state(self) -> PackedState:
+        """Return the view of state that users see as `optimizer.state`."""
         return PackedState(self._runner, self._holder, self._weights, self.rule, self._lock, self)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
+        """Refuse a parameter that is a `DTensor`, as a class updates whole ones, or that cannot be updated at all."""
         if shards.is_dtensor(parameter):
             combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
         check_parameter(parameter, name, None)
 
     def _open(self, config: OffloadConfig) -> None:
+        """Try the class on its groups, then open the engine; refuse `shard` on several ranks."""
         if config.shard and ranks.world()[0] > 1:
             combinations.WHOLE_PARAMETERS.refuse("shard", True, rule=self.kind)
-        self._try_groups()
+        self._try_new_groups()
         super()._open(config)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, ClassRule]:
+        """Return the engine's group of a parameter, and its rule; refuse parameters that cannot be used."""
         self._check(parameter, name)
         return group, self._runner.rule_of(parameter, name, self.param_groups[group], group)
 
@@ -140,10 +151,11 @@ class WrappedOptimizer(OffloadedOptimizer):
             raise
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
-        self._try_groups()
+        """Try the class on new groups, then add and bind parameters."""
+        self._try_new_groups()
         super()._add(parameters)
 
-    def _try_groups(self) -> None:
+    def _try_new_groups(self) -> None:
         """Try the class on groups, and types of parameters, that are new since it was tried last."""
         named = names(self.param_groups)
         for at, group in enumerate(self.param_groups):
@@ -151,42 +163,50 @@ class WrappedOptimizer(OffloadedOptimizer):
             self._runner.check_alone(own, group, at)
 
     def _check_saved_group(self, group: Group) -> None:
+        """Check a group of a state dict: with another `amsgrad` the class would keep other state."""
         super()._check_saved_group(group)
-        own = [each["amsgrad"] for each in self.param_groups if "amsgrad" in each]
-        if own and group.get("amsgrad", own[0]) not in own:
+        own_values = [each["amsgrad"] for each in self.param_groups if "amsgrad" in each]
+        if own_values and group.get("amsgrad", own_values[0]) not in own_values:
             value = group["amsgrad"]
             raise ConfigError("state_dict amsgrad", value, f"make the optimizer with amsgrad={value}")
 
     # Steps
 
     def _is_asked_for_state(self) -> bool:
-        return False  # such a step is taken: the class makes its state in it
+        """Return False: torch's step that makes state is taken here, as the class makes its state in it."""
+        return False
 
     def _step(self) -> bool | None:
+        """Take a step, in which the runner notes how updates change groups."""
         self._runner.begin_step()
         return super()._step()
 
     def _report_step(self) -> None:
+        """Change groups as the updates have, then report the step."""
         for at, group in enumerate(self.param_groups):
             group.update(self._runner.group_changes_after(at, self.rule.values(group)))
         super()._report_step()
 
     def __getattr__(self, name: str) -> Any:
+        """Return `train` or `eval` if the class has it."""
         if name in WALKS and callable(getattr(self._runner.of_class, name, None)):
-            return partial(self._walk, name)
+            return partial(self._call_on_all, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @torch.no_grad()
-    def _walk(self, name: str) -> None:
+    def _call_on_all(self, name: str) -> None:
         """Call a method in `WALKS` of the class on every parameter, whose weight and state it changes."""
-        runner, groups = self._runner, self._values()
+        runner = self._runner
+        groups = self._values()
         with self._lock:
             self._holder.open()
             self._state.check()
-            layout, bounds = self.engine.plan.layout, self._weights.bound.values()
+            layout = self.engine.plan.layout
+            bounds = self._weights.bound.values()
             runner.begin_step()
 
             def walk(position: int, views: Mapping[str, torch.Tensor]) -> None:
+                """Call the method on one parameter, with views of its state."""
                 runner.walk(name, layout.parameters[position], views[MASTER], views[PACKED], groups)
 
             self.engine.state.change(walk, masters=True)

@@ -16,6 +16,7 @@ BACKEND = "offload"
 """The backend's name in torch."""
 
 _made: weakref.ref[Alone] | None = None
+"""The owner of the group that was made last."""
 
 
 class Alone:
@@ -24,9 +25,11 @@ class Alone:
     def __init__(self, device: torch.device) -> None:
         distributed: Any = torch.distributed
         if BACKEND not in distributed.Backend.backend_list:
-            distributed.Backend.register_backend(BACKEND, _group, extended_api=True, devices=["cpu", device.type])
+            distributed.Backend.register_backend(
+                BACKEND, _make_group, extended_api=True, devices=["cpu", device.type]
+            )
         distributed.init_process_group(BACKEND, store=distributed.HashStore(), rank=0, world_size=1)
-        end = weakref.finalize(self, _end, weakref.ref(distributed.group.WORLD))
+        end = weakref.finalize(self, _end_group, weakref.ref(distributed.group.WORLD))
         end.atexit = False  # a process that ends needs no group
 
 
@@ -41,18 +44,19 @@ def alone(device: torch.device) -> Alone | None:
     global _made
     if torch.distributed.is_initialized():
         return _made() if _made is not None else None
-    made = Alone(device)
-    _made = weakref.ref(made)
-    return made
+    owner = Alone(device)
+    _made = weakref.ref(owner)
+    return owner
 
 
-def _group(common: Any, options: Any) -> Any:
-    """Return torch's fake group, made for tests; with one process its results are those of a real group."""
+def _make_group(common: Any, options: Any) -> Any:
+    """Return torch's fake process group; with one process its results are those of a real one. torch calls this."""
     kind: Any = torch._C._distributed_c10d.FakeProcessGroup
     return kind._create_internal(common.group_rank, common.group_size)
 
 
-def _end(group: weakref.ref[Any]) -> None:
+def _end_group(group: weakref.ref[Any]) -> None:
+    """Destroy the default process group if it is still ours."""
     distributed: Any = torch.distributed
     if distributed.is_initialized() and distributed.group.WORLD is group():
         distributed.destroy_process_group()

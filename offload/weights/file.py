@@ -106,31 +106,27 @@ class WeightsInFile:
         layers: Sequence[nn.Module] | None = None,
         safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
-        parts, offsets = units(model, layers), dict[torch.Tensor, int]()
+        modules_of_units = units(model, layers)
         _check_model(model)
         files = checked(model, safetensors)
-        self.nbytes = 0
-        for modules in parts:
-            self.nbytes = up(self.nbytes, PAGE_BYTES)
-            for weight in (weight for module in modules for weight in own_parameters(module).values()):
-                if weight not in offsets and weight.numel():
-                    offsets[weight] = self.nbytes
-                    self.nbytes = up(self.nbytes + weight.nbytes)
+        offsets, self.nbytes = _offsets_in_file(modules_of_units)
         self.file = MappedFile(path, up(max(self.nbytes, 1), PAGE_BYTES))
         self._handles: list[Any] = []
         names = {module: name for name, module in model.named_modules()}
         moved: dict[torch.Tensor, nn.Parameter] = {}
-        self._units = [self._move_unit(modules, names, offsets, moved) for modules in parts]
+        self._units = [self._move_unit(modules, names, offsets, moved) for modules in modules_of_units]
         self._layers = LayerReadAhead(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
         read_into(model, files, self.file)
-        for number, modules in enumerate(parts):
+        for number, modules in enumerate(modules_of_units):
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
                 modules[0].register_forward_hook(partial(self._after_forward, number)),
             ]
-        said = format_bytes(self.nbytes), os.fspath(path), len(moved), len(parts)
-        log.info("%s of weights lie in a file in %s: %d weights, used in %d layers", *said)
+        log.info(
+            "%s of weights lie in a file in %s: %d weights, used in %d layers",
+            *(format_bytes(self.nbytes), os.fspath(path), len(moved), len(modules_of_units)),
+        )
 
     def close(self) -> None:
         """Remove the hooks; weights stay in the file, which is freed with the last of them; idempotent."""
@@ -138,8 +134,8 @@ class WeightsInFile:
             self._handles.pop().remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy of the model have hooks that do nothing, as its weights lie in memory."""
-        return _of_a_copy, ()
+        """Make a copy (pickled or deep, as hooks are copied with a model) do nothing: its weights lie in memory."""
+        return _without_units, ()
 
     def _move_unit(
         self,
@@ -172,9 +168,9 @@ class WeightsInFile:
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
         place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
-            made: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
-            made.__dict__.update(weight.__dict__)
-            return made
+            moved: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
+            moved.__dict__.update(weight.__dict__)  # attributes that the user has set
+            return moved
         with torch.no_grad():
             place.copy_(weight)
             weight.data = place
@@ -182,18 +178,19 @@ class WeightsInFile:
 
     @_disable_dynamo
     def _before_forward(self, number: int, *of_forward: Any) -> None:
-        self._begin(number)
+        """Have a unit's weights in memory; a hook before its forward."""
+        self._bring_unit_into_memory(number)
 
     @_disable_dynamo
     def _after_forward(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Hook one of a layer's outputs: its gradient begins the layer's backward pass, which reads it again."""
         for output in _pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
-                output.register_hook(lambda gradient: self._begin(number))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda gradient: self._bring_unit_into_memory(number))  # type: ignore[no-untyped-call]
                 return
 
-    def _begin(self, number: int) -> None:
-        """Before a unit is used: check that its weights lie in the file, and wait until they are in memory."""
+    def _bring_unit_into_memory(self, number: int) -> None:
+        """Check that a unit's weights lie in the file, and wait until they are in memory, to be used now."""
         if not self._units or torch.compiler.is_compiling():  # in a copy of the model, or while it is exported
             return
         for module, name, full_name, address in self._units[number].weights:
@@ -201,10 +198,26 @@ class WeightsInFile:
         self._layers.begin(number)
 
 
-def _of_a_copy() -> WeightsInFile:
-    made = WeightsInFile.__new__(WeightsInFile)
-    made._units, made._handles, made.nbytes = [], [], 0
-    return made
+def _without_units() -> WeightsInFile:
+    """Return the object whose hooks a copy of a model has: they do nothing."""
+    copied = WeightsInFile.__new__(WeightsInFile)
+    copied._units = []
+    copied._handles = []
+    copied.nbytes = 0
+    return copied
+
+
+def _offsets_in_file(modules_of_units: Iterable[Sequence[nn.Module]]) -> tuple[dict[torch.Tensor, int], int]:
+    """Return the offset of each weight, unit by unit, and the size of all; a unit begins on a page."""
+    offsets = dict[torch.Tensor, int]()
+    end = 0
+    for modules in modules_of_units:
+        end = up(end, PAGE_BYTES)
+        for weight in (weight for module in modules for weight in own_parameters(module).values()):
+            if weight not in offsets and weight.numel():
+                offsets[weight] = end
+                end = up(end + weight.nbytes)
+    return offsets, end
 
 
 def _check_model(model: nn.Module) -> None:
@@ -224,8 +237,9 @@ def _check_once(model: nn.Module) -> None:
     """Refuse a model with hooks of an earlier call, which would find its weights moved out of their file."""
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
-            home = getattr(getattr(hook, "func", hook), "__self__", None)
-            if isinstance(home, WeightsInFile | ShardsInFile) and home._handles:
+            function = getattr(hook, "func", hook)  # of a `partial`
+            owner = getattr(function, "__self__", None)
+            if isinstance(owner, WeightsInFile | ShardsInFile) and owner._handles:
                 allowed = "call weights_in_file once, or close() before what it returned"
                 raise ConfigError("model", f"{name or 'it all'}, whose weights lie in a file", allowed)
 
@@ -237,7 +251,5 @@ def _check_place(full_name: str, module: nn.Module | None, name: str, address: i
         return
     if weight is None or weight.device.type != "cpu" or weight.data_ptr() != address:
         what = "is not in the model any more" if weight is None else f"{weight.dtype}, in memory, on {weight.device}"
-        allowed = (
-            "change dtype or device, and load with assign=True, before weights_in_file: this weight has left its file"
-        )
-        raise ConfigError(full_name, what, allowed)
+        advice = "change dtype or device, and load with assign=True, before weights_in_file"
+        raise ConfigError(full_name, what, f"{advice}: this weight has left its file")

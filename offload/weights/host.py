@@ -95,44 +95,48 @@ class WeightsInHostMemory:
         path: str | os.PathLike[str] | None = None,
         safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
-        stays = _staying(model, on_device)
+        stays = _weights_to_stay(model, on_device)
         _check_free(model)
         files = checked(model, safetensors)
         modules = GatherGroups(model, layers, stays).modules
         driver = _driver()
         self.device = driver.device
-        _check_weights(model, stays, self.device)
+        _check_weights_and_buffers(model, stays, self.device)
         self._pinned, self._arenas = PinnedMemory(driver), list[Arena]()
         self._gathering: dict[Any, tuple[list[torch.Tensor], Any]] = {}
         """By group that FSDP2 is gathering: copies of its weights on the device, and an event after these copies."""
-        self._last_copy: Any = None
+        self._last_copy: Any = None  # the newest of these events
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
         self.file: MappedFile | None = None
         self._ranges: list[tuple[int, int]] = []
-        self._numbers: dict[Any, int] = {}
-        """By group in the file its index into `_ranges`, which has offset and size of each."""
+        """Offset and size of each group's weights in the file."""
+        self._layer_numbers: dict[Any, int] = {}
+        """By group its index into `_ranges`."""
         if path is not None:
-            sizes_there = (up(weight.nbytes) for weight in model.parameters() if weight not in stays)
-            self.file = MappedFile(path, up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
-        group = alone(self.device)
-        end = weakref.finalize(self, _free, self._pinned, self._arenas, group)
+            weights_bytes = sum(up(weight.nbytes) for weight in model.parameters() if weight not in stays)
+            self.file = MappedFile(path, up(weights_bytes + len(modules) * PAGE_BYTES, PAGE_BYTES))
+        process_group = alone(self.device)
+        end = weakref.finalize(self, _free_memory, self._pinned, self._arenas, process_group)
         end.atexit = False  # the end of the process frees all of it anyway
         with driver.current():
-            originals = _on_meta(model, stays)
+            originals = _replace_by_meta_weights(model, stays)
             _shard(model, modules, stays, self.device)
             self._groups = shards.fsdp_groups(model)
-            sizes = {gathered: self._move_group(gathered, originals) for gathered in self._groups}
+            layer_bytes = {group: self._move_group(group, originals) for group in self._groups}
             _state_of(model)._lazy_init()
-        self.nbytes, self.pinned_bytes = sum(sizes.values()), self._pinned.pinned_bytes
+        self.nbytes = sum(layer_bytes.values())
+        self.pinned_bytes = self._pinned.pinned_bytes
         self._layers = None if self.file is None else LayerReadAhead(self.file, [[place] for place in self._ranges])
-        own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
-        self.window_bytes = own + sum(sorted(sizes.values())[-2:])
+        own_bytes = sum(layer_bytes.pop(group) for group in self._groups if model in group.modules)
+        # One layer is computed while the next one is copied.
+        self.window_bytes = own_bytes + sum(sorted(layer_bytes.values())[-2:])
         self._hook(model)
         read_into(model, files, self.file)
-        said = format_bytes(self.nbytes), len(self._places), len(sizes), format_bytes(self.window_bytes), self.device
+        window = format_bytes(self.window_bytes)
         log.info(
-            "%s of weights lie in host memory: %d, in %d layers and the rest, of which %s are on %s at a time", *said
+            "%s of weights lie in host memory: %d, in %d layers and the rest, of which %s are on %s at a time",
+            *(format_bytes(self.nbytes), len(self._places), len(layer_bytes), window, self.device),
         )
 
     def __deepcopy__(self, memo: object) -> WeightsInHostMemory:
@@ -143,41 +147,50 @@ class WeightsInHostMemory:
         """Move the weights of a group to an arena of their own, or to the file; return their size."""
         fsdp_params = group.fsdp_params
         weights = [originals[p._module_info.module, p._module_info.param_name] for p in fsdp_params]
-        ends = [*accumulate(map(up, (weight.nbytes for _, weight in weights)))]
+        ends = [*accumulate(up(weight.nbytes) for _, weight in weights)]
         if not ends:
             return 0
-        memory, begin = self._memory(group, ends[-1])
+        nbytes = ends[-1]
+        memory, begin = self._allocate(group, nbytes)
         places = []
         for fsdp_param, (name, weight), offset in zip(fsdp_params, weights, [0, *ends], strict=False):
             place = memory.tensor(begin + offset, weight.numel(), weight.dtype).view(weight.shape)
             if not weight.is_meta:
                 place.copy_(weight.detach())
                 weight.data = place  # somebody may still hold the old parameter: no second copy is kept for it
-            made = nn.Parameter(fsdp_param.to_sharded_dtensor(place), requires_grad=weight.requires_grad)
-            made.__dict__.update(weight.__dict__)
-            fsdp_param._setattr_on_modules(made)
+            sharded = nn.Parameter(fsdp_param.to_sharded_dtensor(place), requires_grad=weight.requires_grad)
+            sharded.__dict__.update(weight.__dict__)  # attributes that the user has set
+            fsdp_param._setattr_on_modules(sharded)
             fsdp_param.reset_sharded_param()
             self._places[fsdp_param] = name, place.data_ptr()
             places.append((place.data_ptr(), place.nbytes))
         if isinstance(memory, MappedFile):
-            memory.advise_unneeded(begin, ends[-1], was_written=True)
-            return ends[-1]
+            memory.advise_unneeded(begin, nbytes, was_written=True)
+            return nbytes
+        is_pinned = self._pin_if_possible(memory, places)
+        for fsdp_param in fsdp_params:
+            # Then FSDP2 copies gradients asynchronously, to memory that it pins; pinned weights it does not copy.
+            fsdp_param.pin_memory = is_pinned
+        return nbytes
+
+    def _pin_if_possible(self, memory: Arena, places: Iterable[tuple[int, int]]) -> bool:
+        """Pin an arena unless one of the weights in it (address, size) would lie in two registrations.
+
+        FSDP2 copies each weight by one copy, which must not cross registrations. Return whether all of it is pinned.
+        """
         before = self._pinned.pinned_bytes
         self._pinned.pin(memory)
         if any(len([*self._pinned.whole_copies(*place)]) > 1 for place in places):
-            self._pinned.unpin(memory)  # FSDP2 copies each weight at once, which must not cross registrations
-        for fsdp_param in fsdp_params:
-            # Then FSDP2 copies gradients asynchronously, to memory that it pins; pinned weights it does not copy.
-            fsdp_param.pin_memory = self._pinned.pinned_bytes - before == memory.nbytes
-        return ends[-1]
+            self._pinned.unpin(memory)
+        return self._pinned.pinned_bytes - before == memory.nbytes
 
-    def _memory(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
-        """Return the memory for a group's weights, and the offset at which they begin in it."""
+    def _allocate(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
+        """Return the memory for a group's weights, a new arena or the file, and the offset of the weights in it."""
         if self.file is None:
             self._arenas.append(Arena(max(1, nbytes)))
             return self._arenas[-1], 0
         begin = up(sum(self._ranges[-1]), PAGE_BYTES) if self._ranges else 0
-        self._numbers[group] = len(self._ranges)
+        self._layer_numbers[group] = len(self._ranges)
         self._ranges.append((begin, nbytes))
         return self.file, begin
 
@@ -199,20 +212,21 @@ class WeightsInHostMemory:
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Let FSDP2 begin to gather a group, and copy its weights to the device on the stream for gathers.
 
-        Stands in for the group's `unshard`. On a mesh of one device FSDP2 itself would copy only in
+        Replaces the group's `unshard`. On a mesh of one device FSDP2 itself would copy only in
         `wait_for_unshard`, on the caller's stream, which then could not compute meanwhile.
         """
         before = group._all_gather_result
         unshard(async_op)
         gathered = group._all_gather_result
-        if gathered is None or gathered is before or gathered.all_gather_input_split_sizes:
+        has_begun = gathered is not None and gathered is not before
+        if not has_begun or gathered.all_gather_input_split_sizes:  # sizes: FSDP2 gathers by itself
             return
         for fsdp_param in group.fsdp_params:
             name, address = self._places.get(fsdp_param, ("", 0))
             if name and fsdp_param._sharded_param_data.data_ptr() != address:
                 _refuse_moved(name, fsdp_param.sharded_param)
-        if self._layers is not None and group in self._numbers:
-            self._layers.begin(self._numbers[group])
+        if self._layers is not None and group in self._layer_numbers:
+            self._layers.begin(self._layer_numbers[group])
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
             copies = [p._sharded_param_data.to(self.device, non_blocking=True) for p in group.fsdp_params]
@@ -223,7 +237,7 @@ class WeightsInHostMemory:
     def _end_gather(self, group: Any, wait_for_unshard: Any) -> None:
         """Let FSDP2 end gathering a group from the copies that `_begin_gather` has made on the device.
 
-        Stands in for the group's `wait_for_unshard`.
+        Replaces the group's `wait_for_unshard`, which here finds the copies in place of the weights.
         """
         pending = self._gathering.pop(group, None)
         if pending is None or group._all_gather_result is None:
@@ -231,21 +245,20 @@ class WeightsInHostMemory:
             return
         copies, event = pending
         group.device_handle.current_stream().wait_event(event)
-        hosts = [p._sharded_param_data for p in group.fsdp_params]
+        in_host_memory = [p._sharded_param_data for p in group.fsdp_params]
         try:
             for fsdp_param, copy in zip(group.fsdp_params, copies, strict=True):
                 fsdp_param._sharded_param_data = copy
             wait_for_unshard()  # also orders the stream of copies after this use of them
         finally:
-            for fsdp_param, host in zip(group.fsdp_params, hosts, strict=True):
-                fsdp_param._sharded_param_data = host
+            for fsdp_param, weight in zip(group.fsdp_params, in_host_memory, strict=True):
+                fsdp_param._sharded_param_data = weight
 
     @_disable_dynamo
     def _before_forward(self, model: Any, inputs: object) -> None:
-        """Before the model's forward: check its weights, and make FSDP2 begin anew; a hook.
+        """Check the model's weights, and make FSDP2 begin anew; a hook before the model's forward.
 
-        Refuses weights that were replaced by other tensors. If the last pass raised, resets FSDP2, which would go on
-        in its middle, and drops its unreduced gradients. Frees the device's copies of the model's own weights, so
+        Refuses weights that were replaced by other tensors. Frees the device's copies of the model's own weights, so
         that they are copied again, as the weights may have been written to.
         """
         if torch._C._current_graph_task_id() != NO_PASS:  # activation checkpointing runs this forward again
@@ -255,36 +268,45 @@ class WeightsInHostMemory:
             if weight is not fsdp_param.sharded_param and weight is not getattr(fsdp_param, "_unsharded_param", None):
                 allowed = "write to the weights, or load a state dict: FSDP2 computes with those that it has"
                 raise ConfigError(name, "another tensor in its place", allowed)
-        context = _state_of(model)._state_ctx
-        if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
-            model.reset_iter_state()
-            for fsdp_param in (p for group in self._groups for p in group.fsdp_params):
-                if (gathered := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-                    gathered.grad = None
+        self._reset_if_interrupted(model)
         model.reshard()
+
+    def _reset_if_interrupted(self, model: Any) -> None:
+        """If the last pass raised, reset FSDP2, which would go on in its middle, and drop its unreduced gradients."""
+        context = _state_of(model)._state_ctx
+        if context.iter_forward_root is None and not context.post_backward_final_callback_queued:
+            return
+        model.reset_iter_state()
+        for group in self._groups:
+            for fsdp_param in group.fsdp_params:
+                gathered = getattr(fsdp_param, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None
 
     @_disable_dynamo
     def _after_forward(self, model: Any, inputs: object, outputs: object) -> None:
-        """After a forward without gradients: free the device's copies of the model's own weights; a hook.
+        """Free the device's copies of the model's own weights after a forward without gradients; a hook.
 
-        Else the backward pass does. This waits for all copies, so that weights may be written from now on.
+        After a forward with gradients the backward pass does. Waits for all copies, so that weights may be written to
+        from now on.
         """
         if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == NO_PASS:
             model.reshard()
-            self._wait()
+            self._wait_for_copies()
 
-    def _wait(self) -> None:
+    def _wait_for_copies(self) -> None:
+        """Wait until all weights that are being gathered have been read."""
         if self._last_copy is not None:
             self._last_copy.synchronize()
 
     def _place_loaded(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
     ) -> None:
-        """Before `load_state_dict`: wrap its plain tensors as `DTensor`s, placed as the weights are; a hook."""
+        """Wrap plain tensors as `DTensor`s, placed as the weights are; a hook before `load_state_dict`."""
         if metadata.get("assign_to_params_buffers"):
-            allowed = "leave it out: weights in host memory stay where they are, and take the values"
-            raise ConfigError("assign", True, allowed)
-        self._wait()
+            advice = "leave it out: weights in host memory stay where they are, and take the values"
+            raise ConfigError("assign", True, advice)
+        self._wait_for_copies()
         for name, weight in own_parameters(module).items():
             value = state.get(prefix + name)
             if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
@@ -298,7 +320,7 @@ _Originals = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
 
 
 def _unwrap_saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """After `state_dict`: replace `DTensor`s by plain tensors over the memory of the weights; a hook."""
+    """Replace `DTensor`s by plain tensors over the memory of the weights; a hook after `state_dict`."""
     for name in own_parameters(module):
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and shards.is_dtensor(value):
@@ -308,16 +330,17 @@ def _unwrap_saved(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 def _driver() -> Driver:
     """Return the driver of the current device."""
     if not torch.accelerator.is_available():
-        allowed = "leave it out: weights on the CPU lie in host memory; weights_in_file has them on a drive"
-        raise ConfigError("model", "no accelerator", allowed)
+        advice = "leave it out: weights on the CPU lie in host memory; weights_in_file has them on a drive"
+        raise ConfigError("model", "no accelerator", advice)
     return Driver()
 
 
 def _state_of(module: Any) -> Any:
+    """Return FSDP2's state of a module."""
     return module._get_fsdp_state()
 
 
-def _staying(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
+def _weights_to_stay(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
     """Return the weights of a model that stay on the device, named by weight or by module."""
     if isinstance(on_device, str):
         raise ConfigError("on_device", on_device, "give a list of names")
@@ -329,9 +352,10 @@ def _staying(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
             if name == wanted or name.startswith(f"{wanted}.")
         }
         trained = [name for name, weight in named.items() if weight.requires_grad]
-        if not named or trained:
-            allowed = f"leave out {trained[0]}, which trains" if trained else "give names of this model's weights"
-            raise ConfigError("on_device", wanted, allowed)
+        if trained:
+            raise ConfigError("on_device", wanted, f"leave out {trained[0]}, which trains")
+        if not named:
+            raise ConfigError("on_device", wanted, "give names of this model's weights")
         staying.update(named.values())
     return staying
 
@@ -355,7 +379,7 @@ def _check_free(model: nn.Module) -> None:
     check_weights(model, combinations.HOST_LATE)
 
 
-def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: torch.device) -> None:
+def _check_weights_and_buffers(model: nn.Module, stays: Collection[nn.Parameter], device: torch.device) -> None:
     """Refuse tensors that FSDP2 cannot copy to the device, by name."""
     places = f"have the model on the CPU, on the meta device or on {device}, which is current"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -376,20 +400,21 @@ def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: to
             raise ConfigError(name, f"strides {weight.stride()}", "use a contiguous weight: FSDP2 takes no other")
 
 
-def _on_meta(model: nn.Module, stays: Collection[nn.Parameter]) -> _Originals:
+def _replace_by_meta_weights(model: nn.Module, stays: Collection[nn.Parameter]) -> _Originals:
     """Replace a model's weights by new ones on the meta device; return the originals.
 
-    For `fully_shard`, which would move weights with memory to the device.
+    `fully_shard` would move weights with memory to the device.
     """
     originals: _Originals = {}
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    meta_weights: dict[nn.Parameter, nn.Parameter] = {}  # one for all places of a tied weight
     for path, module in model.named_modules():
         for name, weight in own_parameters(module).items():
             if weight not in stays:
-                if weight not in made:
-                    made[weight] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+                if weight not in meta_weights:
+                    on_meta = torch.empty_like(weight, device="meta")
+                    meta_weights[weight] = nn.Parameter(on_meta, weight.requires_grad)
                 originals[module, name] = f"{path}.{name}".lstrip("."), weight
-                setattr(module, name, made[weight])
+                setattr(module, name, meta_weights[weight])
     return originals
 
 
@@ -417,12 +442,15 @@ def _refuse_moved(name: str, weight: torch.Tensor) -> None:
     """Raise the error for a weight that does not lie in its place in host memory any more."""
     elements = shards.local(weight)
     where = f"{elements.dtype}, on {elements.device}"
-    allowed = "change dtype or device before weights_in_host_memory: this weight has left its place in host memory"
-    raise ConfigError(name, where, allowed)
+    advice = "change dtype or device before weights_in_host_memory: this weight has left its place in host memory"
+    raise ConfigError(name, where, advice)
 
 
-def _free(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:
-    """Unpin and free the memory of a model that is gone; tensors of it that somebody holds keep theirs."""
+def _free_memory(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:
+    """Unpin and free the memory of a model that is gone; tensors that somebody holds keep theirs.
+
+    `group` is only kept alive until then.
+    """
     pinned.close()
     for arena in arenas:
         arena.close()

@@ -14,20 +14,23 @@ from offload.errors import ConfigError
 from offload.optim import shards
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""Modules that have layers as children."""
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the children of a model's lists if half of a list's are of one class, in the order of `model.modules()`.
+    """Return the children of each list in a model of which at least half, and two, are of one class.
 
-    Lists inside of such children are not looked at.
+    They are in the order of `model.modules()`. Lists inside of such children are not looked at.
     """
-    layers, inside = list[nn.Module](), set[nn.Module]()
+    layers = list[nn.Module]()
+    inside = set[nn.Module]()
     for module in model.modules():
         if module in inside or not isinstance(module, LISTS):
             continue
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
-        kinds = Counter(type(child) for child in children)
-        if kinds and max(kinds.values()) >= max(2, (len(children) + 1) // 2):
+        counts = Counter(type(child) for child in children)
+        half = (len(children) + 1) // 2
+        if counts and max(counts.values()) >= max(2, half):
             layers += children
             inside.update(inner for child in children for inner in child.modules())
     return layers
@@ -47,8 +50,9 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
     Raises:
         ConfigError: A layer is not in the model.
     """
-    chosen = _chosen(model, layers)
-    taken, found_units = set[nn.Module](), list[list[nn.Module]]()
+    chosen = _chosen_layers(model, layers)
+    taken = set[nn.Module]()
+    found_units = list[list[nn.Module]]()
     for module in model.modules():
         if module in taken:
             continue
@@ -62,7 +66,8 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
     return found_units
 
 
-def _chosen(model: nn.Module, layers: Sequence[nn.Module] | None) -> set[nn.Module]:
+def _chosen_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> set[nn.Module]:
+    """Return the layers that the user names, or those that are found; refuse modules of another model."""
     chosen = {*(find_layers(model) if layers is None else layers)}
     if strange := chosen - {*model.modules()}:
         raise ConfigError("layers", type(next(iter(strange))).__name__, "give modules of this model")
@@ -93,66 +98,72 @@ class GatherGroups:
         self._others = {*others}
         self._names = {module: name for name, module in model.named_modules()}
         self._paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-        self._uses = Counter(weight for weight in self._used(model))
-        chosen, groups = _chosen(model, layers) - {model}, set[nn.Module]()
+        self._uses = Counter(weight for weight in self._weights_used_in(model))
+        chosen = _chosen_layers(model, layers) - {model}
+        groups = set[nn.Module]()
         for layer in self._names:
             if layer in chosen:
                 chosen.difference_update(layer.modules())
-                self._find(layer, groups)
+                self._add_groups_in(layer, groups)
         for module in (model, *groups):
-            self._split(module, groups)
+            self._split_by_dtype(module, groups)
         self.modules = [*(module for module in reversed(self._names) if module in groups), model]
 
-    def _used(self, module: nn.Module) -> Iterator[nn.Parameter]:
+    def _weights_used_in(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the weights in a module, each once for every name that it has there."""
         for _, inner in module.named_modules(remove_duplicate=False):
             yield from (weight for weight in own_parameters(inner).values() if weight not in self._others)
 
     def _has_all_uses(self, module: nn.Module) -> bool:
         """Return whether the weights in a module are used nowhere else in the model."""
-        uses, paths = Counter(self._used(module)), self._paths[module]
-        return all(self._uses[weight] == paths * number for weight, number in uses.items())
+        uses_inside = Counter(self._weights_used_in(module))
+        paths = self._paths[module]  # the module itself may be in the model several times
+        return all(self._uses[weight] == paths * count for weight, count in uses_inside.items())
 
-    def _find(self, module: nn.Module, groups: set[nn.Module]) -> None:
+    def _add_groups_in(self, module: nn.Module, groups: set[nn.Module]) -> None:
         """Add a module to `groups` if it can be a group, else those inside of it that can."""
-        if next(self._used(module), None) is None:
+        if next(self._weights_used_in(module), None) is None:
             return
         if is_called(module) and self._has_all_uses(module):
             groups.add(module)
             return
         for child in module.children():
-            self._find(child, groups)
+            self._add_groups_in(child, groups)
 
-    def _split(self, module: nn.Module, groups: set[nn.Module]) -> None:
-        """Make modules inside of a group whose trainable weights have another dtype groups of their own."""
-        members: dict[nn.Module, nn.Module] = {module: module}  # modules of the group, each with its parent
+    def _split_by_dtype(self, module: nn.Module, groups: set[nn.Module]) -> None:
+        """Add modules inside of a group whose trainable weights have another dtype to `groups`.
+
+        The group keeps the dtype of the module itself, or the one that most elements have.
+        """
+        parent_of: dict[nn.Module, nn.Module] = {module: module}  # of all modules of the group
         waiting = [module]
         while waiting:
             parent = waiting.pop()
-            children = [child for child in parent.children() if child not in groups and child not in members]
-            members.update(dict.fromkeys(children, parent))
+            children = [child for child in parent.children() if child not in groups and child not in parent_of]
+            parent_of.update(dict.fromkeys(children, parent))
             waiting += children
-        own = {member: self._own_dtype(member) for member in members}
-        sizes = Counter[torch.dtype | None]()
-        for member, dtype in own.items():
-            sizes[dtype] += sum(weight.numel() for weight in own_parameters(member).values() if weight.requires_grad)
-        most = own[module] or max(sizes, key=lambda dtype: sizes[dtype])
+        own_dtypes = {member: self._own_dtype(member) for member in parent_of}
+        numels = Counter[torch.dtype | None]()
+        for member, dtype in own_dtypes.items():
+            numels[dtype] += sum(each.numel() for each in own_parameters(member).values() if each.requires_grad)
+        group_dtype = own_dtypes[module] or max(numels, key=lambda dtype: numels[dtype])
         dtypes: dict[nn.Module, torch.dtype | None] = {}
-        for member, parent in members.items():
-            parents_dtype = dtypes.get(parent, most)
-            dtypes[member] = own[member] or parents_dtype
+        for member, parent in parent_of.items():
+            parents_dtype = dtypes.get(parent, group_dtype)
+            dtypes[member] = own_dtypes[member] or parents_dtype
             if dtypes[member] != parents_dtype:
                 if not is_called(member) or not self._has_all_uses(member):
-                    where = f"trainable weights of {own[member]}, in a layer of {parents_dtype}"
+                    where = f"trainable weights of {own_dtypes[member]}, in a layer of {parents_dtype}"
                     raise ConfigError(self._names[member], where, "give trainable weights of a layer one dtype")
                 groups.add(member)
 
     def _own_dtype(self, module: nn.Module) -> torch.dtype | None:
         """Return the dtype of the trainable weights that a module has itself, not in children; None without any."""
-        own = {each.dtype for each in own_parameters(module).values() if each.requires_grad}
-        if len(own) > 1:
-            raise ConfigError(self._names[module], f"trainable weights of {own}", "give those of a module one dtype")
-        return next(iter(own), None)
+        dtypes = {each.dtype for each in own_parameters(module).values() if each.requires_grad}
+        if len(dtypes) > 1:
+            what = f"trainable weights of {dtypes}"
+            raise ConfigError(self._names[module], what, "give those of a module one dtype")
+        return next(iter(dtypes), None)
 
 
 def is_called(module: nn.Module) -> bool:
@@ -176,8 +187,10 @@ def check_weights(model: nn.Module, late: combinations.Row) -> None:
     shards.check_apart({weight: names[weight] for weight in dense if shards.local(weight).data_ptr()})
     if _optimizer_of(names) is not None:
         gc.collect()  # it may be an optimizer that nobody holds any more
-        if (found := _optimizer_of(names)) is not None:
-            late.refuse(found[0], f"a weight of {found[1]}", optimizer=found[1])
+        found = _optimizer_of(names)
+        if found is not None:
+            name, optimizer = found
+            late.refuse(name, f"a weight of {optimizer}", optimizer=optimizer)
 
 
 def _optimizer_of(names: Mapping[torch.Tensor, str]) -> tuple[str, str] | None:

@@ -37,13 +37,16 @@ ALIGNMENT_BYTES = 64
 FOLIO_BYTES = 2 << 20
 """Most bytes that the kernel writes as a unit: a unit that the next range shares is not written yet."""
 
-_COLD, _POPULATE_READ, _POPULATE_WRITE = 20, 22, 23  # linux/mman.h
+# Advice for madvise, from linux/mman.h.
+_COLD = 20
+_POPULATE_READ = 22
+_POPULATE_WRITE = 23
 _SYNC_WRITE = 2  # of sync_file_range: begin to write, without waiting
 
 UPDATING = b"(offload-update"
 """How `/proc/.../stat` of an update thread begins after its number; `csrc/kernels/worker_pool.cpp` names threads."""
 
-BEHIND = 2
+VISITS_BEFORE_RELEASE = 2
 """Visits after a subgroup's own before its weights are let go, as that many updates are under way at once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +87,7 @@ class MappedFile(mmap.mmap):
         """Make the file, and map it."""
         place = os.fspath(folder)
         try:
-            descriptor = _nameless(place)
+            descriptor = _open_nameless(place)
         except OSError as error:
             raise ConfigError("path", place, f"give a folder that can be written to: {error.strerror}") from error
         with contextlib.ExitStack() as opened:
@@ -129,8 +132,9 @@ class MappedFile(mmap.mmap):
         code = self._advise(offset, nbytes, _POPULATE_WRITE if to_write else _POPULATE_READ)
         if code == errno.EINVAL:  # Linux before 5.14
             code = self._read(offset, nbytes)
+        if code == errno.EFAULT:  # a read would have raised SIGBUS
+            code = errno.EIO
         if code:
-            code = errno.EIO if code == errno.EFAULT else code  # EFAULT: a read would have raised SIGBUS
             detail = "weights that are mapped from there"
             raise TierError("read", tier="file", path=self.folder, offset=offset, errno=code, detail=detail)
 
@@ -144,25 +148,28 @@ class MappedFile(mmap.mmap):
                 a `FOLIO_BYTES` unit with the next range is written with that.
         """
         if was_written:
-            start, end = (place // FOLIO_BYTES * FOLIO_BYTES for place in (offset, offset + nbytes))
+            start = offset // FOLIO_BYTES * FOLIO_BYTES
+            end = (offset + nbytes) // FOLIO_BYTES * FOLIO_BYTES
             if start < end:
                 _libc.sync_file_range(self.descriptor, start, end - start, _SYNC_WRITE)
         self._advise(offset, nbytes, _COLD)
 
     def _advise(self, offset: int, nbytes: int, advice: int) -> int:
         """Call madvise on the pages of a range; return 0, or an errno."""
-        start, end = _pages(offset, nbytes)
+        start, end = _page_bounds(offset, nbytes)
         while _libc.madvise(self.address + start, min(end, self.nbytes) - start, advice) != 0:
-            if (code := ctypes.get_errno()) not in (errno.EINTR, errno.EAGAIN):
+            code = ctypes.get_errno()
+            if code not in (errno.EINTR, errno.EAGAIN):
                 return code
         return 0
 
     def _read(self, offset: int, nbytes: int) -> int:
         """Read a range into the page cache; return 0, or an errno."""
-        piece = bytearray(min(nbytes, 1 << 20))
+        end = offset + nbytes
+        buffer = bytearray(min(nbytes, 1 << 20))  # what is read is thrown away
         try:
-            for start in range(offset, offset + nbytes, len(piece)):
-                os.preadv(self.descriptor, [memoryview(piece)[: offset + nbytes - start]], start)
+            for start in range(offset, end, len(buffer)):
+                os.preadv(self.descriptor, [memoryview(buffer)[: end - start]], start)
         except OSError as error:
             return error.errno or errno.EIO
         return 0
@@ -171,8 +178,8 @@ class MappedFile(mmap.mmap):
 class LayerReadAhead:
     """The layers of a model whose weights lie in a file: each is read at its turn, and the next one meanwhile.
 
-    The next one is that which followed the same two layers last time; at first the neighbour in the direction of the
-    pass. So forward and backward passes may come in any order.
+    The next layer is the one that followed the same two layers last time; at first the neighbour in the direction of
+    the pass. So forward and backward passes may come in any order.
 
     Args:
         file: The file.
@@ -180,33 +187,36 @@ class LayerReadAhead:
     """
 
     def __init__(self, file: MappedFile, layers: Sequence[Sequence[tuple[int, int]]]) -> None:
-        self._file, self._layers, self._ahead = file, layers, Ahead()
-        self._before, self._last = -1, -1
-        self._following: dict[tuple[int, int], int] = {}
-        """The layer whose turn came after those of two."""
+        self._file = file
+        self._layers = layers
+        self._thread = ReadAheadThread()
+        self._last = -1  # the layer whose turn it is; -1 for none
+        self._before = -1  # the one before it
+        self._following: dict[tuple[int, int], int] = {}  # by two layers, the one that came after them last time
 
     def begin(self, number: int) -> None:
         """Wait until a layer is in memory, read ahead the one that is next, and let go of the one before.
 
         Raises:
-            TierError: See `MappedFile.bring`.
+            TierError: See `MappedFile.fault_in`.
         """
         last = self._last
         if number != last:
             self._following[self._before, last] = number
-            self._before, self._last = last, number
-        onwards = number + (1 if number > self._before else -1)
-        coming = self._following.get((self._before, number), onwards)
+            self._before = last
+            self._last = number
+        neighbour = number + 1 if number > self._before else number - 1
+        coming = self._following.get((self._before, number), neighbour)
         for offset, nbytes in self._layers[number]:
             self._file.fault_in(offset, nbytes)
         if 0 <= coming < len(self._layers) and coming != number:
-            self._ahead.read_ahead(self._file, self._layers[coming])
+            self._thread.read_ahead(self._file, self._layers[coming])
         if last not in (-1, number, coming):
             for offset, nbytes in self._layers[last]:
                 self._file.advise_unneeded(offset, nbytes)
 
 
-class Ahead:
+class ReadAheadThread:
     """A thread that reads ahead. An error there is ignored, as it comes again when the range is used.
 
     The kernel's own hint (`MADV_WILLNEED`) reads into single pages, each of which costs again when it is mapped,
@@ -218,7 +228,8 @@ class Ahead:
     def read_ahead(self, file: MappedFile, ranges: Sequence[tuple[int, int]]) -> None:
         """Ask the thread to read ranges of a file; an earlier request that it has not begun is dropped."""
         if self._pid != os.getpid():  # a forked child does not have its parent's thread
-            self._pid, self._requests = os.getpid(), SimpleQueue[Any]()
+            self._pid = os.getpid()
+            self._requests = SimpleQueue[Any]()
             threading.Thread(
                 target=_serve_read_ahead, args=(self._requests,), name="offload-weights", daemon=True
             ).start()
@@ -228,7 +239,7 @@ class Ahead:
 
 def _serve_read_ahead(requests: SimpleQueue[Any]) -> None:
     """Read what requests ask for, until one is None."""
-    while (request := _newest_request(requests)) is not None:
+    while (request := _wait_for_newest_request(requests)) is not None:
         file, ranges = request
         with contextlib.suppress(TierError):
             for offset, nbytes in ranges:
@@ -236,8 +247,8 @@ def _serve_read_ahead(requests: SimpleQueue[Any]) -> None:
         del request, file  # so that the file is not kept alive while this waits
 
 
-def _newest_request(requests: SimpleQueue[Any]) -> Any:
-    """Wait for a request, and return the newest one; None as soon as there is a None."""
+def _wait_for_newest_request(requests: SimpleQueue[Any]) -> Any:
+    """Wait for a request, drop all but the newest, and return that; None once there is a None."""
     request = requests.get()
     with contextlib.suppress(Empty):
         while request is not None:
@@ -255,7 +266,7 @@ class MappedWeights:
         """Wait until all ranges are in memory, to be written to.
 
         Raises:
-            TierError: See `MappedFile.bring`.
+            TierError: See `MappedFile.fault_in`.
         """
         for file, offset, nbytes in self.ranges:
             file.fault_in(offset, nbytes, to_write=True)
@@ -267,25 +278,28 @@ class MappedWeights:
 
 
 class MappedWeightsWindow:
-    """Waits for weights of one update after another, and lets go of them `BEHIND` updates later. For one thread."""
+    """Waits for weights of one update after another; lets go of them `VISITS_BEFORE_RELEASE` updates later.
+
+    For one thread.
+    """
 
     def __init__(self) -> None:
-        self._before: deque[MappedWeights] = deque()
+        self._not_released: deque[MappedWeights] = deque()  # those of the last updates
 
     def begin(self, visit: MappedWeights) -> None:
         """Let go of an earlier update's weights, and wait for this one's.
 
         Raises:
-            TierError: See `MappedFile.bring`.
+            TierError: See `MappedFile.fault_in`.
         """
-        if len(self._before) == BEHIND:
-            self._before.popleft().start_write_back()
+        if len(self._not_released) == VISITS_BEFORE_RELEASE:
+            self._not_released.popleft().start_write_back()
         visit.fault_in()
-        self._before.append(visit)
+        self._not_released.append(visit)
 
     def metrics(self) -> dict[str, float]:
         """Return how often this process's updates have waited for a drive (major faults); nothing before a visit."""
-        return {metrics.WEIGHT_FAULTS: _major_faults(UPDATING)} if self._before else {}
+        return {metrics.WEIGHT_FAULTS: _major_faults(UPDATING)} if self._not_released else {}
 
 
 def mapped_weights_of(table: npt.NDArray[Any]) -> MappedWeights | None:
@@ -294,7 +308,7 @@ def mapped_weights_of(table: npt.NDArray[Any]) -> MappedWeights | None:
     Args:
         table: The update's: rows of `offload.protocols.SEGMENT_DTYPE`.
     """
-    files = _living()
+    files = _living_files()
     if not files:
         return None
     addresses, sizes = weights_at(table)
@@ -310,8 +324,8 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return sorted ranges (offset, size), with those joined to one that are at most a page apart."""
     runs: list[tuple[int, int]] = []
     for offset, nbytes in sorted(ranges):
-        if runs and offset <= sum(runs[-1]) + PAGE_BYTES:
-            begin, size = runs[-1]
+        begin, size = runs[-1] if runs else (0, 0)
+        if runs and offset <= begin + size + PAGE_BYTES:
             runs[-1] = begin, max(offset + nbytes - begin, size)
         else:
             runs.append((offset, nbytes))
@@ -320,7 +334,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def is_mapped(address: int) -> bool:
     """Return whether an address lies in a mapped file."""
-    return any(file.holds(address) for file in _living())
+    return any(file.holds(address) for file in _living_files())
 
 
 def _major_faults(name: bytes) -> int:
@@ -329,12 +343,14 @@ def _major_faults(name: bytes) -> int:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread has ended
             with open(f"/proc/self/task/{task}/stat", "rb") as file:
-                head, _, fields = file.read().rpartition(b")")
-            total += int(fields.split()[9]) if head.endswith(name) else 0
+                head, _, fields = file.read().rpartition(b")")  # the name stands in parentheses, and may have spaces
+            if head.endswith(name):
+                total += int(fields.split()[9])  # majflt of proc(5)
     return total
 
 
-def _living() -> list[MappedFile]:
+def _living_files() -> list[MappedFile]:
+    """Return the mapped files that are still in use; copies the list first, as other threads may add to it."""
     return [file for reference in [*_files] if (file := reference()) is not None]
 
 
@@ -343,12 +359,12 @@ def up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
     return -(-nbytes // unit) * unit
 
 
-def _pages(offset: int, nbytes: int) -> tuple[int, int]:
+def _page_bounds(offset: int, nbytes: int) -> tuple[int, int]:
     """Return begin and end of the whole pages that hold a range."""
-    return offset // PAGE_BYTES * PAGE_BYTES, -(-(offset + nbytes) // PAGE_BYTES) * PAGE_BYTES
+    return offset // PAGE_BYTES * PAGE_BYTES, up(offset + nbytes, PAGE_BYTES)
 
 
-def _nameless(folder: str) -> int:
+def _open_nameless(folder: str) -> int:
     """Return a descriptor of a new file without a name; raises `OSError` if the folder cannot have one."""
     flags = os.O_RDWR | os.O_CLOEXEC
     with contextlib.suppress(OSError):  # not every file system has O_TMPFILE

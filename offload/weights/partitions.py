@@ -37,7 +37,8 @@ class Partitions:
     def __init__(self, folder: str | os.PathLike[str], sizes: Iterable[int]) -> None:
         self._file = MappedFile(folder, up(max(sum(map(up, sizes)), 1), PAGE_BYTES))
         self._used = 0
-        self._layers, self._last = LayerReadAhead(self._file, []), -1
+        self._layers = LayerReadAhead(self._file, [])
+        self._last = -1  # the layer that was used last; -1 for none
         self._numbers: dict[int, int] = {}
         """Number of the layer that a tensor is in, by the tensor's address."""
 
@@ -50,15 +51,17 @@ class Partitions:
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> None:
         """Move a tensor's memory to the file; it stays the same object."""
-        offset, place = self._used, self.allocate(tensor.numel(), tensor.dtype)
+        offset = self._used
+        place = self.allocate(tensor.numel(), tensor.dtype)
         tensor.data = place.copy_(tensor)
         self._file.advise_unneeded(offset, tensor.nbytes, was_written=True)
 
     @staticmethod
     def trim_heap() -> None:
-        """Return the old memory of moved tensors to the system, of which glibc may keep all as free blocks."""
-        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-            trim(0)
+        """Return the old memory of moved tensors to the system; glibc may keep all of it as free blocks."""
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if malloc_trim is not None:
+            malloc_trim(0)
 
     def use_layers(self, model: nn.Module, part_of: Callable[[Any], torch.Tensor]) -> None:
         """Read tensors by the model's layers from now on: `begin` reads a whole layer, and the next one ahead.
@@ -82,7 +85,7 @@ class Partitions:
         """Wait until the layers of tensors to be read are in memory; read ahead the layer that came next last time.
 
         Raises:
-            TierError: See `MappedFile.bring`.
+            TierError: See `MappedFile.fault_in`.
         """
         for tensor in tensors:
             number = self._numbers.get(tensor.data_ptr(), self._last)
@@ -95,4 +98,5 @@ class Partitions:
         self._last = -1
 
     def _has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in the file."""
         return tensor.is_cpu and tensor.numel() > 0 and self._file.holds(tensor.data_ptr())

@@ -67,12 +67,15 @@ def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
             if not 2 <= header_bytes <= min(MOST_HEADER_BYTES, nbytes - 8):
                 raise ValueError("no header")
             header = json.loads(file.read(header_bytes))
-            entries = sorted(_entry(start, name, each) for name, each in header.items() if name != "__metadata__")
+            entries = sorted(
+                _parse_entry(start, name, each) for name, each in header.items() if name != "__metadata__"
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError("safetensors", shown, f"give a safetensors file of plain tensors: {error}") from error
     for begin, end, name, dtype, shape in entries:
-        size = math.prod(shape) * dtype.itemsize
-        if end - begin != size or not start <= begin <= end <= nbytes or min(shape, default=0) < 0:
+        has_right_size = end - begin == math.prod(shape) * dtype.itemsize and min(shape, default=0) >= 0
+        is_in_file = start <= begin <= end <= nbytes
+        if not has_right_size or not is_in_file:
             raise ConfigError("safetensors", shown, f"give a whole file: {name} ends beyond it, or has another size")
     return entries
 
@@ -103,7 +106,8 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
     """
     if isinstance(files, str | os.PathLike):
         raise ConfigError("safetensors", files, "give a list of files")
-    targets, contents = _targets(model), [(file, entries_in(file)) for file in files]
+    targets = _tensors_by_name(model)
+    contents = [(file, entries_in(file)) for file in files]
     for file, entries in contents:
         for entry in entries:
             target = targets.get(entry.name)
@@ -126,7 +130,7 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
         files: What `checked` has returned.
         file: The mapped file that weights may lie in: each is let go after it was written.
     """
-    targets = _targets(model)
+    targets = _tensors_by_name(model)
     for path, entries in files:
         for name, tensor in tensors_in(path, entries):
             target = targets[name]
@@ -138,10 +142,12 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
                 file.advise_unneeded(elements.data_ptr() - file.address, elements.nbytes, was_written=True)
 
 
-def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's weights and buffers by all their names."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
-def _entry(start: int, name: str, described: Any) -> Entry:
+def _parse_entry(start: int, name: str, described: Any) -> Entry:
+    """Return what a header says of a tensor; `start` is where the file's data begins."""
     begin, end = map(index, described["data_offsets"])
     return Entry(start + begin, start + end, name, DTYPES[described["dtype"]], tuple(map(index, described["shape"])))

@@ -43,22 +43,23 @@ class ShardsInFile:
         files = checked(model, safetensors)
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
-        offsets, ranges = dict[Any, int](), list[tuple[int, int]]()
+        offsets = dict[Any, int]()
+        ranges = list[tuple[int, int]]()  # of each group: offset and size in the file
         self.nbytes = 0
         for group in self._groups:
             begin = self.nbytes = up(self.nbytes, PAGE_BYTES)
-            for each in group.fsdp_params:
-                _check_shard(names[id(each.sharded_param)], each)
-                offsets[each] = self.nbytes
-                self.nbytes += up(each._sharded_param_data.nbytes)
+            for fsdp_param in group.fsdp_params:
+                _check_shard(names[id(fsdp_param.sharded_param)], fsdp_param)
+                offsets[fsdp_param] = self.nbytes
+                self.nbytes += up(fsdp_param._sharded_param_data.nbytes)
             ranges.append((begin, self.nbytes - begin))
         self.file = MappedFile(path, up(max(self.nbytes, 1), PAGE_BYTES))
         for group, (begin, nbytes) in zip(self._groups, ranges, strict=True):
-            for each in group.fsdp_params:
-                name = names[id(each.sharded_param)]
-                self._places[each] = name, self._move_shard(each, offsets[each])
+            for fsdp_param in group.fsdp_params:
+                name = names[id(fsdp_param.sharded_param)]
+                self._places[fsdp_param] = name, self._move_shard(fsdp_param, offsets[fsdp_param])
             self.file.advise_unneeded(begin, nbytes, was_written=True)
-        self._numbers = {group: number for number, group in enumerate(self._groups)}
+        self._layer_numbers = {group: number for number, group in enumerate(self._groups)}
         self._layers = LayerReadAhead(self.file, [[each] for each in ranges])
         give_buffers(model, self._groups[0].device)
         read_into(model, files, self.file)
@@ -77,23 +78,24 @@ class ShardsInFile:
 
     def _move_shard(self, fsdp_param: Any, offset: int) -> int:
         """Move a weight's shard to the file; return its address."""
-        before, weight = fsdp_param._sharded_param_data, fsdp_param.sharded_param
+        padded = fsdp_param._sharded_param_data
+        weight = fsdp_param.sharded_param
         shard = shards.local(weight)
-        place = self.file.tensor(offset, before.numel(), before.dtype)
+        place = self.file.tensor(offset, padded.numel(), padded.dtype)
         unpadded = place[: shard.numel()].view(shard.shape)  # FSDP2 pads the shards of all ranks to one size
         if shard.is_meta:
-            made = nn.Parameter(fsdp_param.to_sharded_dtensor(unpadded), requires_grad=weight.requires_grad)
-            made.__dict__.update(weight.__dict__)
-            fsdp_param._setattr_on_modules(made)
-            fsdp_param.sharded_param = made
+            moved = nn.Parameter(fsdp_param.to_sharded_dtensor(unpadded), requires_grad=weight.requires_grad)
+            moved.__dict__.update(weight.__dict__)  # attributes that the user has set
+            fsdp_param._setattr_on_modules(moved)
+            fsdp_param.sharded_param = moved
         else:
-            place.copy_(before)
+            place.copy_(padded)
             weight._local_tensor = unpadded
         fsdp_param._sharded_param_data = place
         return place.data_ptr()
 
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
-        """Wait until a group's shards are in memory, then let FSDP2 gather them; stands in for its `unshard`."""
+        """Wait until a group's shards are in memory, then let FSDP2 gather them; replaces its `unshard`."""
         if group._all_gather_result is None and group.is_sharded:
             for fsdp_param in group.fsdp_params:
                 name, address = self._places[fsdp_param]
@@ -102,7 +104,7 @@ class ShardsInFile:
                     what = f"{data.dtype}, on {data.device}"
                     allowed = "change dtype or device, and load with assign=True, before weights_in_file"
                     raise ConfigError(name, what, f"{allowed}: this weight has left its file")
-            self._layers.begin(self._numbers[group])
+            self._layers.begin(self._layer_numbers[group])
         unshard(async_op)
 
 

@@ -59,7 +59,7 @@ UNNOTICED: dict[str, str] = {
         "for visits that change nothing, of which a session has none on a device: the others' slots are given out "
         "again only when their copy-out has been reported, which follows the update"
     ),
-    "GpuGradients.begin_step: self.lanes.device.follow(lane, mark.on_lane())": (
+    "GpuGradients._fetch_of: self.lanes.device.follow(lane, mark.on_lane())": (
         "for steps that find no room for a staging slot, which the trainings leave; the simulated device has some"
     ),
     "GpuGradients.fetch_final: self.lanes.device.follow(lane, known(mark, 'a gradient on a device has no mark'))": (

@@ -27,7 +27,7 @@ import offload
 from offload import metrics
 from offload.weights.file import WeightsInFile
 from offload.weights.layers import find_layers, units
-from offload.weights.mapping import Ahead, MappedFile, MappedWeights, is_mapped
+from offload.weights.mapping import MappedFile, MappedWeights, ReadAheadThread, is_mapped
 
 WIDTH, WORDS = 32, 50
 
@@ -422,7 +422,7 @@ def test_what_comes_next_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     parts = [next(modules[0].parameters()).data_ptr() - home.file.address for modules in units(model)]
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        Ahead, "read_ahead", lambda self, file, ranges: asked.append(("ask", parts.index(ranges[0][0])))
+        ReadAheadThread, "read_ahead", lambda self, file, ranges: asked.append(("ask", parts.index(ranges[0][0])))
     )
     for name in ("fault_in", "advise_unneeded"):
         plain = getattr(MappedFile, name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.weights.mapping import Ahead, MappedFile
+from offload.weights.mapping import MappedFile, ReadAheadThread
 from offload.weights.partitions import Partitions
 
 
@@ -32,7 +32,7 @@ def test_layers_are_brought_as_their_tensors_are_gathered(tmp_path: Path, monkey
         brought.append(offset // nbytes)
 
     monkeypatch.setattr(MappedFile, "fault_in", bring)
-    monkeypatch.setattr(Ahead, "read_ahead", lambda *_: None)
+    monkeypatch.setattr(ReadAheadThread, "read_ahead", lambda *_: None)
     assert begin == parts[inside[0]].data_ptr()
     for number, weight in ((0, "weight"), (0, "bias"), (1, "weight"), (2, "bias"), (3, "weight"), (2, "weight")):
         partitions.begin([parts[getattr(model[number], weight)]])
