@@ -1,7 +1,7 @@
 """Tables of states in the docstrings of `offload/schedule`, held against what the code does.
 
 A row is "state | event | next state". Slots, scratch and visits are driven: they make all rows, and no others. Phases
-of subgroups are compared with the arrows that `Staging.to` allows.
+of subgroups are compared with the arrows that `Staging.set_phase` allows.
 """
 
 from __future__ import annotations
