@@ -198,7 +198,7 @@ class RunQueues:
                 self._issue_run(sweep, *begun)
 
     def _begin_next(self, device: DeviceQueues) -> tuple[Visit, int | None] | None:
-        """Begin a device's next visit; return it and its transfer slot, or None if its weights need one and none is free."""
+        """Begin a device's next visit; return it and its transfer slot. None if its weights need a slot in vain."""
         number = device.ready.first()
         subgroup = self._staging.subgroups[number]
         transfer_slot, visit = subgroup.begun_visit or (None, subgroup.visit)
