@@ -776,7 +776,7 @@ class Backwards(Forwards):
         parts.plan = self.plan
         parts.tables = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
-        parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
+        parts.memory.allocate_arena = lambda nbytes: SimpleNamespace(address=1 << 40)
         parts.memory.free_arena = lambda arena: None
         parts.memory.slot_address = lambda slot: 0
         parts.saves.pending = None
