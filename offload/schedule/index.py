@@ -125,7 +125,7 @@ class TileIndex:
         self._unmade = Counter(slot_counts)  # slots that may still be made, by payload bytes
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._is_reshared = False  # whether paths may get more slots than planned
-        self._unmade_loans: Counter[int] = Counter()  # those of `_unmade` that are reserved to be lent
+        self._unmade_loans: Counter[int] = Counter()  # how many of `_unmade` are reserved to be lent
         self._lent: set[Location] = set()  # claimed slots that are lent
         self._records: dict[TileId, TileRecord] = {}
         self._claimed: set[Location] = set()
@@ -193,7 +193,7 @@ class TileIndex:
         return location
 
     def claim_loan(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
-        """Claim a slot to be lent; None also while slots that plan and checkpoints need are missing."""
+        """Claim a slot to be lent; return None if there is none, or while slots that are needed are missing."""
         return self.claim(nbytes, avoid, lent=True) if self.has_needed_slots else None
 
     def _unmade_to_keep(self, nbytes: int) -> int:

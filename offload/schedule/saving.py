@@ -35,66 +35,39 @@ SAVE_DEPTH = CHECKPOINT_BUFFERS
 
 @dataclass(slots=True)
 class _SaveItem:
-    """A tile that has to be written.
-
-    Attributes:
-        tile: Its id.
-        offset: Byte offset in the subgroup's state, or in the image of its weights.
-        nbytes: Its payload.
-        version: Its version.
-        is_gathered: Whether it has to be gathered into a copy buffer first.
-        is_home: Whether it is state at home in memory, which no visit may change until it is written.
-        source: The record to copy it from, if it is copied from storage into a sink.
-    """
+    """A tile that has to be written."""
 
     tile: TileId
-    offset: int
-    nbytes: int
+    offset: int  # in the subgroup's state, or in the image of its weights; in bytes
+    nbytes: int  # of its payload
     version: int
-    is_gathered: bool = False
-    is_home: bool = False
-    source: TileRecord | None = None
+    is_gathered: bool = False  # it has to be gathered into a copy buffer first
+    is_home: bool = False  # it is state at home in memory, which no visit may change until it is written
+    source: TileRecord | None = None  # the record to copy it from, if it is copied from storage into a sink
 
 
 @dataclass(slots=True)
 class RunningSave:
-    """One save, from its begin to its end.
-
-    Attributes:
-        request: What was asked for.
-        records: Of tiles that are whole on storage, and whose slots are held; with a sink, of tiles in it, not held.
-        reserve: How many slots are reserved and not held yet, by payload bytes.
-        weights: Tiles of fp32 weights (which are masters) still to be written.
-        home_tiles: Tiles of state at home in memory whose writes have not been issued, by subgroup.
-        unwritten: How many tiles of each such subgroup are not written yet; visits of it wait meanwhile.
-        flushing: Streamed subgroups whose flush has not ended.
-        copies: Tiles to be copied into the sink, whose slots are held until then.
-        urgent: Subgroups that visits wait for; they are written first.
-        in_flight: Operations in flight, each with its tile; None for a sync or a commit.
-        buffers: Free copy buffers.
-        sink_end: Bytes of the sink that are taken.
-        has_synced: Whether syncs of its paths have been issued.
-        failed_writes: Number of failed writes, by tile.
-        avoided_paths: Paths that the save does not write to any more.
-        error: Why it has been given up.
-    """
+    """One save, from its begin to its end."""
 
     request: Save
+    # Of tiles that are whole on storage, and whose slots are held; with a sink, of tiles in it, not held:
     records: dict[TileId, TileRecord] = field(default_factory=dict)
-    reserve: Counter[int] = field(default_factory=Counter)
-    weights: deque[_SaveItem] = field(default_factory=deque)
+    reserve: Counter[int] = field(default_factory=Counter)  # slots reserved and not held yet, by payload bytes
+    weights: deque[_SaveItem] = field(default_factory=deque)  # fp32 weights (masters) that are not issued yet
+    # State at home in memory that is not issued yet, by subgroup:
     home_tiles: dict[int, deque[_SaveItem]] = field(default_factory=dict)
-    unwritten: dict[int, int] = field(default_factory=dict)
-    flushing: dict[int, None] = field(default_factory=dict)
-    copies: deque[_SaveItem] = field(default_factory=deque)
-    urgent: deque[int] = field(default_factory=deque)
-    in_flight: dict[int, _SaveItem | None] = field(default_factory=dict)
-    buffers: list[int] = field(default_factory=lambda: list(range(SAVE_DEPTH)))
-    sink_end: int = 0
-    has_synced: bool = False
+    unwritten: dict[int, int] = field(default_factory=dict)  # tiles of such a subgroup; its visit waits for them
+    flushing: dict[int, None] = field(default_factory=dict)  # streamed subgroups whose flush has not ended
+    copies: deque[_SaveItem] = field(default_factory=deque)  # to the sink; their slots are held until then
+    urgent: deque[int] = field(default_factory=deque)  # subgroups that visits wait for; they are written first
+    in_flight: dict[int, _SaveItem | None] = field(default_factory=dict)  # by operation; None: a sync or commit
+    buffers: list[int] = field(default_factory=lambda: list(range(SAVE_DEPTH)))  # copy buffers that are free
+    sink_end: int = 0  # bytes of the sink that are taken
+    has_synced: bool = False  # syncs of its paths have been issued
     failed_writes: Counter[TileId] = field(default_factory=Counter)
-    avoided_paths: set[int] = field(default_factory=set)
-    error: Exception | None = None
+    avoided_paths: set[int] = field(default_factory=set)  # to which the save does not write any more
+    error: Exception | None = None  # why it has been given up
 
     def has_tiles_left(self) -> bool:
         """Return whether an operation or a flush has not ended, or a tile has not been issued."""

@@ -60,35 +60,19 @@ from offload.schedule.operations import Operation, ReadTile, WriteTile
 
 @dataclass(slots=True)
 class ScratchEntry:
-    """Where an owner's data is, and who wants it.
+    """Where an owner's data is, and who wants it; the module has a table of its states."""
 
-    The module has a table of its states.
-
-    Attributes:
-        order: Grows with each fill, of any owner.
-        buffer: Its buffer's number; None if it has none.
-        is_newest: Whether the data is in its buffer alone.
-        is_stored: Whether it is whole on the paths.
-        is_filling: Whether a caller fills the buffer, or waits to.
-        readers: Number of `request`s to read it without a `release` yet.
-        unread: Tiles that are being read.
-        unwritten: Tiles that are being written.
-        written: Tiles that have been, of the same write.
-        is_discarded: Whether it was discarded during a transfer: it is removed when no transfer is under way.
-        error: Why reading it has failed, for those who wait for it.
-    """
-
-    order: int = 0
-    buffer: int | None = None
-    is_newest: bool = False
-    is_stored: bool = False
-    is_filling: bool = False
-    readers: int = 0
-    unread: int = 0
-    unwritten: int = 0
-    written: list[tuple[TileId, TileRecord]] = field(default_factory=list)
-    is_discarded: bool = False
-    error: Exception | None = None
+    order: int = 0  # grows with each fill, of any owner
+    buffer: int | None = None  # its number
+    is_newest: bool = False  # the data is in its buffer alone
+    is_stored: bool = False  # it is whole on the paths
+    is_filling: bool = False  # a caller fills the buffer, or waits to
+    readers: int = 0  # `request`s to read it without a `release` yet
+    unread: int = 0  # tiles that are being read
+    unwritten: int = 0  # tiles that are being written
+    written: list[tuple[TileId, TileRecord]] = field(default_factory=list)  # tiles that have been, of the same write
+    is_discarded: bool = False  # during a transfer: it is removed when no transfer is under way
+    error: Exception | None = None  # why reading it has failed, for those who wait for it
 
     @property
     def is_idle(self) -> bool:
