@@ -570,7 +570,7 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def fill(
+    def make_table(
         self,
         run: RunVisit,
         address: int,
@@ -583,7 +583,7 @@ class Tables:
         self._caller.under_way[run.op] = table, apart[1]
         return table
 
-    def agree(self, subgroup: int, expected: Told, begun: Told) -> bool:
+    def updates_alike(self, subgroup: int, expected: Told, begun: Told) -> bool:
         tables = (table_of(self._plan, subgroup, rows).tobytes() for rows in (expected, begun))
         return next(tables) == next(tables)
 
@@ -784,7 +784,7 @@ class Backwards(Forwards):
 
     # The engine's side
 
-    def open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
+    def make_open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
         """Return an open sweep."""
         self.executor.set_visitor(visitor)
         self.sweeps += 1
@@ -803,7 +803,7 @@ class Backwards(Forwards):
 
     def begin_visit(self, run: RunVisit) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.fill`
+            self.executor.visitor(run)  # makes a table: see `Tables.make_table`
         else:
             self.visitors[run.op] = self.executor.visitor
 

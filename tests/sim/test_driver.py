@@ -216,8 +216,8 @@ def test_a_version_that_finds_no_room_is_given_up() -> None:
     refused = []
 
     class Counting(TileIndex):
-        def lend(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
-            location = super().lend(nbytes, avoid)
+        def claim_loan(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+            location = super().claim_loan(nbytes, avoid)
             if location is None:
                 refused.append(nbytes)
             return location
