@@ -245,10 +245,7 @@ class Tables:
         if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
         if apart is None and not is_fp32:
-            taken = rows.flags != 0 if due_parameters is None else due_parameters
-            flags |= self._due[layout.index] * taken[parameter]
-            if run.fresh:
-                flags |= np.uint32(SegmentFlag.LOAD_MASTER)
+            flags |= self._masters_to_take(run, rows.flags != 0 if due_parameters is None else due_parameters)
         return segment_table(
             layout.state,
             columns.numel,
@@ -260,6 +257,12 @@ class Tables:
             rounding_key=rows.rounding_keys[parameter],
             first_index=columns.first_index,
         )
+
+    def _masters_to_take(self, run: RunVisit, due_parameters: Parameters) -> npt.NDArray[np.uint32]:
+        """Return the flags that take a run's masters from their weights: those that are due; of a fresh run all."""
+        subgroup = run.visit.subgroup
+        flags: npt.NDArray[np.uint32] = self._due[subgroup] * due_parameters[self._columns[subgroup].parameter]
+        return flags | np.uint32(SegmentFlag.LOAD_MASTER) if run.fresh else flags
 
     def updates_alike(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
         """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.

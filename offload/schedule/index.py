@@ -46,6 +46,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offload.errors import InternalError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
@@ -109,6 +110,33 @@ class _Store:
         return offset
 
 
+class _Candidate(NamedTuple):
+    """A store that can give a slot to a claim."""
+
+    number: int
+    store: _Store
+    handicap_bytes: float  # by how much its credit must exceed that of others
+
+
+def _take_turn(candidates: Sequence[_Candidate], slot_bytes: int) -> tuple[int, _Store]:
+    """Move the turn on by one slot, and return the number of the store whose turn it is, and that store.
+
+    Each store gets its share of the slot as credit, and the one with the highest credit pays for the slot.
+    """
+    total_share = 0.0
+    for candidate in candidates:
+        total_share += candidate.store.share
+    best_bytes = -math.inf
+    chosen, chosen_store, _ = candidates[0]
+    for number, store, handicap_bytes in candidates:
+        store.credit_bytes += slot_bytes * store.share / total_share
+        if store.credit_bytes - handicap_bytes > best_bytes:
+            best_bytes = store.credit_bytes - handicap_bytes
+            chosen, chosen_store = number, store
+    chosen_store.credit_bytes -= slot_bytes
+    return chosen, chosen_store
+
+
 class TileIndex:
     """The slots of all stores of one session.
 
@@ -154,8 +182,7 @@ class TileIndex:
         unmade_to_keep = self._unmade_to_keep(nbytes)
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
-        candidates: list[tuple[int, _Store, float]] = []  # number, store, handicap
-        total_share = 0.0
+        candidates: list[_Candidate] = []
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
                 continue
@@ -167,28 +194,20 @@ class TileIndex:
                     if lent or not self._may_grow_beyond_plan(slot_bytes):
                         continue
                     handicap_bytes = GROWTH_CREDIT_TILES * slot_bytes
-            candidates.append((number, store, handicap_bytes))
-            total_share += store.share
+            candidates.append(_Candidate(number, store, handicap_bytes))
         if not candidates:
             return None
-        best_bytes = -math.inf
-        chosen_number, chosen, _ = candidates[0]
-        for number, store, handicap_bytes in candidates:
-            store.credit_bytes += slot_bytes * store.share / total_share
-            if store.credit_bytes - handicap_bytes > best_bytes:
-                best_bytes = store.credit_bytes - handicap_bytes
-                chosen_number, chosen = number, store
-        chosen.credit_bytes -= slot_bytes
-        if may_reuse and chosen.free.get(nbytes):
-            location = Location(chosen_number, chosen.free[nbytes].pop(), nbytes)
+        number, store = _take_turn(candidates, slot_bytes)
+        if may_reuse and store.free.get(nbytes):
+            location = Location(number, store.free[nbytes].pop(), nbytes)
         else:
-            location = Location(chosen_number, chosen.grow(nbytes), nbytes)
+            location = Location(number, store.grow(nbytes), nbytes)
             if unmade > 0:
                 self._unmade[nbytes] -= 1
         if lent:
             self._lent.add(location)
             self._unmade_loans[nbytes] -= 1
-        chosen.live_bytes += slot_bytes
+        store.live_bytes += slot_bytes
         self._claimed.add(location)
         return location
 

@@ -682,7 +682,7 @@ class ForgetsWhatWasConfirmed(Filtered):
     def handle(self, event):
         super().handle(event)
         if (sweep := begun(event)) is not None and not sweep.is_open:
-            self.moved.clear()
+            self.changed_subgroups.clear()
 
 
 class TakesRoomOfCheckpoints(TileIndex):
@@ -698,8 +698,8 @@ class LendsWhatStepsNeed(TileIndex):
 class PublishesEarly(Speculation):
     """As soon as a version has been made."""
 
-    def hold(self):
-        super().hold()
+    def pause(self):
+        super().pause()
         for subgroup in self._parts.machine.speculative_versions:
             self._publish(subgroup)
 

@@ -128,7 +128,9 @@ def lines_of(driver: str, seed: int) -> Iterator[str]:
             lines.append(f"{self.number} <- {neutral_event(event)}")
             super().handle(event)
             if isinstance(event, ops.OutcomeTold):
-                lines.append(f"{self.number}    moved {self.moved}, ended {self.ended_visits}, failed {self.failed}")
+                lines.append(
+                    f"{self.number}    moved {self.changed_subgroups}, ended {self.ended_visits}, failed {self.failed}"
+                )
 
         def take_operations(self) -> list[Any]:
             out = super().take_operations()

@@ -127,7 +127,9 @@ class Sweeps(Driver):
         self.updated.clear()
         read = len(self.seen) + sum(not visit.changes for visit in visits)
         self.go_through(self.sweeps, visits)
-        assert self.machine.moved == self.executor.moved == self.updated, "it does not say which subgroups have moved"
+        assert self.machine.changed_subgroups == self.executor.moved == self.updated, (
+            "it does not say which subgroups have moved"
+        )
         if self.machine.broken is None:
             assert len(self.seen) == read, "a visit has not happened"
             self.twin.sweep(self.sweeps, visits)
