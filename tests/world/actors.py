@@ -279,8 +279,8 @@ class Saves(Driver):
         trial = deepcopy(self.machine.index)
         for path in limits:
             held = Counter(r.location for each in committed.values() for r in each.values())
-            trial.take_over(path, limits[path], {x: n for x, n in held.items() if x.path == path})
-        if not trial.fits():
+            trial.replace_store(path, limits[path], {x: n for x, n in held.items() if x.path == path})
+        if not trial.has_planned_room():
             return False
         self.data.stores, self.data.committed = before.data.stores, dict(committed)
         self.expected, self.kept = {n: before.expected[n] for n in committed}, list(committed)
@@ -688,7 +688,7 @@ class Packs(Buffers):
             return
         owner = self.owner(tile)
         self.tell(RequestBuffer(owner, fills=False))
-        self.pump(lambda machine: self.book.is_there(tile) or self.book.error_of(tile) is not None)
+        self.pump(lambda machine: self.book.is_in_buffer(tile) or self.book.error_of(tile) is not None)
         if self.machine.broken is None and self.book.error_of(tile) is not None:
             assert self.scenario.faults, f"unreadable for nothing: {self.book.error_of(tile)}"
             self.outcome.counts["unreadable"] += 1
