@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -99,6 +99,13 @@ def nothing_comes(subgroup: int) -> None:
     """Ignore that a subgroup is being fetched."""
 
 
+class _InFlight(NamedTuple):
+    """An operation in flight, and what was asked of a tier for it."""
+
+    operation: Operation
+    request: TileRequest | None = None
+
+
 class LiveExecutor:
     """Starts the machine's operations on tiers, kernel and device, and returns what completed as events.
 
@@ -147,20 +154,19 @@ class LiveExecutor:
         self._calls = Calls(queue)
         self.visiting = MappedWeightsWindow()
         self._seals = Seals(memory)
-        self._waiting: dict[
-            int, tuple[RunVisit, npt.NDArray[Any] | WholeUpdate]
-        ] = {}  # runs whose inputs are being copied
+        # Runs whose inputs are being copied or read, with their tables:
+        self._awaiting_inputs: dict[int, tuple[RunVisit, npt.NDArray[Any] | WholeUpdate]] = {}
         self._silence = waits.Silence()
         self._visitor: Visitor = no_visit
         self._coming: Coming = nothing_comes
-        self._only_updates = False  # as `visit_with` says
+        self._only_updates = False  # as `set_visitor` says
         self._others = {} if others is None else others
         self._plan: Plan | None = None
-        self._in_flight: dict[int, tuple[Operation, TileRequest | None]] = {}
-        self._events: list[Event] = []
+        self._in_flight: dict[int, _InFlight] = {}
+        self._events: list[Event] = []  # failures that `wait` has not returned yet
         self._due_s: dict[int, float] = {}  # `Interval.due_s` of operations in flight
         self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
-        self._woke_s: float | None = None
+        self._woke_s: float | None = None  # since when the engine thread works
 
     def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while nothing is in flight."""
@@ -174,7 +180,9 @@ class LiveExecutor:
             coming: Called with each subgroup that starts to be fetched.
             updates: Whether the visitor only returns tables, so that the kernel is the first to read the state.
         """
-        self._visitor, self._coming, self._only_updates = visitor, coming, updates
+        self._visitor = visitor
+        self._coming = coming
+        self._only_updates = updates
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
@@ -190,7 +198,7 @@ class LiveExecutor:
     def _fail(self, operation: Operation, error: Exception) -> None:
         """Report an exception, perhaps a visitor's, as an operation's failure: the engine thread must survive it."""
         if isinstance(error, DamagedError):
-            error = self._damaged(error.operation)
+            error = self._damage_error(error.operation)
         self._in_flight.pop(operation.op, None)
         del self._due_s[operation.op]
         self._events.append(Failed(operation.op, error))
@@ -198,74 +206,86 @@ class LiveExecutor:
 
     def _start(self, operation: Operation) -> None:
         """Start one operation: post it to its lane, or to a thread that will report its end to the queue."""
-        if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, RunVisit) and operation.visit.gpu):
-            self._in_flight[operation.op] = (operation, None)
-            self._put_on_lanes(operation)
+        if isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
+            self._start_tile(operation)
             return
-        if isinstance(operation, RunVisit):
-            self._in_flight[operation.op] = (operation, None)
-            started_s = time.monotonic()
-            if operation.slot is None:
-                self._seals.touched_home(operation.visit.subgroup)
-            elif not self._only_updates:
-                self._touch_slot(operation, operation.slot)
-            table = self._visitor(operation)
-            if table is None:
-                self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
-            elif self._lanes.report_inputs(
-                operation.visit.subgroup, operation.op
-            ):  # copies from the GPU are under way
-                self._waiting[operation.op] = operation, table
-            elif (visit := mapped_weights_of(table.table if isinstance(table, WholeUpdate) else table)) is not None:
-                self._waiting[operation.op] = operation, table
-                self._calls.submit(operation.op, partial(self.visiting.begin, visit))
-            else:
-                self._update(operation, table)
-            return
-        if isinstance(operation, Sync):
-            self._in_flight[operation.op] = (operation, None)
-            self._tier(operation.path).sync(operation.op)
-            return
-        if isinstance(operation, Commit):
-            self._in_flight[operation.op] = (operation, None)
-            self._source().commit(operation)
-            return
-        if isinstance(operation, FreeHome):
-            self._in_flight[operation.op] = (operation, None)
-            self._seals.touched_home(operation.subgroup)
-            layout = known(self._plan, "memory goes back, and there is no plan").layout
-            self._memory.discard_home(layout.subgroups[operation.subgroup])
-            self._queue.post(operation.op)
-            return
-        request = self._request(operation, *self._checks(operation))
-        self._in_flight[operation.op] = (operation, request)
-        tier = self._tier(operation.record.location.path)
-        if isinstance(operation, ReadTile | CopyTile):
-            if isinstance(operation, ReadTile) and operation.slot is None:
-                self._memory.touch_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
-            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
-                self._coming(operation.tile.subgroup)
-            tier.read(request)
-        else:
-            tier.write(request)
+        self._in_flight[operation.op] = _InFlight(operation)
+        match operation:
+            case Transfer() | AwaitPush():
+                self._start_on_gpu(operation)
+            case RunVisit() if operation.visit.gpu:
+                self._start_on_gpu(operation)
+            case RunVisit():
+                self._start_cpu_run(operation)
+            case Sync():
+                self._tier(operation.path).sync(operation.op)
+            case Commit():
+                self._save_source().commit(operation)
+            case FreeHome():
+                self._seals.forget_home(operation.subgroup)
+                layout = known(self._plan, "memory goes back, and there is no plan").layout
+                self._memory.discard_home(layout.subgroups[operation.subgroup])
+                self._queue.post(operation.op)
 
-    def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
+    def _start_cpu_run(self, run: RunVisit) -> None:
+        """Let the visitor work on the state, and start the update that it asks for once all inputs are in memory."""
+        started_s = time.monotonic()
+        if run.slot is None:
+            self._seals.forget_home(run.visit.subgroup)
+        elif not self._only_updates:
+            self._verify_slot(run, run.slot)
+        table = self._visitor(run)
+        if table is None:  # the visitor has done the work itself
+            self._queue.post(run.op, started_s=started_s, finished_s=time.monotonic())
+            return
+        if self._lanes.report_inputs(run.visit.subgroup, run.op):  # copies from the GPU are under way
+            self._awaiting_inputs[run.op] = run, table
+            return
+        mapped_weights = mapped_weights_of(table.table if isinstance(table, WholeUpdate) else table)
+        if mapped_weights is not None:  # they are read from their file first
+            self._awaiting_inputs[run.op] = run, table
+            self._calls.submit(run.op, partial(self.visiting.begin, mapped_weights))
+        else:
+            self._update(run, table)
+
+    def _start_tile(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> None:
+        """Hand the transfer of a tile to its path's tier."""
+        checksum, verify = self._checksum_and_verify(operation)
+        if isinstance(operation, SaveTile) and operation.buffer is not None and operation.gathers:
+            self._save_source().gather(operation)
+        request = self._request(operation, checksum, verify)
+        self._in_flight[operation.op] = _InFlight(operation, request)
+        tier = self._tier(operation.record.location.path)
+        if isinstance(operation, WriteTile | SaveTile):
+            tier.write(request)
+            return
+        if isinstance(operation, ReadTile):
+            if operation.slot is None:
+                self._memory.touch_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
+            if operation.tile.tensor == operation.tile.tile == 0:  # the first of a subgroup
+                self._coming(operation.tile.subgroup)
+        tier.read(request)
+
+    def _checksum_and_verify(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
         """Return the checksum of a tile to be moved, if known, and whether the tier computes or verifies it."""
         if not self._verify:
             return None, False
-        if isinstance(operation, WriteTile) and operation.owner is not None:
-            return None, True
-        if isinstance(operation, ReadTile) and operation.owner is not None:
-            return operation.record.checksum, True
-        if isinstance(operation, SaveTile):
-            return self._seals.saving(operation), True
-        if isinstance(operation, WriteTile):
-            return self._seals.writing(operation), True
-        return operation.record.checksum, isinstance(operation, CopyTile) or self._seals.reading(operation)
+        match operation:
+            case WriteTile(owner=None):
+                return self._seals.checksum_for_flush(operation), True
+            case WriteTile():
+                return None, True
+            case SaveTile():
+                return self._seals.checksum_for_save(operation), True
+            case ReadTile(owner=None):
+                return operation.record.checksum, self._seals.note_read(operation)
+            case _:
+                return operation.record.checksum, True
 
     def _request(
         self, operation: ReadTile | WriteTile | SaveTile | CopyTile, checksum: int | None, verify: bool
     ) -> TileRequest:
+        """Return what a tier has to do for the transfer of a tile."""
         location = operation.record.location
         return TileRequest(
             op=operation.op,
@@ -278,63 +298,74 @@ class LiveExecutor:
             verify=verify,
         )
 
-    def _touch_slot(self, run: RunVisit, slot: int) -> None:
-        """Verify the state that a run reads in a staging slot, and forget its seal."""
+    def _verify_slot(self, run: RunVisit, slot: int) -> None:
+        """Verify the state that a run reads in a staging slot, and forget its seal: the visitor may change it."""
         is_read = not run.fresh and not run.visit.overwrites
-        self._seals.touched(slot, run.visit.subgroup if is_read else None)
+        self._seals.verify_and_forget(slot, run.visit.subgroup if is_read else None)
 
     def _update(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Start the update of a run whose inputs are in memory; the kernel also seals the state if that is wanted."""
         if isinstance(table, WholeUpdate):
             if run.slot is not None:  # a home's seal was forgotten when the run was started
-                self._touch_slot(run, run.slot)
+                self._verify_slot(run, run.slot)
             self._calls.submit(run.op, table)
             return
         subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
-        if subgroup is None or not self._verify or (run.slot is None and not self.seals_homes):
+        is_sealed = self._verify and (run.slot is not None or self.seals_homes)
+        if subgroup is None or not is_sealed:
             self._kernel.submit(run.op, table)
             return
-        expected = self._seals.expected(run, subgroup)
+        seal_to_compare = self._seals.seal_to_compare_or_verify(run, subgroup)
         state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
-        self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
+        new_seal = self._kernel.submit_sealed(run.op, table, state, seal_to_compare)
+        self._seals.note_started(run, new_seal)
 
-    def _put_on_lanes(self, operation: Transfer | AwaitPush | RunVisit) -> None:
+    def _start_on_gpu(self, operation: Transfer | AwaitPush | RunVisit) -> None:
+        """Enqueue a copy or an update on the GPU's lanes, which report to the queue when it has ended."""
         lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case RunVisit():
-                lanes.enqueue_update(
-                    operation, None if lanes.has_table(operation) else self._visitor(operation), due_s
-                )
+                table = None if lanes.has_table(operation) else self._visitor(operation)
+                lanes.enqueue_update(operation, table, due_s)
             case AwaitPush():
                 lanes.await_push(operation)
+            case Transfer(what="weights", way="fetch"):
+                lanes.fetch_weights(operation, due_s)
             case Transfer(what="weights"):
-                (lanes.fetch_weights if operation.way == "fetch" else lanes.push)(operation, due_s)
-            case Transfer(subgroup=subgroup, slot=slot):
-                to_gpu = operation.way == "fetch"
-                if slot is not None:
-                    self._seals.touched(slot, subgroup if to_gpu else None)
-                elif not to_gpu:
-                    self._seals.touched_home(subgroup)
-                address = self._state_address(slot, subgroup)
-                if to_gpu:  # the visitor makes the table now, of the run that follows
-                    visit, transfer_slot = Visit(subgroup, gpu=True), operation.transfer_slot
-                    run = RunVisit(operation.op, 0, visit, slot, fresh=False, transfer_slot=transfer_slot)
-                    lanes.copy_in(operation, address, self._visitor(run), due_s)
-                else:
-                    lanes.copy_out(operation, address, due_s)
+                lanes.push(operation, due_s)
+            case Transfer():
+                self._copy_state(operation, due_s)
+
+    def _copy_state(self, copy: Transfer, due_s: float) -> None:
+        """Enqueue a copy of state to the GPU or back. Its seal is not used: a copy must see verified state."""
+        slot, subgroup, to_gpu = copy.slot, copy.subgroup, copy.way == "fetch"
+        if slot is not None:
+            self._seals.verify_and_forget(slot, subgroup if to_gpu else None)
+        elif not to_gpu:
+            self._seals.forget_home(subgroup)
+        address = self._state_address(slot, subgroup)
+        if not to_gpu:
+            self._lanes.copy_out(copy, address, due_s)
+            return
+        # The visitor makes the table of the run that follows now.
+        visit = Visit(subgroup, gpu=True)
+        run = RunVisit(copy.op, 0, visit, slot, fresh=False, transfer_slot=copy.transfer_slot)
+        self._lanes.copy_in(copy, address, self._visitor(run), due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return the address of a subgroup's state: in a staging slot, or at home."""
         return self._memory.state_address(subgroup) if slot is None else self._memory.slot_address(slot)
 
     def _tier(self, path: int) -> Tier:
+        """Return the tier of a path, or of a store that is no path of the plan."""
         return self._tiers[path] if path < len(self._tiers) else self._others[path]
 
-    def _source(self) -> SaveSource:
+    def _save_source(self) -> SaveSource:
+        """Return the checkpoints' copy buffers and commits."""
         return known(self._saves, "a checkpoint is written from nowhere")
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
-        """Return the address that a tile is read to or written from, after gathering it to its buffer if need be."""
+        """Return the address that a tile is read to or written from."""
         if isinstance(operation, ReadTile | WriteTile):
             if operation.owner is not None:
                 buffer = known(operation.slot, f"{operation.owner.kind} without a buffer")
@@ -342,10 +373,7 @@ class LiveExecutor:
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         if operation.buffer is None:
             return self._memory.state_address(operation.tile.subgroup) + operation.source_offset
-        source = self._source()
-        if isinstance(operation, SaveTile) and operation.gathers:
-            source.gather(operation)
-        return source.buffer_address(operation.buffer)
+        return self._save_source().buffer_address(operation.buffer)
 
     def end_turn(self) -> None:
         """End an interval of the engine thread's work in the timeline: what follows belongs to another step."""
@@ -360,31 +388,29 @@ class LiveExecutor:
         A lane that is silent for `stall_s` makes a `Stop`.
         """
         self.end_turn()
-        is_watched = self._silent() is not None
+        is_watched = self._operation_that_must_end() is not None
         left_s = self._stall_s - self._silence.lasts_s
-        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0
+        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0  # -1: without limit
         records = [] if self._events else self._queue.wait(timeout_s)
-        interrupted = any(record[0] == INTERRUPT for record in records)
-        if interrupted:
-            records = [record for record in records if record[0] != INTERRUPT]
+        completions = [Completion(*record) for record in records if record[0] != INTERRUPT]
+        is_interrupted = len(completions) < len(records)
         self._woke_s = time.monotonic()
         events, self._events = self._events, []
-        if records:
+        if completions:
             self._silence.end()
         elif not events and is_watched:
             lasts_s = self._silence.lasts_s
-            if lasts_s >= self._stall_s or (interrupted and lasts_s >= waits.QUIET_S):
+            if lasts_s >= self._stall_s or (is_interrupted and lasts_s >= waits.QUIET_S):
                 self._silence.end()
-                return [Stop(self._stalled(lasts_s, "interrupted after" if interrupted else "no answer for"))]
+                return [Stop(self._stall_error(lasts_s, "interrupted after" if is_interrupted else "no answer for"))]
             self._silence.tell(self._awaited)
-        ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]
-        self._last_end_s = max(ended_s, default=self._woke_s)
-        for record in records:
-            completion = Completion(*record)
+        ends_s = [completion.finished_s for completion in completions if completion.op not in (WAKE, REQUEST)]
+        self._last_end_s = max(ends_s, default=self._woke_s)
+        for completion in completions:
             if completion.op == REQUEST:
                 self.requests += 1
-            elif completion.op in self._waiting and completion.error == 0:
-                self._go_on(*self._waiting.pop(completion.op))
+            elif completion.op in self._awaiting_inputs and completion.error == 0:
+                self._start_update(*self._awaiting_inputs.pop(completion.op))
             elif completion.op != WAKE:
                 events.append(self._report(completion))
         return events
@@ -395,11 +421,11 @@ class LiveExecutor:
 
     def drain(self) -> None:
         """Wait until no operation that touches a caller's memory is in flight, or a lane hangs; ignore errors."""
-        while any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values()):
+        while any(not isinstance(started.operation, Commit) for started in self._in_flight.values()):
             if any(isinstance(event, Stop) for event in self.wait()):
                 return
 
-    def _go_on(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
+    def _start_update(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Start the update of a run whose weights or gradients have been copied from the GPU or read from a file."""
         self._calls.ops.discard(run.op)
         try:
@@ -412,70 +438,86 @@ class LiveExecutor:
         self._lanes.take_timed(self._add_timed)
 
     def _add_timed(self, timed: Timed) -> None:
+        """Add what a lane of the GPU has done to the timeline."""
         label = f"subgroup {timed.subgroup}"
-        times = timed.began.time_s(), timed.ended.time_s()
-        self.timeline.append(Interval(timed.lane, label, *times, timed.nbytes, timed.due_s))
+        began_s, ended_s = timed.began.time_s(), timed.ended.time_s()
+        self.timeline.append(Interval(timed.lane, label, began_s, ended_s, timed.nbytes, timed.due_s))
 
     def _report(self, completion: Completion) -> Event:
         """Return the event that a completion makes, and add the operation to the timeline."""
-        operation, request = self._in_flight.pop(completion.op)
-        self._calls.ops.discard(completion.op)
-        due_s = self._due_s.pop(completion.op)
+        op = completion.op
+        operation, request = self._in_flight.pop(op)
+        self._calls.ops.discard(op)
+        due_s = self._due_s.pop(op)
         if completion.error == ERROR_CALL:
-            self._waiting.pop(completion.op, None)
-            return Failed(completion.op, self._calls.take_error())
-        if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
-            tier, path = self._tier_and_path(operation)
-            self._waiting.pop(completion.op, None)
-            if completion.error == 0:
-                if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
-                    # Read here, while lanes work: all would wait for it when the next step begins.
-                    with contextlib.suppress(OffloadError):  # a failed device shows with its next completion
-                        self._lanes.take_timed(self._add_timed, operation.subgroup)
-                return Done(completion.op)
-            return Failed(
-                completion.op, TierError("copy", tier=tier, path=path, detail="the GPU has failed; see the log")
-            )
+            self._awaiting_inputs.pop(op, None)
+            return Failed(op, self._calls.take_error())
+        if op in self._awaiting_inputs or isinstance(operation, Transfer | AwaitPush):
+            return self._report_gpu_copy(operation, completion)
         if isinstance(operation, Sync | Commit):
             if completion.error == 0:
-                return Done(completion.op)
+                return Done(op)
             if isinstance(operation, Commit):
-                return Failed(completion.op, self._source().commit_error())
-            return Failed(completion.op, self._tier_error("sync", completion, None, self._tier(operation.path)))
+                return Failed(op, self._save_source().commit_error())
+            return Failed(op, self._tier_error("sync", completion, None, self._tier(operation.path)))
         if isinstance(operation, FreeHome) or (isinstance(operation, RunVisit) and operation.visit.gpu):
-            return Done(completion.op)  # the GPU's lanes note the run's time when it has ended there
+            return Done(op)  # the GPU's lanes note the run's time when it has ended there
         if isinstance(operation, RunVisit):
-            lane, subgroup = "cpu", operation.visit.subgroup
-            nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
-            label = f"subgroup {subgroup}"
-        else:
-            location = operation.record.location
-            lane = f"{LANE_VERBS[type(operation)]}:{location.path}"
-            nbytes = location.nbytes
-            label = tile_label(operation)
-        if completion.error == 0:
-            times = completion.started_s, completion.finished_s
-            self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
-            if isinstance(operation, WriteTile | SaveTile):
-                record = operation.record
-                self.written_bytes[record.location.path] += nbytes
-                return Done(completion.op, TileRecord(record.location, record.step, completion.detail))
-            if isinstance(operation, RunVisit):
-                self._seals.ended(operation.op)
-            return Done(completion.op)
-        if isinstance(operation, RunVisit) and completion.error == ERROR_CHECKSUM:
-            damaged = self._seals.damaged(operation.op, completion.detail)
-            return Failed(completion.op, self._damaged(damaged))
-        if request is None or isinstance(operation, RunVisit):
-            detail = f"the kernel reports {completion.error}"
-            return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
-        tier_used = self._tier(operation.record.location.path)
-        return Failed(completion.op, self._tier_error(_verb(operation), completion, request, tier_used))
+            return self._report_cpu_run(operation, completion, due_s)
+        return self._report_tile(operation, request, completion, due_s)
 
-    def _damaged(self, operation: ReadTile) -> TierError:
+    def _report_gpu_copy(self, operation: Operation, completion: Completion) -> Event:
+        """Return the event of a copy between host memory and the GPU: of a transfer, or of what a run waits for."""
+        tier, path = self._tier_and_path(operation)
+        self._awaiting_inputs.pop(completion.op, None)
+        if completion.error != 0:
+            detail = "the GPU has failed; see the log"
+            return Failed(completion.op, TierError("copy", tier=tier, path=path, detail=detail))
+        if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
+            # Times are read here, while lanes work: all would wait for it when the next step begins.
+            with contextlib.suppress(OffloadError):  # a failed device shows with its next completion
+                self._lanes.take_timed(self._add_timed, operation.subgroup)
+        return Done(completion.op)
+
+    def _report_cpu_run(self, run: RunVisit, completion: Completion, due_s: float) -> Event:
+        """Return the event of a run on the CPU, and note its seal, or which tile it has found damaged."""
+        subgroup = run.visit.subgroup
+        if completion.error == 0:
+            nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
+            times = completion.started_s, completion.finished_s
+            self.timeline.append(Interval("cpu", f"subgroup {subgroup}", *times, nbytes, due_s))
+            self._seals.note_ended(run.op)
+            return Done(completion.op)
+        if completion.error == ERROR_CHECKSUM:
+            damaged = self._seals.take_damaged_read(run.op, completion.detail)
+            return Failed(completion.op, self._damage_error(damaged))
+        detail = f"the kernel reports {completion.error}"
+        return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
+
+    def _report_tile(
+        self,
+        operation: ReadTile | WriteTile | SaveTile | CopyTile,
+        request: TileRequest | None,
+        completion: Completion,
+        due_s: float,
+    ) -> Event:
+        """Return the event of a tile's transfer; that of a write has its checksum."""
+        record = operation.record
+        path, nbytes = record.location.path, record.location.nbytes
+        if completion.error != 0:
+            return Failed(completion.op, self._tier_error(_verb(operation), completion, request, self._tier(path)))
+        lane = f"{LANE_VERBS[type(operation)]}:{path}"
+        times = completion.started_s, completion.finished_s
+        self.timeline.append(Interval(lane, tile_label(operation), *times, nbytes, due_s))
+        if not isinstance(operation, WriteTile | SaveTile):
+            return Done(completion.op)
+        self.written_bytes[path] += nbytes
+        return Done(completion.op, TileRecord(record.location, record.step, checksum=completion.detail))
+
+    def _damage_error(self, operation: ReadTile) -> TierError:
         """Return the error for a tile that was read and does not have its record's checksum."""
-        request = self._request(operation, operation.record.checksum, False)
-        completion = Completion(operation.op, ERROR_CHECKSUM, request.offset, 0.0, 0.0)
+        request = self._request(operation, operation.record.checksum, verify=False)
+        completion = Completion(operation.op, ERROR_CHECKSUM, detail=request.offset, started_s=0.0, finished_s=0.0)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
@@ -494,9 +536,9 @@ class LiveExecutor:
             detail=f"{self._plan.layout.parameters_of(request.tile)}{where}; {error.detail}",
         )
 
-    def _stalled(self, lasts_s: float, what: str) -> TierError:
+    def _stall_error(self, lasts_s: float, what: str) -> TierError:
         """Return the error for an operation whose lane is silent."""
-        operation, request = known(self._silent(), "silence of nothing")
+        operation, request = known(self._operation_that_must_end(), "silence of nothing")
         tier, path = self._tier_and_path(operation)
         # Only some tiers wait for more than their device (a network), and can say for what.
         reasons = [reason() for tier in self._tiers if (reason := getattr(tier, "waiting_for", None)) is not None]
@@ -508,14 +550,16 @@ class LiveExecutor:
             detail="; ".join([f"{what} {format_seconds(lasts_s)}", *filter(None, reasons)]),
         )
 
-    def _silent(self) -> tuple[Operation, TileRequest | None] | None:
-        """Return an operation that must end, or its lane counts as hanging; None if none in flight must.
+    def _operation_that_must_end(self) -> _InFlight | None:
+        """Return the first operation in flight that must end, or its lane counts as hanging; None if none must.
 
         A commit may wait for other ranks, and itself reports a wait that is too long. The update of a whole parameter
         has no limit.
         """
-        in_flight = self._in_flight.items()
-        return next((x for op, x in in_flight if not isinstance(x[0], Commit) and op not in self._calls.ops), None)
+        for op, started in self._in_flight.items():
+            if not isinstance(started.operation, Commit) and op not in self._calls.ops:
+                return started
+        return None
 
     def _tier_and_path(self, operation: Operation) -> tuple[str, str]:
         """Return the names of the tier and the path that an operation uses."""
@@ -528,17 +572,20 @@ class LiveExecutor:
             return tier.name, tier.path
         if isinstance(operation, Transfer | AwaitPush):
             return "gpu", operation.lane
-        return ("gpu", "d2h") if operation.op in self._waiting else ("host", "cpu")  # a run waits for gradients
+        if operation.op in self._awaiting_inputs:  # a run waits for gradients
+            return "gpu", "d2h"
+        return "host", "cpu"
 
     def _awaited(self) -> str:
         """Return, for the log, what a silent lane has been asked to do."""
-        operation, request = known(self._silent(), "silence of nothing")
+        operation, request = known(self._operation_that_must_end(), "silence of nothing")
         tier, path = self._tier_and_path(operation)
         where = f" at byte {request.offset}" if request is not None else ""
         return f"{tier} path {path} to {_verb(operation)}{where}"
 
 
 def _verb(operation: Operation) -> str:
+    """Return what an operation does, for errors and the log."""
     return VERBS.get(type(operation), "copy")
 
 
@@ -554,14 +601,14 @@ class Calls:
     def __init__(self, completions: Queue) -> None:
         self.ops: set[int] = set()
         self._completions = completions
-        self._todo: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()  # None: end
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def submit(self, op: int, call: Callable[[], None]) -> None:
         """Queue a call after earlier ones; completes as operation `op`, with `ERROR_CALL` if it raises."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="offload-updates", daemon=True)
+            self._thread = threading.Thread(target=self._run_thread, name="offload-updates", daemon=True)
             self._thread.start()
         self.ops.add(op)
         self._todo.put((op, call))
@@ -577,10 +624,10 @@ class Calls:
             self._todo.put(None)
             thread.join()
 
-    def _serve(self) -> None:
+    def _run_thread(self) -> None:
         """Make the queued calls, in the thread, until `close`; after one that raised, only report failures."""
-        while (work := self._todo.get()) is not None:
-            op, call = work
+        while (queued := self._todo.get()) is not None:
+            op, call = queued
             started_s = time.monotonic()
             try:
                 if self._error is None:
@@ -588,5 +635,5 @@ class Calls:
             except Exception as error:
                 self._error = error
             error_code = 0 if self._error is None else ERROR_CALL
-            del work, call
+            del queued, call  # the next wait must not keep alive what the call refers to
             self._completions.post(op, error_code, started_s=started_s, finished_s=time.monotonic())

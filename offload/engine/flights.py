@@ -32,8 +32,8 @@ class Flights(Generic[T]):
         self.out: dict[int, T] = {}
         self._queue = queue
         self._stall_s = stall_s
-        self._arrived: list[tuple[int, int, int, float, float]] = []
-        self._ops = 0
+        self._arrived: list[tuple[int, int, int, float, float]] = []  # completions; kept if an interrupt comes
+        self._last_op = 0
 
     def run(
         self, next_item: Callable[[], T | None], start: Callable[[int, T], None]
@@ -44,21 +44,15 @@ class Flights(Generic[T]):
             next_item: Returns the next operation; None if there is none, or none before others have ended.
             start: Starts an operation under an id; raises an `OffloadError` if it was not started.
         """
-        gave_up, patience_s = False, self._stall_s
+        gave_up = False  # nothing has ended for as long as we wait
+        patience_s = self._stall_s
         try:
             while not gave_up:
-                while (item := next_item()) is not None:
-                    self._ops += 1
-                    self.out[self._ops] = item
-                    try:
-                        start(self._ops, item)
-                    except OffloadError:
-                        del self.out[self._ops]
-                        raise
+                self._start_all(next_item, start)
                 if not self.out:
                     return
                 # All are removed from `out` before the first is yielded, as the caller may stop after any.
-                ended = self._wait(patience_s)
+                ended = self._take_ended(patience_s)
                 gave_up = ended is None
                 yield from ended or ()
         except (OffloadError, GeneratorExit):
@@ -66,16 +60,27 @@ class Flights(Generic[T]):
         except BaseException:  # an interrupt, at any line: what is in `out` may not have been started
             patience_s = waits.SETTLE_S
             raise
-        finally:
+        finally:  # operations in flight use the caller's memory
             while self.out and not gave_up:
-                gave_up = self._wait(patience_s) is None
+                gave_up = self._take_ended(patience_s) is None
+
+    def _start_all(self, next_item: Callable[[], T | None], start: Callable[[int, T], None]) -> None:
+        """Start operations until there is no next one; each is in `out` before it is started."""
+        while (item := next_item()) is not None:
+            self._last_op += 1
+            self.out[self._last_op] = item
+            try:
+                start(self._last_op, item)
+            except OffloadError:
+                del self.out[self._last_op]
+                raise
 
     def oldest(self) -> str:
         """Return the name of the operation in flight that was started first."""
         return str(next(iter(self.out.values())))
 
-    def _wait(self, patience_s: float | None) -> list[tuple[Completion, T]] | None:
-        """Return the operations that have ended since the last call; None if none ends for `patience_s`."""
+    def _take_ended(self, patience_s: float | None) -> list[tuple[Completion, T]] | None:
+        """Wait for operations to end, and remove these from `out`; return None if none ends for `patience_s`."""
         if not waits.completions(self._queue, self.oldest, patience_s, self._arrived):
             return None
         # Operations that are not in `out` were taken out of it before an interrupt.

@@ -13,6 +13,7 @@ seal only if nothing but that update has written to the memory. All methods belo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,16 @@ class _SlotState:
     """Tiles to compare with seals before anything uses them."""
 
 
+class _SealedUpdate(NamedTuple):
+    """An update that is running."""
+
+    run: RunVisit
+    seal: Seal
+    """Of the state that it makes; the update fills it."""
+    slot_state: _SlotState | None
+    """What its slot held before; None at home."""
+
+
 class DamagedError(Exception):
     """A tile in memory does not have the checksum of its record."""
 
@@ -51,41 +62,44 @@ class Seals:
         self._slots: dict[int, _SlotState] = {}
         self._homes: dict[int, Seal] = {}  # of state at home in memory, by subgroup
         self._flushed: dict[int, Seal] = {}  # of the state that was flushed last, by subgroup
-        self._running: dict[int, tuple[RunVisit, Seal, _SlotState | None]] = {}  # with what their slots held
+        self._running: dict[int, _SealedUpdate] = {}
         self._offsets: dict[int, np.ndarray] = {}  # of segments, by subgroup
 
-    def reading(self, operation: ReadTile) -> bool:
-        """Return whether the tier has to verify a tile that is about to be read; if not, the next update does."""
+    def note_read(self, operation: ReadTile) -> bool:
+        """Note that a tile is about to be read; return whether the tier verifies it, not the next update."""
         tile, slot = operation.tile, operation.slot
         if slot is None:  # to its home
             return True
         state = self._slots.get(slot)
         if state is None or state.subgroup != tile.subgroup or state.seal is not None:
             state = self._slots[slot] = _SlotState(tile.subgroup)
-        seal = self._flushed.get(tile.subgroup)
-        if seal is not None and seal.checksum(tile.tensor, tile.tile) == operation.record.checksum:
-            state.unverified[tile] = operation, seal
+        flushed_seal = self._flushed.get(tile.subgroup)
+        if flushed_seal is not None and flushed_seal.checksum(tile.tensor, tile.tile) == operation.record.checksum:
+            state.unverified[tile] = operation, flushed_seal
             return False
         state.unverified.pop(tile, None)
         return True
 
-    def writing(self, operation: WriteTile) -> int | None:
-        """Return the checksum of a tile that is about to be flushed, if it is known."""
+    def checksum_for_flush(self, operation: WriteTile) -> int | None:
+        """Return the checksum of a tile that is about to be flushed, if it is known.
+
+        The seal of the state is kept: an update verifies the tiles with it when they have been read again.
+        """
         tile = operation.tile
         if operation.slot is None:
-            return self.at_home(tile)
+            return self._home_checksum(tile)
         state = self._slots.get(operation.slot)
         if state is None or state.subgroup != tile.subgroup or state.seal is None:
-            self._flushed.pop(tile.subgroup, None)
+            self._flushed.pop(tile.subgroup, None)  # of an older version
             return None
         self._flushed[tile.subgroup] = state.seal
         return state.seal.checksum(tile.tensor, tile.tile)
 
-    def saving(self, operation: SaveTile) -> int | None:
+    def checksum_for_save(self, operation: SaveTile) -> int | None:
         """Return the checksum of a tile that is about to be saved, if it is known."""
-        return self.at_home(operation.tile) if operation.buffer is None else None
+        return self._home_checksum(operation.tile) if operation.buffer is None else None
 
-    def at_home(self, tile: TileId) -> int | None:
+    def _home_checksum(self, tile: TileId) -> int | None:
         """Return the checksum of a tile at home in memory, if it is known."""
         seal = self._homes.get(tile.subgroup)
         return None if seal is None else seal.checksum(tile.tensor, tile.tile)
@@ -100,47 +114,57 @@ class Seals:
         ]
         return SealedState(tensors, self._offsets[subgroup.index], subgroup.numel, subgroup.tile_numel)
 
-    def expected(self, run: RunVisit, subgroup: Subgroup) -> Seal | None:
-        """Return the seal that an update has to compare its state with; None after verifying the tiles here.
+    def seal_to_compare_or_verify(self, run: RunVisit, subgroup: Subgroup) -> Seal | None:
+        """Return the seal that an update has to compare its state with; None if all tiles are verified.
+
+        Tiles that have not one seal in common are verified here.
 
         Raises:
             DamagedError: A tile does not have the checksum of its record.
         """
-        state = self._slot_of(run)
+        state = self._read_slot_state(run)
         if state is None or not state.unverified:
             return None
         seals = [seal for _, seal in state.unverified.values()]
-        if len(seals) == subgroup.tile_count and all(seal is seals[0] for seal in seals):
+        has_one_seal = all(seal is seals[0] for seal in seals)
+        if len(seals) == subgroup.tile_count and has_one_seal:
             return seals[0]
         self._verify(state)
         return None
 
-    def started(self, run: RunVisit, seal: Seal) -> None:
+    def note_started(self, run: RunVisit, seal: Seal) -> None:
         """Note that an update has started, which fills this seal."""
-        self._running[run.op] = run, seal, None if run.slot is None else self._slots.pop(run.slot, None)
+        slot_state = None if run.slot is None else self._slots.pop(run.slot, None)
+        self._running[run.op] = _SealedUpdate(run, seal, slot_state)
 
-    def ended(self, op: int) -> None:
+    def note_ended(self, op: int) -> None:
         """Note that an operation has ended well; if it is an update, its seal is valid from now on."""
         update = self._running.pop(op, None)
         if update is None:
             return
-        run, seal, _ = update
+        run = update.run
         if run.slot is None:
-            self._homes[run.visit.subgroup] = seal
+            self._homes[run.visit.subgroup] = update.seal
         else:
-            self._slots[run.slot] = _SlotState(run.visit.subgroup, seal)
+            self._slots[run.slot] = _SlotState(run.visit.subgroup, update.seal)
 
-    def damaged(self, op: int, detail: int) -> ReadTile:
-        """Return the read of the tile that an update has reported as damaged."""
-        run, _, state = self._running.pop(op)
-        state = known(state, "an update has compared a slot with a seal that it does not have")
-        return state.unverified[TileId(run.visit.subgroup, detail >> 32, detail & 0xFFFFFFFF)][0]
+    def take_damaged_read(self, op: int, detail: int) -> ReadTile:
+        """Forget an update that has failed; return the read of the tile that it has reported as damaged.
 
-    def touched_home(self, subgroup: int) -> None:
+        Args:
+            detail: As the kernel reports it: the number of the tensor in the high 32 bits, that of the tile below.
+        """
+        update = self._running.pop(op)
+        slot_state = known(update.slot_state, "an update has compared a slot with a seal that it does not have")
+        tile = TileId(update.run.visit.subgroup, detail >> 32, detail & 0xFFFFFFFF)
+        read, _ = slot_state.unverified[tile]
+        return read
+
+    def forget_home(self, subgroup: int) -> None:
         """Forget the seal of state at home in memory, which is about to be changed."""
         self._homes.pop(subgroup, None)
 
-    def touched(self, slot: int, subgroup: int | None) -> None:
+    def verify_and_forget(self, slot: int, subgroup: int | None) -> None:
         """Verify a slot that something other than an update is about to use, and forget its seal.
 
         Args:
@@ -153,9 +177,11 @@ class Seals:
         if state is not None and state.subgroup == subgroup:
             self._verify(state)
 
-    def _slot_of(self, run: RunVisit) -> _SlotState | None:
+    def _read_slot_state(self, run: RunVisit) -> _SlotState | None:
         """Return what is known of the slot from which a run reads its state; None if it reads none there."""
-        state = None if run.slot is None or run.fresh else self._slots.get(run.slot)
+        if run.slot is None or run.fresh:
+            return None
+        state = self._slots.get(run.slot)
         return state if state is not None and state.subgroup == run.visit.subgroup else None
 
     def _verify(self, state: _SlotState) -> None:

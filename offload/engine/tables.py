@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from offload.kernels import rounding_keys
 from offload.kernels.table import active_rows, segment_table
 from offload.layout import Layout, Segment
 from offload.protocols import MAX_SCALARS, SegmentFlag
+from offload.rules import UpdateRule
 from offload.schedule.operations import RunVisit
 
 GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
@@ -31,6 +32,24 @@ Apart = tuple[int, npt.NDArray[np.uint64]]
 """For a speculative update, which must not change weights: the address of an image for the new ones, and two sums for
 each segment, to which the update adds the fingerprints of the segment's gradient and of its fp32 weight.
 """
+
+
+class _Columns(NamedTuple):
+    """What stays the same in all tables of a subgroup, by segment; see `Segment`."""
+
+    parameter: npt.NDArray[np.uint64]
+    start: npt.NDArray[np.uint64]
+    offset: npt.NDArray[np.uint64]
+    numel: npt.NDArray[np.uint64]
+    first_index: npt.NDArray[np.uint64]
+    """Of its first element in the whole parameter, of which this rank may have a piece."""
+
+
+def _segment_flags(rule: UpdateRule, group: Any, update: int) -> int:
+    """Return the flags of an active parameter's segments in its update of this number."""
+    decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(group) else 0
+    zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, group) else 0
+    return int(SegmentFlag.ACTIVE | decoupled | zeroed)
 
 
 def number_of(name: str) -> int:
@@ -81,7 +100,7 @@ class Tables:
         """Number of updates that each parameter has had."""
         self.begun: StepRows
         """The rows of the step that was begun last."""
-        self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
+        self._columns: list[_Columns] = []  # by subgroup
         self._due: list[npt.NDArray[np.uint32]] = []
         """By subgroup and segment: how its next update takes the master from the weight (`TAKES_MASTER`); else 0."""
         self._layout = Layout((), ())
@@ -98,7 +117,8 @@ class Tables:
         starts = np.array([parameter.start for parameter in layout.parameters], np.uint64)
         for subgroup in layout.subgroups[len(self._columns) :]:
             rows = np.array([(s.parameter, s.start, s.offset, s.numel) for s in subgroup.segments], np.uint64)
-            self._columns.append((*rows.T, starts[rows[:, 0]] + rows[:, 1]))
+            parameter, start, offset, numel = rows.T
+            self._columns.append(_Columns(parameter, start, offset, numel, starts[parameter] + start))
             self._due.append(np.zeros(len(subgroup.segments), np.uint32))
         self._layout = layout
 
@@ -138,37 +158,38 @@ class Tables:
             ConfigError: If a group's hyperparameters cannot be used.
         """
         layout, factor = self._layout, clip / scale
-        state, parameters, places = layout.state, layout.parameters, layout.places
-        width = 2 + MAX_SCALARS if layout.has_rules else len(state.rule.scalars._fields)
-        scalars, flags = [(0.0,) * width], [0]  # distinct rows; the first one is that of idle parameters
+        width = 2 + MAX_SCALARS if layout.has_rules else len(layout.state.rule.scalars._fields)
+        # Rows that many parameters have in common are computed once; the first one is that of idle parameters.
+        scalars, flags = [(0.0,) * width], [0]
         row_numbers: dict[tuple[Any, ...], int] = {}
         row_of = np.zeros(len(self.steps), np.int64)  # by parameter
-        subgroups: dict[int, int] = {}
+        subgroups: dict[int, int] = {}  # in their order; the values say nothing
         updates = self.steps + 1
-        counts = updates.tolist()
-        for parameter in active:
-            group, update, own = parameters[parameter].group, counts[parameter], parameters[parameter].rule
-            if (group, update, own) not in row_numbers:
-                row_numbers[group, update, own] = len(flags)
-                rule = own or state.rule
-                decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
-                zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, groups[group]) else 0
-                flags.append(int(SegmentFlag.ACTIVE | decoupled | zeroed))
-                row = layout.state_of(parameters[parameter]).row(update, groups[group], factor)
+        update_counts = updates.tolist()
+        for number in active:
+            parameter, update = layout.parameters[number], update_counts[number]
+            key = parameter.group, update, parameter.rule
+            if key not in row_numbers:
+                row_numbers[key] = len(flags)
+                group, rule = groups[parameter.group], parameter.rule or layout.state.rule
+                flags.append(_segment_flags(rule, group, update))
+                row = layout.state_of(parameter).row(update, group, factor)
                 scalars.append((*row, *(0.0,) * (width - len(row))))
-            row_of[parameter] = row_numbers[group, update, own]
-            subgroups.update(places[parameter])
+            row_of[number] = row_numbers[key]
+            subgroups.update(layout.places[number])
         keys = np.zeros_like(self.numbers)
-        if state.format.rounds:
+        if layout.state.format.rounds:
             keys = rounding_keys(self.seed, self.numbers, updates)
+        addresses, dtypes = gradients or (self.gradients.copy(), self.gradient_dtypes.copy())
         return StepRows(
-            tuple(subgroups),
-            np.array(scalars, np.float32)[row_of],
-            np.array(flags, np.uint32)[row_of],
-            keys,
-            self.weights.copy() if weights is None else weights,
-            *(gradients or (self.gradients.copy(), self.gradient_dtypes.copy())),
-            groups,
+            subgroups=tuple(subgroups),
+            scalars=np.array(scalars, np.float32)[row_of],
+            flags=np.array(flags, np.uint32)[row_of],
+            rounding_keys=keys,
+            weights=self.weights.copy() if weights is None else weights,
+            gradients=addresses,
+            gradient_dtypes=dtypes,
+            groups=groups,
         )
 
     def make_table(
@@ -193,62 +214,66 @@ class Tables:
             gradients_address: Address of an image of its gradients, padding included; None for those in `rows`.
             apart: Where a speculative update writes new weights; no master is taken from its weight then. If
                 `weights_address` is that image, too, fp32 weights have been copied there from a GPU.
-            taking: The parameters whose masters are taken from their weights, if that is due; None for those that
-                the step updates. A fresh run takes all.
+            due_parameters: The parameters whose masters are taken from their weights, if that is due; None for those
+                that the step updates. A fresh run takes all.
         """
         layout = self._layout.subgroups[run.visit.subgroup]
-        parameter, start, offset, numel, first_index = self._columns[layout.index]
-        item, is_fp32 = ITEM_BYTES[layout.dtype], layout.dtype is DtypeCode.FLOAT32
+        columns = self._columns[layout.index]
+        parameter, start, offset = columns.parameter, columns.start, columns.offset
+        item_bytes, is_fp32 = ITEM_BYTES[layout.dtype], layout.dtype is DtypeCode.FLOAT32
         dtypes = rows.gradient_dtypes[parameter]
-        gradients = self.gradients if run.visit.gpu else rows.gradients  # a GPU reads them where they are bound
         addresses: dict[str, Any] = {
             tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(offset)
             for tensor in layout.tensors
         }
         if gradients_address is None:
+            gradients = self.gradients if run.visit.gpu else rows.gradients  # a GPU reads them where they are bound
             addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
         else:
             addresses["gradient"] = np.uint64(gradients_address) + offset * ITEM_BYTES[dtypes]
-        if apart is not None and not is_fp32:
-            weights_address = apart[0]  # no update reads the old weights, which may lie on a GPU
+        if apart is not None:
+            image, sums = apart
+            addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item_bytes
+            addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
+            if not is_fp32:
+                weights_address = image  # no update reads the old weights, which may lie on a GPU
         if weights_address is None:
-            addresses["weight"] = rows.weights[parameter] + start * item
+            addresses["weight"] = rows.weights[parameter] + start * item_bytes
         else:
-            addresses["weight"] = np.uint64(weights_address) + offset * item
+            addresses["weight"] = np.uint64(weights_address) + offset * item_bytes
         flags = rows.flags[parameter]
         if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
-        if apart is not None:
-            image, sums = apart
-            addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item
-            addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
-        elif not is_fp32:
-            flags |= (
-                self._due[layout.index] * (rows.flags != 0 if due_parameters is None else due_parameters)[parameter]
-            )
-            if run.fresh:
-                flags |= np.uint32(SegmentFlag.LOAD_MASTER)
+        if apart is None and not is_fp32:
+            flags |= self._masters_to_take(run, rows.flags != 0 if due_parameters is None else due_parameters)
         return segment_table(
             layout.state,
-            numel,
+            columns.numel,
             addresses,
             weight_dtype=layout.dtype,
             gradient_dtype=dtypes,
             flags=flags,
             scalars=rows.scalars[parameter].T[: len(layout.state.rule.scalars._fields)],
             rounding_key=rows.rounding_keys[parameter],
-            first_index=first_index,
+            first_index=columns.first_index,
         )
+
+    def _masters_to_take(self, run: RunVisit, due_parameters: Parameters) -> npt.NDArray[np.uint32]:
+        """Return the flags that take a run's masters from their weights: those that are due; of a fresh run all."""
+        subgroup = run.visit.subgroup
+        flags: npt.NDArray[np.uint32] = self._due[subgroup] * due_parameters[self._columns[subgroup].parameter]
+        return flags | np.uint32(SegmentFlag.LOAD_MASTER) if run.fresh else flags
 
     def updates_alike(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
         """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.
 
         Addresses of gradients may differ: DDP copies them from its buckets to where the step reads them.
         """
-        parameter = self._columns[subgroup][0]
+        parameter = self._columns[subgroup].parameter
         active = parameter[begun.flags[parameter] != 0]  # gradients of others are not read
 
         def inputs(rows: StepRows) -> list[bytes]:
+            """Return all that a step says of the subgroup but its gradients."""
             columns = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
             return [*(column[parameter].tobytes() for column in columns), rows.gradient_dtypes[active].tobytes()]
 
@@ -267,10 +292,12 @@ class Tables:
             For each segment its parameter; addresses of its gradient and of its fp32 weight; and their sizes, which
             are 0 if the update does not read them.
         """
-        parameter, start = self._columns[subgroup][:2]
+        parameter, start = self._columns[subgroup].parameter, self._columns[subgroup].start
         is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
         numel = np.where(active_rows(table), table["numel"], np.uint64(0))
-        sizes = np.stack([numel * ITEM_BYTES[table["gradient_dtype"]], numel * np.uint64(4 * is_fp32)], axis=1)
+        gradient_bytes = numel * ITEM_BYTES[table["gradient_dtype"]]
+        weight_bytes = numel * np.uint64(4 * is_fp32)
+        sizes = np.stack([gradient_bytes, weight_bytes], axis=1)
         gradients = begun.gradients[parameter] + start * ITEM_BYTES[begun.gradient_dtypes[parameter]]
         masters = begun.weights[parameter] + start * np.uint64(4)
         return parameter, np.stack([gradients, masters], axis=1), sizes.astype(np.uint64)
@@ -292,12 +319,15 @@ class Tables:
         Returns:
             Rows of (address of the weight, address in the image, bytes).
         """
-        parameter, start, offset, numel, _ = self._columns[subgroup]
-        item = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
-        weights = self.weights if weights is None else weights
-        columns = (weights[parameter] + start * item, np.uint64(weights_address) + offset * item, numel * item)
-        rows: npt.NDArray[np.uint64] = np.stack(columns, axis=1)
-        is_bound = weights[parameter] != 0
+        columns = self._columns[subgroup]
+        item_bytes = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
+        bound = (self.weights if weights is None else weights)[columns.parameter]
+        weight_addresses = bound + columns.start * item_bytes
+        image_addresses = np.uint64(weights_address) + columns.offset * item_bytes
+        rows: npt.NDArray[np.uint64] = np.stack(
+            (weight_addresses, image_addresses, columns.numel * item_bytes), axis=1
+        )
+        is_bound = bound != 0
         return rows[np.flatnonzero(is_bound if chosen is None else is_bound & chosen)]
 
     def note_masters_current(self, subgroup: int, parameters: Parameters | None = None) -> None:
@@ -306,15 +336,17 @@ class Tables:
         Args:
             parameters: Those whose masters; None for all.
         """
-        chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
-        self._due[subgroup][chosen] = 0
+        self._due[subgroup][self._segments_of(subgroup, parameters)] = 0
+
+    def _segments_of(self, subgroup: int, parameters: Parameters | None) -> Any:
+        """Return an index that chooses a subgroup's segments of these parameters; all if None."""
+        return slice(None) if parameters is None else parameters[self._columns[subgroup].parameter]
 
     def is_due(self, subgroup: int, parameters: Parameters | None = None) -> bool:
         """Return whether a master of a subgroup (of one of these parameters) has to be taken from its weight."""
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return False
-        chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
-        return bool(self._due[subgroup][chosen].any())
+        return bool(self._due[subgroup][self._segments_of(subgroup, parameters)].any())
 
     def is_rewritten(self, subgroup: int) -> bool:
         """Return whether a weight of this subgroup was written to after its master was last taken from it."""

@@ -22,7 +22,7 @@ from offload.kernels.plain import PIECE_NUMEL
 from offload.kernels.reference import TORCH_DTYPES, matched
 from offload.kernels.stored import as_fp32, store_rounded, stored_dtype
 from offload.kernels.whole import WholeUpdate
-from offload.layout import Segment
+from offload.layout import Segment, Subgroup
 from offload.plan import Plan
 from offload.protocols import SegmentFlag, TileId
 from offload.rules import MASTER
@@ -57,26 +57,29 @@ class StateViews:
         self._lanes = lanes
 
     def _address(self, run: RunVisit) -> int:
-        return (
-            self._memory.state_address(run.visit.subgroup)
-            if run.slot is None
-            else self._memory.slot_address(run.slot)
-        )
+        """Return the address of a run's state in host memory: in its staging slot, or at home."""
+        if run.slot is None:
+            return self._memory.state_address(run.visit.subgroup)
+        return self._memory.slot_address(run.slot)
 
     # Tables of an update
 
     def work(self, run: RunVisit, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
-        """Return the kernel's table for a run of a sealed step; for a rule of whole parameters, the update itself."""
-        lanes, fill = self._lanes, self._tables.make_table
+        """Return the kernel's table for a run of a sealed step; for a rule of whole parameters, the update itself.
+
+        Tell the lanes which weights they have to push, and note that the masters that were due have been taken.
+        """
+        lanes, tables = self._lanes, self._tables
         if run.visit.gpu:
-            table = fill(run, lanes.state_address(run), rows)
+            table = tables.make_table(run, lanes.state_address(run), rows)
         else:
             buffer = run.gradient_buffer
             gradients = None if buffer is None else self._memory.buffer_address("gradients", buffer)
             weights = lanes.image(run.transfer_slot)
-            table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
+            address = self._address(run)
+            table = tables.make_table(run, address, rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
-        self._tables.note_masters_current(run.visit.subgroup, None if run.fresh else rows.flags != 0)
+        tables.note_masters_current(run.visit.subgroup, None if run.fresh else rows.flags != 0)
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not subgroup.state.rule.is_whole:
             return table
@@ -108,28 +111,28 @@ class StateViews:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
 
         Args:
-            taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
+            due_parameters: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
-        if run.fresh or self._tables.is_due(subgroup.index, due_parameters):
-            rows = self._tables.rows((), 1.0, 1.0, ())
-            table = self._tables.make_table(
-                run, view.address, rows, weights_address=view.weights_address, due_parameters=due_parameters
-            )
-            if subgroup.state.rule.is_whole:
-                WholeUpdate(table, subgroup)()
-            else:
-                self._kernel.run(table)
+        if not run.fresh and not self._tables.is_due(subgroup.index, due_parameters):
+            return
+        idle_rows = self._tables.rows((), 1.0, 1.0, ())  # without active parameters nothing else is updated
+        table = self._tables.make_table(
+            run, view.address, idle_rows, weights_address=view.weights_address, due_parameters=due_parameters
+        )
+        if subgroup.state.rule.is_whole:
+            WholeUpdate(table, subgroup)()
+        else:
+            self._kernel.run(table)
 
     def weight(self, subgroup: int, segment: Segment, view: View) -> torch.Tensor:
         """Return a segment's weight in host memory."""
-        dtype = self.plan.layout.subgroups[subgroup].dtype
-        item = TORCH_DTYPES[dtype].itemsize
+        dtype = TORCH_DTYPES[self.plan.layout.subgroups[subgroup].dtype]
         if view.weights_address is None:
-            address = int(self._tables.weights[segment.parameter]) + segment.start * item
+            address = int(self._tables.weights[segment.parameter]) + segment.start * dtype.itemsize
         else:
-            address = view.weights_address + segment.offset * item
-        return tensor_at(address, segment.numel, TORCH_DTYPES[dtype])
+            address = view.weights_address + segment.offset * dtype.itemsize
+        return tensor_at(address, segment.numel, dtype)
 
     @contextlib.contextmanager
     def piece(
@@ -173,39 +176,46 @@ class StateViews:
             yield segment, views
             return
         weight = self.weight(run.visit.subgroup, segment, view)
-        in_pieces = all(tensor.numel() == segment.numel for tensor in views.values())  # packed state cannot be cut
-        for start in range(0, segment.numel, PIECE_NUMEL if in_pieces else segment.numel):
-            cut = slice(start, start + PIECE_NUMEL if in_pieces else None)
+        can_be_cut = all(tensor.numel() == segment.numel for tensor in views.values())  # packed state cannot
+        piece_numel = PIECE_NUMEL if can_be_cut else segment.numel
+        for start in range(0, segment.numel, piece_numel):
+            cut = slice(start, start + piece_numel if can_be_cut else None)
             piece = {name: tensor[cut] for name, tensor in views.items()}
-            loads = SegmentFlag.LOAD_MASTER in due
-            piece[MASTER] = weight[cut].to(torch.float32) if loads else matched(piece[MASTER], weight[cut])
+            if SegmentFlag.LOAD_MASTER in due:
+                piece[MASTER] = weight[cut].to(torch.float32)
+            else:
+                piece[MASTER] = matched(piece[MASTER], weight[cut])
             numel = piece[MASTER].numel()
             yield replace(segment, start=segment.start + start, offset=segment.offset + start, numel=numel), piece
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
-        if tile.tensor < len(subgroup.tensors):
-            offset, nbytes = next((offset, nbytes) for other, offset, nbytes in subgroup.tiles if other == tile)
-            if (
-                lent := self._memory.temporary_home(tile.subgroup)
-            ) is not None:  # in host memory while the session is parked
-                ctypes.memmove(address, lent + offset, nbytes)
-            else:
-                self._lanes.copy_to_host(
-                    as_pieces([(self._lanes.homes[tile.subgroup].address + offset, address, nbytes)])
-                )
+        if tile.tensor >= len(subgroup.tensors):
+            self._gather_weight_tile(subgroup, tile, address)
             return
-        first = tile.tile * subgroup.tile_numel
+        offset, nbytes = next((offset, nbytes) for other, offset, nbytes in subgroup.tiles if other == tile)
+        temporary_home = self._memory.temporary_home(tile.subgroup)
+        if temporary_home is not None:  # in host memory while the session is parked
+            ctypes.memmove(address, temporary_home + offset, nbytes)
+        else:
+            source = self._lanes.homes[tile.subgroup].address + offset
+            self._lanes.copy_to_host(as_pieces([(source, address, nbytes)]))
+
+    def _gather_weight_tile(self, subgroup: Subgroup, tile: TileId, address: int) -> None:
+        """Copy a tile of fp32 weights from where they are bound to `address`; padding is zero."""
+        item_bytes = FP32.item_bytes
+        first = tile.tile * subgroup.tile_numel  # element of the subgroup
         nbytes = next(nbytes for other, _, nbytes in subgroup.weight_tiles if other == tile)
-        last = first + nbytes // FP32.item_bytes
-        pieces = []
+        end = first + nbytes // item_bytes
+        pieces = []  # (source, target, bytes)
         for segment in subgroup.segments:
-            begin, end = max(first, segment.offset), min(last, segment.offset + segment.numel)
-            if begin < end:
+            piece_begin, piece_end = max(first, segment.offset), min(end, segment.offset + segment.numel)
+            if piece_begin < piece_end:
                 weight = int(self._tables.weights[segment.parameter])
-                source = weight + (segment.start + begin - segment.offset) * FP32.item_bytes
-                pieces.append((source, address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes))
+                source = weight + (segment.start + piece_begin - segment.offset) * item_bytes
+                target = address + (piece_begin - first) * item_bytes
+                pieces.append((source, target, (piece_end - piece_begin) * item_bytes))
         self._lanes.copy_to_host(as_pieces(pieces))
         gap = address  # zeros between the pieces, and up to the tile's end
         for _, target, size in (*pieces, (0, address + nbytes, 0)):

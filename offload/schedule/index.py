@@ -46,6 +46,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offload.errors import InternalError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
@@ -74,6 +75,8 @@ class TileRecord:
 
 @dataclass(slots=True)
 class _Store:
+    """What is known of one path's store."""
+
     limit_bytes: int
     share: float
     end: int = 0  # where its slots end
@@ -87,19 +90,51 @@ class _Store:
     free: dict[int, list[int]] = field(default_factory=dict)  # offsets, by payload bytes
     absent: dict[int, list[int]] = field(default_factory=dict)  # likewise, of refused slots that may get room later
 
+    def has_space(self, nbytes: int) -> bool:
+        """Return whether one more slot may be made without exceeding the store's limit."""
+        return bool(self.absent.get(nbytes)) or self.end + nbytes + SECTOR_BYTES <= self.limit_bytes
+
     def may_grow(self, nbytes: int) -> bool:
-        """Return whether one more slot may be made."""
-        fits = bool(self.absent.get(nbytes)) or self.end + nbytes + SECTOR_BYTES <= self.limit_bytes
-        return fits and not self.is_full
+        """Return whether one more slot may be made now."""
+        return not self.is_full and self.has_space(nbytes)
 
     def grow(self, nbytes: int) -> int:
-        """Make one more slot and return its offset."""
+        """Make one more slot and return its offset; a refused one is tried again first."""
+        slot_bytes = nbytes + SECTOR_BYTES
         absent = self.absent.get(nbytes)
         if absent:
-            self.lost_bytes -= nbytes + SECTOR_BYTES
+            self.lost_bytes -= slot_bytes
             return absent.pop()
-        self.end += nbytes + SECTOR_BYTES
-        return self.end - nbytes - SECTOR_BYTES
+        offset = self.end
+        self.end += slot_bytes
+        return offset
+
+
+class _Candidate(NamedTuple):
+    """A store that can give a slot to a claim."""
+
+    number: int
+    store: _Store
+    handicap_bytes: float  # by how much its credit must exceed that of others
+
+
+def _take_turn(candidates: Sequence[_Candidate], slot_bytes: int) -> tuple[int, _Store]:
+    """Move the turn on by one slot, and return the number of the store whose turn it is, and that store.
+
+    Each store gets its share of the slot as credit, and the one with the highest credit pays for the slot.
+    """
+    total_share = 0.0
+    for candidate in candidates:
+        total_share += candidate.store.share
+    best_bytes = -math.inf
+    chosen, chosen_store, _ = candidates[0]
+    for number, store, handicap_bytes in candidates:
+        store.credit_bytes += slot_bytes * store.share / total_share
+        if store.credit_bytes - handicap_bytes > best_bytes:
+            best_bytes = store.credit_bytes - handicap_bytes
+            chosen, chosen_store = number, store
+    chosen_store.credit_bytes -= slot_bytes
+    return chosen, chosen_store
 
 
 class TileIndex:
@@ -118,7 +153,7 @@ class TileIndex:
         self._unmade = Counter(slot_counts)  # slots that may still be made, by payload bytes
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._is_reshared = False  # whether paths may get more slots than planned
-        self._unmade_loans: Counter[int] = Counter()  # those of `_unmade` that are reserved to be lent
+        self._unmade_loans: Counter[int] = Counter()  # how many of `_unmade` are reserved to be lent
         self._lent: set[Location] = set()  # claimed slots that are lent
         self._records: dict[TileId, TileRecord] = {}
         self._claimed: set[Location] = set()
@@ -131,10 +166,10 @@ class TileIndex:
         return self._records.get(tile)
 
     def claim(self, nbytes: int, avoid: Collection[int] = (), *, lent: bool = False) -> Location | None:
-        """Take a free slot for a payload of `nbytes` on the path whose turn it is, or make one; on none of `avoid`.
+        """Claim a free slot for a payload of `nbytes` on the path whose turn it is, or make one; on none of `avoid`.
 
         Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
-        all paths and its tiles arrive together (smooth weighted round robin).
+        all paths and its tiles arrive together (smooth weighted round robin). A claim moves the turn on.
 
         Args:
             avoid: Numbers of paths.
@@ -147,30 +182,22 @@ class TileIndex:
         unmade_to_keep = self._unmade_to_keep(nbytes)
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
-        candidates: list[tuple[int, _Store, float]] = []
-        total = 0.0
+        candidates: list[_Candidate] = []
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
                 continue
-            handicap = 0.0
+            handicap_bytes = 0.0
             if not (may_reuse and store.free.get(nbytes)):
                 if not store.may_grow(nbytes):
                     continue
-                if unmade <= 0:
-                    if lent or not self._may_grow(slot_bytes):
+                if unmade <= 0:  # it would be a slot beyond the plan
+                    if lent or not self._may_grow_beyond_plan(slot_bytes):
                         continue
-                    handicap = GROWTH_CREDIT_TILES * slot_bytes
-            candidates.append((number, store, handicap))
-            total += store.share
+                    handicap_bytes = GROWTH_CREDIT_TILES * slot_bytes
+            candidates.append(_Candidate(number, store, handicap_bytes))
         if not candidates:
             return None
-        best = -math.inf
-        number, store, _ = candidates[0]
-        for candidate, offered, handicap in candidates:
-            credit_bytes = offered.credit_bytes = offered.credit_bytes + slot_bytes * offered.share / total
-            if credit_bytes - handicap > best:
-                best, number, store = credit_bytes - handicap, candidate, offered
-        store.credit_bytes -= slot_bytes
+        number, store = _take_turn(candidates, slot_bytes)
         if may_reuse and store.free.get(nbytes):
             location = Location(number, store.free[nbytes].pop(), nbytes)
         else:
@@ -185,7 +212,7 @@ class TileIndex:
         return location
 
     def claim_loan(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
-        """Claim a slot to be lent; None also while slots that plan and checkpoints need are missing."""
+        """Claim a slot to be lent; return None if there is none, or while slots that are needed are missing."""
         return self.claim(nbytes, avoid, lent=True) if self.has_needed_slots else None
 
     def _unmade_to_keep(self, nbytes: int) -> int:
@@ -199,26 +226,33 @@ class TileIndex:
         return have_room and all(self._unmade_to_keep(nbytes) <= 0 for nbytes in self._unmade)
 
     def make_slots(self) -> None:
-        """Make all slots that plan and checkpoints need, on each path in proportion to its share; see `allocated`."""
+        """Make all slots that plan and checkpoints need, on each path by its share; `note_allocated` follows."""
         for nbytes in sorted(self._unmade, reverse=True):
-            slot_bytes, missing = nbytes + SECTOR_BYTES, self._unmade_to_keep(nbytes)
-            stores = [store for store in self._stores if store.usable]
-            shares = sum(store.share for store in stores)
-            made: list[tuple[_Store, list[int]]] = []
-            for store in stores:  # slots without room on one path are made on the next ones
-                count, shares = math.ceil(missing * store.share / shares), shares - store.share
-                fits = len(store.absent.get(nbytes, ())) + max(0, store.limit_bytes - store.end) // slot_bytes
-                count = max(0, min(missing, count, fits))
-                made.append((store, [store.grow(nbytes) for _ in range(count)]))
-                missing -= len(made[-1][1])
-            for store, offsets in made:
-                while missing > 0 and (store.absent.get(nbytes) or store.end + slot_bytes <= store.limit_bytes):
-                    offsets.append(store.grow(nbytes))
-                    missing -= 1
+            for store, offsets in self._made_slots(nbytes, self._unmade_to_keep(nbytes)):
                 self._unmade[nbytes] -= len(offsets)
-                store.needed_end = store.end if offsets else store.needed_end
+                if offsets:
+                    store.needed_end = store.end
                 # Slots that have been in use are claimed first: their room is there.
                 store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
+
+    def _made_slots(self, nbytes: int, missing: int) -> list[tuple[_Store, list[int]]]:
+        """Make this many slots of a size, if they fit; return each usable store with the offsets of its new ones."""
+        stores = [store for store in self._stores if store.usable]
+        shares_left = sum(store.share for store in stores)
+        made: list[tuple[_Store, list[int]]] = []
+        for store in stores:  # slots without room on one path are made on the next ones
+            wanted = math.ceil(missing * store.share / shares_left)
+            shares_left -= store.share
+            unused_slots = max(0, store.limit_bytes - store.end) // (nbytes + SECTOR_BYTES)
+            fitting = len(store.absent.get(nbytes, ())) + unused_slots
+            count = max(0, min(missing, wanted, fitting))
+            made.append((store, [store.grow(nbytes) for _ in range(count)]))
+            missing -= count
+        for store, offsets in made:  # what had no room on the last ones is made on the first ones
+            while missing > 0 and store.has_space(nbytes):
+                offsets.append(store.grow(nbytes))
+                missing -= 1
+        return made
 
     def note_allocated(self, ends: Sequence[int]) -> None:
         """Note that the room of the bytes before `ends[path]` is there."""
@@ -248,7 +282,7 @@ class TileIndex:
         self._unclaim(record.location)
         self._records[tile] = record
         if before is not None:
-            self._release(before.location)
+            self._end_live(before.location)
 
     def loan_to_plan(self, location: Location) -> None:
         """Turn a lent slot into one of the plan's, which gets one fewer of those still to be made."""
@@ -257,6 +291,7 @@ class TileIndex:
             self._unmade_loans[location.nbytes] += 1
 
     def _unclaim(self, location: Location) -> None:
+        """End a claim, and forget whether the slot was lent."""
         self._claimed.remove(location)
         self._lent.discard(location)
 
@@ -269,26 +304,26 @@ class TileIndex:
     def free_and_unreserve(self, tile: TileId) -> None:
         """Free the slot of a tile, which is in memory again, and give back the room that was reserved for it."""
         record = self._records.pop(tile)
-        self._release(record.location)
+        self._end_live(record.location)
         self._change_unmade({record.location.nbytes: 1}, -1)
 
     def free_discarded(self, tile: TileId) -> None:
         """Free the slot of a tile that was discarded; its room stays planned."""
-        self._release(self._records.pop(tile).location)
+        self._end_live(self._records.pop(tile).location)
 
     def abandon(self, location: Location) -> None:
         """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")
         self.loan_to_plan(location)
         self._unclaim(location)
-        self._release(location)
+        self._end_live(location)
 
     def is_held(self, location: Location) -> bool:
         """Return whether a checkpoint names a slot."""
         return location in self._held
 
     def reserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> bool:
-        """Set room aside for slots beyond the plan; return whether there is enough.
+        """Set room aside for slots beyond the plan; return whether there was enough, else nothing is reserved.
 
         Args:
             slot_counts: How many, by payload bytes.
@@ -319,7 +354,7 @@ class TileIndex:
         """Add these counts, or subtract them, to the number of slots that may still be made."""
         for nbytes, count in slot_counts.items():
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
-            self._unmade_loans[nbytes] += sign * count * lent
+            self._unmade_loans[nbytes] += sign * count if lent else 0
 
     def hold(self, location: Location) -> bool:
         """Hold a live, held or (once written) claimed slot for a checkpoint; return whether it was not held yet."""
@@ -328,7 +363,8 @@ class TileIndex:
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
         is_first = self._held[location] == 1
-        self._held_bytes += (location.nbytes + SECTOR_BYTES) * is_first
+        if is_first:
+            self._held_bytes += location.nbytes + SECTOR_BYTES
         return is_first
 
     def unhold(self, tile: TileId, location: Location) -> None:
@@ -393,9 +429,10 @@ class TileIndex:
             self._stores[location.path].live_bytes += location.nbytes + SECTOR_BYTES
         self._records[tile] = record
         if before is not None:
-            self._release(before.location)
+            self._end_live(before.location)
 
     def _is_foreign(self, location: Location) -> bool:
+        """Return whether a slot lies in a foreign store."""
         return location.path >= len(self._stores)
 
     def is_foreign(self, tile: TileId) -> bool:
@@ -429,18 +466,18 @@ class TileIndex:
             for_any_size: Whether the rest is to be usable for more slots of any of these sizes.
         """
         usable = [store for store in self._stores if store.usable]
-        absent = {nbytes: sum(len(store.absent.get(nbytes, ())) for store in usable) for nbytes in unmade}
-        to_make = [(n + SECTOR_BYTES, count - absent[n]) for n, count in unmade.items() if count > absent[n]]
+        needed_bytes = 0
+        sizes = []  # of slots that are to fit, header included
+        for nbytes, count in unmade.items():
+            absent = sum(len(store.absent.get(nbytes, ())) for store in usable)  # their bytes are below `end`
+            needed_bytes += (nbytes + SECTOR_BYTES) * max(0, count - absent)
+            if for_any_size or count > absent:
+                sizes.append(nbytes + SECTOR_BYTES)
         # All paths but one may end with up to one slot's bytes that no slot fits in.
-        sizes = (nbytes + SECTOR_BYTES for nbytes in unmade) if for_any_size else (size for size, _ in to_make)
-        slack = max(sizes, default=0) * (len(usable) - 1)
-        return (
-            sum(store.limit_bytes - store.end for store in usable)
-            - sum(size * count for size, count in to_make)
-            - slack
-        )
+        wasted_bytes = max(sizes, default=0) * (len(usable) - 1)
+        return sum(store.limit_bytes - store.end for store in usable) - needed_bytes - wasted_bytes
 
-    def _may_grow(self, slot_bytes: int) -> bool:
+    def _may_grow_beyond_plan(self, slot_bytes: int) -> bool:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
         if not self._is_reshared:
             return False
@@ -467,8 +504,10 @@ class TileIndex:
         self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
-        """Return whether all slots of a larger plan could still be made, as `allow` promises."""
-        unmade = {n: count - self._planned.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
+        """Return whether all slots of a larger plan could still be made, as `plan_more_slots` promises."""
+        unmade = {}
+        for nbytes, count in slot_counts.items():
+            unmade[nbytes] = count - self._planned.get(nbytes, 0) + self._unmade.get(nbytes, 0)
         return self._spare_bytes(unmade) >= 0
 
     def retire(self, path: int) -> None:
@@ -479,7 +518,7 @@ class TileIndex:
             for nbytes, offsets in store.free.items():
                 self._unmade[nbytes] += len(offsets)
 
-    def _release(self, location: Location) -> None:
+    def _end_live(self, location: Location) -> None:
         """Free the slot of a version that is not the newest any more, unless a checkpoint holds it."""
         if self._is_foreign(location):
             return
@@ -504,25 +543,30 @@ class TileIndex:
 
         Slots in stores of other sessions are not counted. For `Machine.check`.
         """
+        total_bytes = [0] * len(self._stores)
+        owners: dict[tuple[int, int], object] = {}
+        for path, offset, nbytes, owner in self._slots_and_owners():
+            key = (path, offset)
+            if key in owners:
+                invariant(False, f"slot {key} belongs to {owners[key]} and {owner}")
+            owners[key] = owner
+            total_bytes[path] += nbytes + SECTOR_BYTES
+        for number, store in enumerate(self._stores):
+            unaccounted = store.end - total_bytes[number] - store.lost_bytes
+            invariant(unaccounted == 0, f"store {number} has {unaccounted} bytes that nothing accounts for")
+
+    def _slots_and_owners(self) -> list[tuple[int, int, int, object]]:
+        """Return the path, offset and payload bytes of every slot, with whose it is."""
         # Thousands of times in a simulation: keys are plain tuples, and texts are made of what is wrong only.
         live = [(record.location, tile) for tile, record in self._records.items()]
         slots: list[tuple[int, int, int, object]] = [
             (at.path, at.offset, at.nbytes, tile) for at, tile in live if not self._is_foreign(at)
         ]
         slots += [(at.path, at.offset, at.nbytes, "claimed") for at in self._claimed]
-        held = {(at.path, at.offset, at.nbytes) for at in self._held}.difference(slot[:3] for slot in slots)
+        held = {(at.path, at.offset, at.nbytes) for at in self._held}
+        held.difference_update((path, offset, nbytes) for path, offset, nbytes, _ in slots)
         slots += [(*at, "held") for at in held]
         for number, store in enumerate(self._stores):
             for nbytes, offsets in store.free.items():
                 slots += [(number, offset, nbytes, "free") for offset in offsets]
-        total = [0] * len(self._stores)
-        taken: dict[tuple[int, int], object] = {}
-        for path, offset, nbytes, who in slots:
-            key = (path, offset)
-            if key in taken:
-                invariant(False, f"slot {key} belongs to {taken[key]} and {who}")
-            taken[key] = who
-            total[path] += nbytes + SECTOR_BYTES
-        for number, store in enumerate(self._stores):
-            unaccounted = store.end - total[number] - store.lost_bytes
-            invariant(unaccounted == 0, f"store {number} has {unaccounted} bytes that nothing accounts for")
+        return slots

@@ -9,7 +9,7 @@ from offload.schedule.operations import Operation
 
 
 class Issued:
-    """The operations of one machine.
+    """The operations that one machine has issued.
 
     Attributes:
         in_flight: Those that have been issued and not reported back, by id.
@@ -18,7 +18,7 @@ class Issued:
     def __init__(self) -> None:
         self.in_flight: dict[int, Operation] = {}
         self._ids = itertools.count(1)
-        self._waiting: list[Operation] = []  # not yet handed out by `take`
+        self._untaken: list[Operation] = []  # not yet handed out by `take`
         self._is_closed = False
 
     def new_op(self) -> int:
@@ -34,12 +34,12 @@ class Issued:
         if self._is_closed:  # not by `invariant`: the message costs more than all else here
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self.in_flight[operation.op] = operation
-        self._waiting.append(operation)
+        self._untaken.append(operation)
 
     def take(self) -> list[Operation]:
         """Return the operations to be started now, in order; each is returned once."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        untaken, self._untaken = self._untaken, []
+        return untaken
 
     def end(self, op: int) -> Operation:
         """Remove an operation, which reports back, from those in flight, and return it."""

@@ -6,18 +6,19 @@ updates; reading or loading state is a sweep too.
 A machine and its index change in `Machine.handle` alone, so a run is its list of events: another machine that is
 given them decides the same operations.
 
-Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
-`offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add),
-`offload.schedule.scratch` (gradients and activations that pass through).
+It keeps part of its state in other modules: `offload.schedule.staging` (phases of subgroups, staging slots),
+`offload.schedule.runs` (what a visit waits for once its state is whole), `offload.schedule.saving` (checkpoints),
+`offload.schedule.scratch` (gradients and activations that pass through buffers).
 
-A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
-speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
-where it is on storage until `SealStep` confirms speculative versions or revokes them, and begins what is left of the
-step; nothing of a revoked version is used again.
+A step may be *open* before its rows are known. A visit of an open sweep runs once it is admitted. It makes a
+speculative version beside the live one, which is written to slots of its own at once. The live version stays where
+it is on storage until `SealStep` confirms or revokes the speculative one, and begins what is left of the step.
+Nothing of a revoked version is used again.
 
-An `Evict` moves state whose home is memory to storage. A visit has it read to its home again, and frees its slots.
+An `Evict` moves state whose home is memory to storage. The next visit has that state read to its home again, and
+frees its store slots.
 
-Invariants, verified by `check`, with those of the books:
+Invariants, verified by `check`, with those of these modules:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
     not before it is confirmed;
   * after a fatal error no new operation is issued.
@@ -77,7 +78,7 @@ from offload.schedule.operations import (
 from offload.schedule.runs import RunQueues
 from offload.schedule.saving import Saver
 from offload.schedule.scratch import Scratch
-from offload.schedule.staging import Phase, Staging, SubgroupState
+from offload.schedule.staging import Phase, Priority, Staging, SubgroupState
 
 MOST_MOVING = 4
 """Most subgroups that are moved from memory to storage, or back to their home, at once: enough for all paths."""
@@ -85,22 +86,31 @@ MOST_MOVING = 4
 
 @dataclass(slots=True)
 class _Flush:
-    unwritten: int  # tiles
-    step: int  # the version that is written
-    records: list[tuple[TileId, TileRecord]] = field(default_factory=list)
-    for_save: bool = False  # a save needs it, training does not
+    """The flush of one subgroup's state to slots of stores."""
+
+    unwritten: int  # tiles whose write has not ended
+    version: int  # that is written
+    records: list[tuple[TileId, TileRecord]] = field(default_factory=list)  # of tiles that have been written
+    for_save: bool = False  # only a save needs it: training can go on without
     speculative: bool = False  # the version that is written is speculative, and not confirmed yet
     reserved: Counter[int] = field(default_factory=Counter)  # slots of a revoked version that is still being written
-    avoided: set[int] = field(default_factory=set)  # paths where a write of a `Evict` has failed or found no room
+    avoided_paths: set[int] = field(default_factory=set)  # where a write of an eviction has failed or found no room
     error: Exception | None = None
 
 
 @dataclass(slots=True)
 class _Eviction:
-    leave: Evict
+    """The eviction under way: resident state on its way to storage."""
+
+    request: Evict
     waiting: deque[int]  # subgroups whose flush has not begun
-    stays: bool = False  # `StopEviction` came: begin no further flush
+    is_stopped: bool = False  # `StopEviction` came: begin no further flush
     error: Exception | None = None
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the state of some subgroups stays in memory."""
+        return self.is_stopped or self.error is not None
 
 
 class MachineListener:
@@ -139,13 +149,13 @@ class Machine:
         self.speculative_versions: dict[int, list[tuple[TileId, TileRecord]] | None] = {}
         """Subgroups with a speculative version; the records of its tiles once all are written, else None."""
         self.is_paused = False  # whether no further visit of the open sweep begins
-        self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep, by payload bytes
+        self._reserved: Counter[int] = Counter()  # how many slots the open sweep has reserved, by payload bytes
         self._eviction: _Eviction | None = None
         self.finished_eviction: tuple[Evict, Exception | None] | None = None
-        """The last leave that has ended, and why some state is still in memory; None once it is `OutcomeTold`."""
-        self._evicted_waiting: deque[int] = deque()  # their visits wait until their state is read to its home
-        self._stopped = False
-        self._unfinished = 0  # visits of the sweep that have not ended
+        """The last eviction that has ended, and why some state is still in memory; None once it is `OutcomeTold`."""
+        self._evicted_waiting: deque[int] = deque()  # evicted subgroups whose visits wait for a fetch to their home
+        self._stopped = False  # `Stop` came
+        self._unended_visits = 0  # of the sweep
         self._issued = issued = Issued()
         self.scratch = {kind: Scratch(kind, plan, index, issued) for kind in plan.scratch}
         """What passes through buffers, of each kind."""
@@ -197,15 +207,15 @@ class Machine:
 
     @property
     def is_evicting(self) -> bool:
-        """Whether state is leaving memory."""
+        """Whether an eviction is under way."""
         return self._eviction is not None
 
     def is_evicted(self, subgroup: int) -> bool:
-        """Return whether state whose home is memory lies on storage now."""
+        """Return whether a subgroup's state, whose home is memory, lies on storage now."""
         return self.plan.is_resident(subgroup) and self._subgroups[subgroup].phase is Phase.ABSENT
 
     def take_finished_eviction(self) -> tuple[Evict, Exception | None] | None:
-        """Return the leave that has ended since the last call, if any, and why some state is still in memory."""
+        """Return the eviction that has ended since the last call, if any, and why some state is still in memory."""
         finished = self.finished_eviction
         if finished is not None:
             self.handle(OutcomeTold(finished[0]))
@@ -229,72 +239,95 @@ class Machine:
         """Change state by one event; `take_operations` then has the operations that follow from it."""
         self._history.append(event)
         try:
-            match event:
-                case BeginSweep(sweep):
-                    self.index.try_again()
-                    self._open(sweep) if sweep.is_open else self._begin(sweep)
-                case Admit(subgroups):
-                    self._admit(subgroups)
-                case PauseOpenSweep():
-                    self.is_paused = True
-                case SealStep(confirmed, rest):
-                    self._seal(confirmed, rest)
-                case RequestBuffer(owner, fills) | ReleaseBuffer(owner, fills):
-                    scratch = self.scratch[owner.kind]
-                    is_too_late = not self.has_no_sweep and fills and scratch.is_promised
-                    invariant(not is_too_late, f"{owner.kind}, which visits read, are filled during a sweep")
-                    change = scratch.request if isinstance(event, RequestBuffer) else scratch.release
-                    change(owner.number, fills=fills)
-                case Discard(owner):
-                    self._discard(owner)
-                case BeginSave(save):
-                    self._begin_save(save)
-                case AbortSave(error):
-                    self.saver.abort(error)
-                case OutcomeTold(Sweep()):
-                    self.finished_sweep = None
-                    return
-                case OutcomeTold(Save()):
-                    self.saver.finished_save = None
-                    return
-                case OutcomeTold(Evict()):
-                    self.finished_eviction = None
-                    return
-                case Evict():
-                    self._begin_eviction(event)
-                case StopEviction():
-                    if self._eviction is not None:
-                        self._eviction.stays = True
-                case Extend(plan):
-                    self._extend(plan)
-                case MakeSlots():
-                    self.index.make_slots()
-                case Allocated(ends):
-                    self.index.note_allocated(ends)
-                case LimitGpuSlots(count):
-                    self._runs.limit_gpu_slots(count)
-                case Reshare(shares):
-                    self.index.reshare(shares)
-                case TakeOver():
-                    self._take_over(event)
-                case ReleaseSave(number):
-                    self.saver.release(number)
-                case Done(op, written):
-                    if not self._done(self._issued.end(op), written) and self.broken is None:
-                        return  # one tile of several: nothing to decide
-                case Failed(op, error):
-                    self._failed(self._issued.end(op), error)
-                case Stop(error):
-                    self._stopped = True
-                    if self.finished_sweep is not None:  # its caller has not been told that it ended: it fails now
-                        self.failed = True
-                    elif self.has_no_sweep:
-                        self.changed_subgroups = []
-                    self._break(error)
-            self._advance()
+            if self._apply(event):
+                self._advance()
         except InternalError as error:
             error.add_note("last events:\n  " + "\n  ".join(f"{event!r:.200}" for event in self._history))
             raise
+
+    def _apply(self, event: Event) -> bool:
+        """Change state as an event says; return whether decisions can follow (`_advance` makes them)."""
+        match event:
+            case BeginSweep(sweep):
+                self.index.try_again()
+                if sweep.is_open:
+                    self._begin_open_sweep(sweep)
+                else:
+                    self._begin_sweep(sweep)
+            case Admit(subgroups):
+                self._admit_visits(subgroups)
+            case PauseOpenSweep():
+                self.is_paused = True
+            case SealStep(confirmed, rest):
+                self._seal_step(confirmed, rest)
+            case RequestBuffer() | ReleaseBuffer():
+                self._request_or_release_buffer(event)
+            case Discard(owner):
+                self._discard_scratch(owner)
+            case BeginSave(save):
+                self._begin_save(save)
+            case AbortSave(error):
+                self.saver.abort(error)
+            case OutcomeTold(finished):
+                self._forget_outcome(finished)
+                return False
+            case Evict():
+                self._begin_eviction(event)
+            case StopEviction():
+                if self._eviction is not None:
+                    self._eviction.is_stopped = True
+            case Extend(plan):
+                self._use_larger_plan(plan)
+            case MakeSlots():
+                self.index.make_slots()
+            case Allocated(ends):
+                self.index.note_allocated(ends)
+            case LimitGpuSlots(count):
+                self._runs.limit_gpu_slots(count)
+            case Reshare(shares):
+                self.index.reshare(shares)
+            case TakeOver():
+                self._take_over(event)
+            case ReleaseSave(number):
+                self.saver.release(number)
+            case Done(op, written):
+                is_whole = self._handle_done(self._issued.end(op), written)
+                return is_whole or self.broken is not None
+            case Failed(op, error):
+                self._handle_failure(self._issued.end(op), error)
+            case Stop(error):
+                self._stop(error)
+        return True
+
+    def _forget_outcome(self, finished: Sweep | Save | Evict) -> None:
+        """Forget how a sweep, a save or an eviction has ended: its caller knows."""
+        match finished:
+            case Sweep():
+                self.finished_sweep = None
+            case Save():
+                self.saver.finished_save = None
+            case Evict():
+                self.finished_eviction = None
+
+    def _request_or_release_buffer(self, event: RequestBuffer | ReleaseBuffer) -> None:
+        """Tell the owner's scratch that a caller wants its buffer, or has filled or read it."""
+        owner, scratch = event.owner, self.scratch[event.owner.kind]
+        # Visits read only scratch that has promised room (gradients).
+        is_too_late = not self.has_no_sweep and event.fills and scratch.is_promised
+        invariant(not is_too_late, f"{owner.kind}, which visits read, are filled during a sweep")
+        if isinstance(event, RequestBuffer):
+            scratch.request(owner.number, fills=event.fills)
+        else:
+            scratch.release(owner.number, fills=event.fills)
+
+    def _stop(self, error: Exception) -> None:
+        """Break the machine as `Stop` says: a sweep whose caller does not know its outcome yet fails."""
+        self._stopped = True
+        if self.finished_sweep is not None:  # its caller has not been told that it ended: it fails now
+            self.failed = True
+        elif self.has_no_sweep:
+            self.changed_subgroups = []
+        self._break(error)
 
     def take_operations(self) -> list[Operation]:
         """Return the operations to be started now, in order; each is returned once."""
@@ -327,22 +360,26 @@ class Machine:
         """Verify that a visit that has not begun waits for an event or in a queue, so that it will begin."""
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
-        waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.must_wait(number)
-        waits = waits or (visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number))
-        waits = waits or not self._runs.has_its_scratch(visit)
-        waits = waits or self.broken is not None  # then no visit joins a queue any more
+        awaits_state = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY)
+        awaits_admission = visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number)
+        awaits_event = (
+            awaits_state
+            or awaits_admission
+            or self.saver.must_wait(number)
+            or not self._runs.has_its_scratch(visit)
+            or self.broken is not None  # then no visit joins a queue any more
+        )
         absent_queue = self._evicted_waiting if self.plan.is_resident(number) else self.staging.line
         queue = absent_queue if phase is Phase.ABSENT else self._runs.queue_of(visit)
-        if not waits and number not in queue:
+        if not awaits_event and number not in queue:
             invariant(False, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
 
-    def _extend(self, plan: Plan) -> None:
+    def _use_larger_plan(self, plan: Plan) -> None:
         """Go on with a plan that has more subgroups or slots, or other devices for updates."""
-        invariant(
-            self.has_no_sweep and self.saver.under_way is None, "the plan changes between sweeps and saves only"
-        )
+        is_between = self.has_no_sweep and self.saver.under_way is None
+        invariant(is_between, "the plan changes between sweeps and saves only")
         invariant(not self._issued.in_flight, "the plan changes while memory is in use")
         self.plan = plan
         self.index.plan_more_slots(plan.slot_counts)
@@ -351,15 +388,16 @@ class Machine:
         for scratch in self.scratch.values():
             scratch.use_plan(plan)
 
-    def _begin(self, sweep: Sweep, confirmed: Iterable[int] = ()) -> None:
-        """Begin a sweep that is not open; of `confirmed` subgroups the step's versions are live already."""
+    def _begin_sweep(self, sweep: Sweep, confirmed: Iterable[int] = ()) -> None:
+        """Begin a sweep that is not open; in `confirmed` subgroups the step's new versions are live already."""
         invariant(self._sweep is None, "a sweep begins while another is under way")
         invariant(self.finished_sweep is None, "a sweep begins before the last one was taken")
         subgroups = [visit.subgroup for visit in sweep.visits]
         invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
         self._sweep = sweep
-        self._unfinished = len(subgroups)
-        self.changed_subgroups, self.ended_visits = [*confirmed], []
+        self._unended_visits = len(subgroups)
+        self.changed_subgroups = [*confirmed]
+        self.ended_visits = []
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
@@ -369,56 +407,62 @@ class Machine:
                 case Phase.RESIDENT if self.saver.must_wait(visit.subgroup):
                     self.saver.write_first(visit.subgroup)
                 case Phase.ABSENT:
-                    self._await_state(visit.subgroup)
+                    self._enqueue_for_fetch(visit.subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
                     self._runs.enqueue_when_readable(visit.subgroup)
 
     # Open sweeps
 
-    def _open(self, sweep: Sweep) -> None:
+    def _begin_open_sweep(self, sweep: Sweep) -> None:
         """Begin an open sweep with the first of its visits, as many as the stores have room for new versions of."""
         invariant(self._sweep is None and self.finished_sweep is None, "a sweep begins while another is under way")
-        self._sweep, self.is_paused = sweep, self.broken is not None
+        self._sweep = sweep
+        self.is_paused = self.broken is not None
         for place, visit in enumerate(sweep.visits):
+            self._check_may_be_speculative(visit)
             subgroup = visit.subgroup
-            is_streamed = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
-            is_plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
-            # Not by `invariant`: its message costs more than a visit.
-            if not (visit.speculative and is_streamed and is_plain):
-                raise InternalError(f"{visit} is speculative (this is a bug in offload)")
             slot_counts = self._slot_counts(subgroup)
             if self.broken is not None or not self.index.reserve(slot_counts, lent=True):
                 break
             self._reserved += slot_counts
-            self._subgroups[subgroup].visit, self.staging.priorities[subgroup] = visit, (True, place)
+            self._subgroups[subgroup].visit = visit
+            self.staging.priorities[subgroup] = Priority(True, place)
             if self._subgroups[subgroup].phase is Phase.ABSENT:
                 self.staging.line.append(subgroup)
-            self._flush_live(subgroup)
+            self._flush_if_live_is_dirty(subgroup)
 
-    def _flush_live(self, number: int) -> None:
-        """Flush a dirty subgroup that an open sweep visits: a speculative version leaves the live one on storage."""
+    def _check_may_be_speculative(self, visit: Visit) -> None:
+        """Verify that a visit of an open sweep can make a version beside the live one, which stays on storage."""
+        is_on_storage = not self.plan.is_resident(visit.subgroup) and not self.is_fresh(visit.subgroup)
+        is_plain_update = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
+        # Not by `invariant`: its message costs more than a visit.
+        if not (visit.speculative and is_on_storage and is_plain_update):
+            raise InternalError(f"{visit} is speculative (this is a bug in offload)")
+
+    def _flush_if_live_is_dirty(self, number: int) -> None:
+        """Flush a dirty subgroup that an open sweep visits: the live version must lie on storage, as it may stay."""
         subgroup = self._subgroups[number]
         if self.is_open and self.broken is None and subgroup.visit is not None and subgroup.phase is Phase.DIRTY:
-            self._flush(number)
+            self._begin_flush(number)
 
-    def _admit(self, subgroups: Iterable[int]) -> None:
+    def _admit_visits(self, subgroups: Iterable[int]) -> None:
         """Let visits of the open sweep run as soon as their state is in memory."""
         for number in subgroups:
             if self.is_open and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
                 self.staging.admit(number)
                 self._runs.enqueue_when_readable(number)
 
-    def _seal(self, confirmed: Collection[int], rest: Sweep | None) -> None:
+    def _seal_step(self, confirmed: Collection[int], rest: Sweep | None) -> None:
         """Make confirmed versions live, revoke the others, and begin what is left of the step."""
         if self.broken is not None:
-            self._drop_open()
+            self._drop_open_sweep()
             confirmed = ()
         else:
-            self._end_open(confirmed)
+            self._end_open_sweep(confirmed)
         if rest is not None:
-            self._begin(rest, confirmed)
+            self._begin_sweep(rest, confirmed)
 
-    def _end_open(self, confirmed: Collection[int]) -> None:
+    def _end_open_sweep(self, confirmed: Collection[int]) -> None:
         """End the open sweep: these speculative versions become live, all others are revoked."""
         invariant(self.is_open and not self.running_count, "versions are confirmed while they are being made")
         invariant(self.speculative_versions.keys() >= set(confirmed), "a version is confirmed that is not there")
@@ -428,19 +472,34 @@ class Machine:
         for subgroup in confirmed:
             self._subgroups[subgroup].version = sweep.step if sweep else 0
             records = versions.pop(subgroup)
-            if records is None:  # it is still being written: its flush goes on as that of a live version
-                self._flushes[subgroup].speculative = False
-                writes = (op for op in self._issued.in_flight.values() if isinstance(op, WriteTile))
-                in_flight = (op.record for op in writes if op.owner is None and op.tile.subgroup == subgroup)
-                for record in (*in_flight, *(record for _, record in self._flushes[subgroup].records)):
-                    self.index.loan_to_plan(record.location)
+            if records is None:  # it is still being written
+                self._confirm_flush(subgroup)
             else:
-                self._commit(records)
+                self._commit_version(records)
         for subgroup, records in versions.items():
-            if records is not None:  # else `_flushed_speculative` does it
-                self._revoke(subgroup, records)
+            if records is not None:  # else it is revoked when its flush ends (`_end_speculative_flush`)
+                self._revoke_version(subgroup, records)
+        self._unreserve_unused_loans()
+
+    def _confirm_flush(self, subgroup: int) -> None:
+        """Let the flush of a speculative version go on as that of a live one, so that its slots are loans no more."""
+        flush = self._flushes[subgroup]
+        flush.speculative = False
+        for operation in self._issued.in_flight.values():
+            if not isinstance(operation, WriteTile) or operation.owner is not None:
+                continue
+            if operation.tile.subgroup == subgroup:
+                self.index.loan_to_plan(operation.record.location)
+        for _, record in flush.records:
+            self.index.loan_to_plan(record.location)
+
+    def _unreserve_unused_loans(self) -> None:
+        """Give back the room that was reserved for the open sweep, except that of revoked flushes under way.
+
+        Their writes may still fail. The slots are lost then, and others are claimed from what is reserved.
+        """
         for subgroup, flush in self._flushes.items():
-            if flush.speculative and not flush.reserved:  # revoked: its writes may still fail, and lose slots
+            if flush.speculative and not flush.reserved:
                 flush.reserved = self._slot_counts(subgroup)
                 self._reserved -= flush.reserved
         self.index.unreserve(self._reserved, lent=True)
@@ -450,20 +509,20 @@ class Machine:
         """Return how many slots the tiles of a subgroup take, by payload bytes."""
         return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
-    def _drop_open(self) -> None:
+    def _drop_open_sweep(self) -> None:
         """Forget the open sweep, if there is one, as the machine has broken."""
         if self.is_open:
             self._sweep = None
         self.speculative_versions = {}
         self._clear_queues()
 
-    def _revoke(self, subgroup: int, records: Iterable[tuple[TileId, TileRecord]]) -> None:
+    def _revoke_version(self, subgroup: int, records: Iterable[tuple[TileId, TileRecord]]) -> None:
         """Give back the slots of a speculative version, and the staging slot that holds it."""
         for _, record in records:
             self.index.abandon(record.location)
         self.staging.vacate(subgroup)
 
-    def _commit(self, records: Iterable[tuple[TileId, TileRecord]]) -> None:
+    def _commit_version(self, records: Iterable[tuple[TileId, TileRecord]]) -> None:
         """Make a version live, as all its tiles are written; only now the slots of the one before become free."""
         for tile, record in records:
             self.index.commit(tile, record)
@@ -478,54 +537,61 @@ class Machine:
 
     # State that is moved from its home in memory to storage, and back
 
-    def _begin_eviction(self, leave: Evict) -> None:
+    def _begin_eviction(self, request: Evict) -> None:
         """Begin to move state from memory to storage; dirty staging slots are flushed at once."""
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "state leaves memory during a visit")
         invariant(self.saver.under_way is None, "state leaves memory while it is saved")
         invariant(self._eviction is None, "state leaves memory twice at once")
         self.finished_eviction = None
-        for number in leave.subgroups:
+        for number in request.subgroups:
             resident = self.plan.is_resident(number) and self._subgroups[number].phase is Phase.RESIDENT
             invariant(resident and not self.is_fresh(number), f"subgroup {number} has no state in memory to leave it")
         if self.broken is not None:
-            self.finished_eviction = leave, self.broken
+            self.finished_eviction = request, self.broken
             return
-        slot_counts = sum((self._slot_counts(number) for number in leave.subgroups), Counter[int]())
+        slot_counts = sum((self._slot_counts(number) for number in request.subgroups), Counter[int]())
         invariant(self.index.reserve(slot_counts, lent=True), "state leaves memory for stores without room")
-        self._eviction = _Eviction(leave, deque(leave.subgroups))
+        self._eviction = _Eviction(request, deque(request.subgroups))
         for number in list(self.staging.dirty):
             if self.broken is None:
-                self._flush(number)
+                self._begin_flush(number)
 
     def _advance_eviction(self) -> None:
-        """Flush the next subgroups of a leave; after the last one, empty the staging slots and end the leave."""
-        leaving = self._eviction
-        if leaving is None:
+        """Evict the next subgroups; after the last one, empty the staging slots and end the eviction."""
+        eviction = self._eviction
+        if eviction is None:
             return
-        while leaving.waiting and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
-            number = leaving.waiting.popleft()
-            if leaving.stays or leaving.error:
+        while eviction.waiting and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
+            number = eviction.waiting.popleft()
+            if eviction.is_cut_short:
                 self.index.unreserve(self._slot_counts(number), lent=True)
-                continue
-            records = self.saver.held_version(self.plan.layout.subgroups[number], self._subgroups[number].version)
-            if records:  # a checkpoint holds this version: nothing has to be written
-                self.staging.set_phase(number, Phase.FLUSHING)
-                self.index.unreserve(self._slot_counts(number), lent=True)
-                invariant(self.index.reserve(self._slot_counts(number)), "room that was set aside is gone")
-                for tile, record in records.items():
-                    self.index.make_newest(tile, record)
-                self._end_flush_of_home(number)
             else:
-                self._flush(number)
-        if leaving.waiting or any(map(self.plan.is_resident, self._flushes)):
+                self._evict_subgroup(number)
+        if eviction.waiting or any(map(self.plan.is_resident, self._flushes)):
             return
-        if not (leaving.stays or leaving.error):
+        if not eviction.is_cut_short:
             if any(subgroup.phase in (Phase.FETCHING, Phase.FLUSHING) for subgroup in self._subgroups):
                 return  # perhaps the flush of a version that was revoked
             for number, subgroup in enumerate(self._subgroups):
                 if subgroup.slot is not None:
                     self.staging.vacate(number)
-        self._eviction, self.finished_eviction = None, (leaving.leave, leaving.error)
+        self._eviction = None
+        self.finished_eviction = eviction.request, eviction.error
+
+    def _evict_subgroup(self, number: int) -> None:
+        """Flush a subgroup from its home; if a checkpoint holds this version already, use those slots instead."""
+        subgroup_layout, slot_counts = self.plan.layout.subgroups[number], self._slot_counts(number)
+        held_records = self.saver.held_version(subgroup_layout, self._subgroups[number].version)
+        if not held_records:
+            self._begin_flush(number)
+            return
+        self.staging.set_phase(number, Phase.FLUSHING)
+        # The slots count as the plan's from now on, not as loans.
+        self.index.unreserve(slot_counts, lent=True)
+        invariant(self.index.reserve(slot_counts), "room that was set aside is gone")
+        for tile, record in held_records.items():
+            self.index.make_newest(tile, record)
+        self._end_flush_of_home(number)
 
     def _end_flush_of_home(self, number: int) -> None:
         """Free the memory of a subgroup's home: its state is whole on storage, and is read back before a visit."""
@@ -533,22 +599,25 @@ class Machine:
         if self.broken is None:
             self._issued.issue(FreeHome(self._issued.new_op(), number))
         if self._subgroups[number].visit is not None:
-            self._await_state(number)
+            self._enqueue_for_fetch(number)
 
-    def _await_state(self, number: int) -> None:
+    def _enqueue_for_fetch(self, number: int) -> None:
         """Queue the visit of an absent subgroup until its state can be fetched, to its home or to a staging slot."""
-        (self._evicted_waiting if self.plan.is_resident(number) else self.staging.line).append(number)
+        queue = self._evicted_waiting if self.plan.is_resident(number) else self.staging.line
+        queue.append(number)
 
     def _fetch_evicted(self) -> None:
         """Fetch to its home the state that visits wait for, of at most `MOST_MOVING` subgroups at once."""
+        if not self._evicted_waiting:
+            return
         phases = (subgroup.phase for n, subgroup in enumerate(self._subgroups) if self.plan.is_resident(n))
-        fetching = sum(phase is Phase.FETCHING for phase in phases) if self._evicted_waiting else 0
+        fetching = sum(phase is Phase.FETCHING for phase in phases)
         while self._evicted_waiting and fetching < MOST_MOVING:
             fetching += 1
-            self._fetch(self._evicted_waiting.popleft(), None)
+            self._begin_fetch(self._evicted_waiting.popleft(), slot=None)
 
-    def _note_home(self, number: int) -> None:
-        """Free the slots of a subgroup whose state is in memory again, or is about to be overwritten there."""
+    def _end_fetch_to_home(self, number: int) -> None:
+        """Free the store slots of a subgroup whose state is at home again, or will be overwritten there."""
         for tile, _, _ in self.plan.layout.subgroups[number].tiles:
             self.index.free_and_unreserve(tile)
         self._enter_whole_phase(number, changed=False)
@@ -562,19 +631,21 @@ class Machine:
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
         invariant(self._eviction is None, "a save begins while state leaves memory")
         dirty = list(self.staging.dirty)
-        unsaved = dict.fromkeys([*dirty, *(n for n, flush in self._flushes.items() if not flush.speculative)])
+        flushing = [number for number, flush in self._flushes.items() if not flush.speculative]
+        unsaved = dict.fromkeys([*dirty, *flushing])
         if self.broken is not None:
             self.saver.finished_save = save, self.broken
         elif self.saver.begin(save, self.plan, unsaved, versions):
             for subgroup in () if save.empty else dirty:
-                self._flush(subgroup, for_save=True)
+                self._begin_flush(subgroup, for_save=True)
 
     def _take_over(self, event: TakeOver) -> None:
         """Go on from checkpoints' stores: their records are held, and some of them are the newest versions."""
         invariant(self.has_no_sweep and not self._issued.in_flight, "state is exchanged while it is in use")
+        holds = Counter(r.location for records in event.held_records.values() for r in records.values())
         for path, limit_bytes in event.stores.items():
-            holders = Counter(r.location for records in event.held_records.values() for r in records.values())
-            self.index.replace_store(path, limit_bytes, {x: n for x, n in holders.items() if x.path == path})
+            holds_of_path = {location: count for location, count in holds.items() if location.path == path}
+            self.index.replace_store(path, limit_bytes, holds_of_path)
         invariant(self.index.has_planned_room(), "stores that were taken over have no room for the plan")
         self.saver.held_records.update({number: dict(records) for number, records in event.held_records.items()})
         for tile, record in event.records.items():
@@ -586,36 +657,29 @@ class Machine:
             self._subgroups[subgroup].version = record.step
             self.index.make_newest(tile, record)
 
-    def _done(self, operation: Operation, written: TileRecord | None) -> bool:
+    def _handle_done(self, operation: Operation, written: TileRecord | None) -> bool:
         """Account for an operation that ended well; return False if no decision can follow from its end."""
         if isinstance(operation, WriteTile | SaveTile):
             self.index.note_written(operation.record.location)
         match operation:
             case ReadTile(owner=ScratchOwner() as owner) | WriteTile(owner=ScratchOwner() as owner):
-                if self.scratch[owner.kind].transfer_ended(operation, written):
-                    self._note_scratch_read(operation.tile.subgroup, owner)
+                is_now_in_buffer = self.scratch[owner.kind].transfer_ended(operation, written)
+                if is_now_in_buffer:
+                    self._enqueue_reader_of(owner, operation.tile.subgroup)
             case ReadTile(tile=tile):
-                fetched = self._subgroups[tile.subgroup]
-                fetched.unread -= 1
-                if fetched.unread:
-                    return False
-                if self.plan.is_resident(tile.subgroup):
-                    self._note_home(tile.subgroup)
-                else:
-                    self._enter_whole_phase(tile.subgroup, changed=False)
+                return self._end_tile_read(tile.subgroup)
             case WriteTile(tile=tile, record=record):
                 self._flushes[tile.subgroup].records.append((tile, written or record))
-                return self._flushed_tile(tile.subgroup)
+                return self._end_tile_write(tile.subgroup)
             case RunVisit():
-                self._ran(operation)
+                self._end_run(operation)
             case Transfer(way="fetch"):
                 self._runs.enqueue_fetched(operation)
             case Transfer(subgroup=subgroup, what="state"):  # back from the GPU
                 self._runs.free_slot(operation.transfer_slot, gpu=True)
                 self._enter_whole_phase(subgroup, changed=True)
             case Transfer(subgroup=subgroup):  # weights, now queued on the lane h2d
-                self._unfinished -= 1
-                self.ended_visits.append(subgroup)
+                self._end_visit(subgroup)
                 if self.broken is None:
                     self._runs.await_push(operation)
             case AwaitPush(transfer_slot=transfer_slot):
@@ -626,42 +690,63 @@ class Machine:
                 self.saver.operation_ended(operation, written, None)
         return True
 
-    def _flushed_tile(self, subgroup: int) -> bool:
-        """Count off a tile of a flush, written or failed; after the last, commit or undo it all, and return True."""
+    def _end_tile_read(self, number: int) -> bool:
+        """Count off a tile of a fetch; return whether it was the last one, after which the state is whole."""
+        subgroup = self._subgroups[number]
+        subgroup.unread -= 1
+        if subgroup.unread:
+            return False
+        if self.plan.is_resident(number):
+            self._end_fetch_to_home(number)
+        else:
+            self._enter_whole_phase(number, changed=False)
+        return True
+
+    def _end_visit(self, number: int) -> None:
+        """Count off a visit that has ended."""
+        self._unended_visits -= 1
+        self.ended_visits.append(number)
+
+    def _end_tile_write(self, subgroup: int) -> bool:
+        """Count off a tile of a flush, written or failed; return whether it was the last, which ends the flush."""
         flush = self._flushes[subgroup]
         flush.unwritten -= 1
         if flush.unwritten:
             return False
         del self._flushes[subgroup]
         if flush.speculative:
-            self._flushed_speculative(subgroup, flush)
-        elif flush.error is None and self.plan.is_resident(subgroup):
-            self._commit(flush.records)
-            self._end_flush_of_home(subgroup)
-        elif flush.error is None:
-            self._commit(flush.records)
-            self.saver.flushed(flush.records, subgroup)
-            self._enter_whole_phase(subgroup, changed=False)
+            self._end_speculative_flush(subgroup, flush)
+        elif flush.error is not None:
+            self._undo_flush(subgroup, flush, flush.error)
         else:
-            for _, new in flush.records:
-                self.index.abandon(new.location)
-            self._enter_whole_phase(subgroup, changed=True)
+            self._commit_version(flush.records)
             if self.plan.is_resident(subgroup):
-                self.index.unreserve(self._slot_counts(subgroup), lent=True)
-                if self._eviction is not None:  # None once the machine is broken
-                    self._eviction.error = flush.error
+                self._end_flush_of_home(subgroup)
             else:
-                self.saver.abort(flush.error)
+                self.saver.hold_flushed(flush.records, subgroup)
+                self._enter_whole_phase(subgroup, changed=False)
         return True
 
-    def _flushed_speculative(self, subgroup: int, flush: _Flush) -> None:
+    def _undo_flush(self, subgroup: int, flush: _Flush, error: Exception) -> None:
+        """Give back the slots of a flush that has failed, and fail the eviction or the save that it was for."""
+        for _, record in flush.records:
+            self.index.abandon(record.location)
+        self._enter_whole_phase(subgroup, changed=True)
+        if not self.plan.is_resident(subgroup):
+            self.saver.abort(error)
+            return
+        self.index.unreserve(self._slot_counts(subgroup), lent=True)
+        if self._eviction is not None:  # None once the machine is broken
+            self._eviction.error = error
+
+    def _end_speculative_flush(self, subgroup: int, flush: _Flush) -> None:
         """End the flush of a speculative version: keep its records for `SealStep`; revoke one that failed."""
         self.index.unreserve(flush.reserved, lent=True)
         self.staging.set_phase(subgroup, Phase.READY)
         if flush.error is None and subgroup in self.speculative_versions:
             self.speculative_versions[subgroup] = flush.records
             return
-        self._revoke(subgroup, flush.records)
+        self._revoke_version(subgroup, flush.records)
         if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
             self.staging.enqueue_for_slot(subgroup)
 
@@ -684,47 +769,53 @@ class Machine:
             # Streamed state keeps a staging slot meanwhile, for which other visits wait.
             scratch.request(owner, fills=False, hurries=not self.plan.is_resident(visit.subgroup))
 
-    def _note_scratch_read(self, number: int, owner: ScratchOwner) -> None:
+    def _enqueue_reader_of(self, owner: ScratchOwner, number: int) -> None:
         """Queue the visit that reads an owner's scratch, now in its buffer, if the subgroup's state is whole, too."""
         subgroup = self._subgroups[number]
         is_whole = subgroup.phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT) and not self.saver.must_wait(number)
         if is_whole and subgroup.visit is not None and subgroup.visit.reads == owner:
             self._runs.enqueue_when_readable(number)
 
-    def _discard(self, owner: ScratchOwner) -> None:
+    def _discard_scratch(self, owner: ScratchOwner) -> None:
+        """Discard an owner's scratch, which nobody may be waiting for."""
         scratch = self.scratch[owner.kind]
         invariant(not scratch.is_wanted(owner.number), f"{owner} is discarded while somebody is to read it")
         scratch.discard(owner.number)
 
-    def _ran(self, run: RunVisit) -> None:
-        """End a visit's run: discard what it read; free or flush its `transfer_slot`."""
-        visit, number = run.visit, run.visit.subgroup
+    def _end_run(self, run: RunVisit) -> None:
+        """End a visit's run: discard the scratch that it read, and start to copy out what it changed.
+
+        Changed weights are pushed to the GPU, and state that was changed on the GPU is copied to host memory.
+        """
+        visit, number, transfer_slot = run.visit, run.visit.subgroup, run.transfer_slot
         self._runs.device_of(visit).runs -= 1
         if visit.speculative:
-            self.staging.set_phase(number, Phase.DIRTY)
-            if self.broken is None:
-                self.speculative_versions[number] = None
-                self._flush(number, speculative=True)
+            self._end_speculative_run(number)
             return
         if visit.reads is not None:
             self.scratch[visit.reads.kind].release(visit.reads.number, fills=False)
-            self._discard(visit.reads)
+            self._discard_scratch(visit.reads)
         if visit.changes:
             subgroup = self._subgroups[number]
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
             self.changed_subgroups.append(number)
-        transfer_slot = run.transfer_slot
-        flushes = visit.changes and transfer_slot is not None
-        if not (flushes and not visit.gpu):  # else it ends when the weights are on the lane h2d
-            self._unfinished -= 1
-            self.ended_visits.append(number)
+        copies_out = visit.changes and transfer_slot is not None
+        if not copies_out or visit.gpu:  # else the visit ends when the weights are on the lane h2d
+            self._end_visit(number)
         if transfer_slot is not None and not visit.changes:
             self._runs.free_slot(transfer_slot, gpu=visit.gpu)
-        if not (flushes and visit.gpu):  # else once the state is back in host memory
+        if not copies_out or not visit.gpu:  # else the state is whole once it is back in host memory
             self._enter_whole_phase(number, changed=visit.changes)
-        if flushes and transfer_slot is not None and self.broken is None:
+        if visit.changes and transfer_slot is not None and self.broken is None:
             # Once the machine is broken, the GPU keeps its old weights, and the visit does not end.
             self._runs.issue_transfer(visit, "flush", transfer_slot)
+
+    def _end_speculative_run(self, number: int) -> None:
+        """Write the speculative version that a run has made."""
+        self.staging.set_phase(number, Phase.DIRTY)
+        if self.broken is None:
+            self.speculative_versions[number] = None
+            self._begin_flush(number, speculative=True)
 
     def _enter_whole_phase(self, subgroup: int, *, changed: bool) -> None:
         """Set the phase of a subgroup whose state is whole in memory and no longer in use, and queue its visit."""
@@ -732,60 +823,76 @@ class Machine:
             self.staging.set_phase(subgroup, Phase.RESIDENT)
         elif changed or subgroup in self.staging.dirty:
             self.staging.mark_dirty(subgroup)
-            self._flush_live(subgroup)  # the GPU's copy out may end when the next sweep is open
+            self._flush_if_live_is_dirty(subgroup)  # the GPU's copy out may end when the next sweep is open
         else:
             self.staging.set_phase(subgroup, Phase.READY)
-        self._runs.enqueue_when_readable(
-            subgroup
-        )  # a sweep may have begun while the state was still being copied out
+        # A sweep may have begun while the state was still being copied out.
+        self._runs.enqueue_when_readable(subgroup)
 
-    def _failed(self, operation: Operation, error: Exception) -> None:
+    def _handle_failure(self, operation: Operation, error: Exception) -> None:
         """Handle a failed operation: write to another path, or give up what training can do without; else break."""
         if isinstance(operation, SaveOperation):
             self.saver.operation_ended(operation, None, error)
+        elif isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
+            self._handle_scratch_failure(operation, operation.owner, error)
+        elif isinstance(operation, WriteTile):
+            self._handle_failed_write(operation, error)
+        else:
+            if isinstance(operation, RunVisit):
+                self._undo_run(operation)
+            self._break(error)
+
+    def _handle_scratch_failure(self, operation: ReadTile | WriteTile, owner: ScratchOwner, error: Exception) -> None:
+        """Handle a failed transfer of scratch: training can do without the room that was not promised, else break."""
+        scratch = self.scratch[owner.kind]
+        if not scratch.is_promised:
+            scratch.transfer_failed(operation, error)
+        elif isinstance(operation, ReadTile) or not self._rewrite_elsewhere(operation, error):
+            self._break(error)
+
+    def _handle_failed_write(self, write: WriteTile, error: Exception) -> None:
+        """Handle a failed write of state, by what it was for."""
+        flush = self._flushes[write.tile.subgroup]
+        if flush.speculative:
+            self._give_up_slot(write, error)
+            self._abort_version(write.tile.subgroup, error)
+            self._end_tile_write(write.tile.subgroup)
+        elif write.slot is None:
+            self._retry_eviction_write(write, flush, error)
+        elif flush.for_save:
+            self._retry_save_write(write, flush, error)
+        elif not self._rewrite_elsewhere(write, error):
+            self._break(error)
+
+    def _give_up_slot(self, write: WriteTile, error: Exception) -> None:
+        """Give up the store slot of a failed write; its path stays in use."""
+        self.index.abandon_unwritable(write.record.location, is_full=isinstance(error, TierFullError))
+
+    def _retry_eviction_write(self, write: WriteTile, flush: _Flush, error: Exception) -> None:
+        """Write a tile of an eviction to a path that has not failed; if there is none, the state stays at home."""
+        self._give_up_slot(write, error)
+        flush.avoided_paths.add(write.record.location.path)
+        if flush.error is None and self._write_again(write, flush.avoided_paths):
             return
-        if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
-            scratch = self.scratch[operation.owner.kind]
-            if not scratch.is_promised:
-                scratch.failed(operation, error)
-            elif isinstance(operation, ReadTile) or not self._rewrite_elsewhere(operation, error):
-                self._break(error)
+        flush.error = flush.error or error
+        self._end_tile_write(write.tile.subgroup)
+
+    def _retry_save_write(self, write: WriteTile, flush: _Flush, error: Exception) -> None:
+        """Write a tile that only a save needs to another slot, or give the save up: training can do without."""
+        self._give_up_slot(write, error)
+        avoided_paths = self.saver.count_failed_write(write, error)
+        if avoided_paths is not None and self._write_again(write, avoided_paths):
             return
-        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
-            self.index.abandon_unwritable(operation.record.location, is_full=isinstance(error, TierFullError))
-            self._abort_version(operation.tile.subgroup, error)
-            self._flushed_tile(operation.tile.subgroup)
-            return
-        if isinstance(operation, WriteTile) and operation.slot is None:
-            # The state is still in memory, where it stays if no path takes it: each is tried once.
-            flush, location = self._flushes[operation.tile.subgroup], operation.record.location
-            self.index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
-            flush.avoided.add(location.path)
-            extent = operation.buffer_offset, location.nbytes
-            if flush.error is not None or not self._write(operation.tile, None, *extent, avoid=flush.avoided):
-                flush.error = flush.error or error
-                self._flushed_tile(operation.tile.subgroup)
-            return
-        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
-            # Training can do without this flush: the save may be given up, and the path stays in use.
-            location = operation.record.location
-            self.index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
-            source = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
-            avoided = self.saver.retry(operation, error)
-            if avoided is not None and self._write(*source, avoid=avoided):
-                return
-            self._flushes[operation.tile.subgroup].error = error
-            self.saver.abort(error)
-            self._flushed_tile(operation.tile.subgroup)
-            return
-        if isinstance(operation, WriteTile) and self._rewrite_elsewhere(operation, error):
-            return
-        if isinstance(operation, RunVisit):
-            self._runs.device_of(operation.visit).runs -= 1
-            subgroup = operation.visit.subgroup
-            if operation.transfer_slot is None or not operation.visit.gpu:
-                self.staging.set_phase(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
-        self._break(error)
+        flush.error = error
+        self.saver.abort(error)
+        self._end_tile_write(write.tile.subgroup)
+
+    def _undo_run(self, run: RunVisit) -> None:
+        """Count off a run that has failed; a phase must follow, except where the state is on the GPU."""
+        self._runs.device_of(run.visit).runs -= 1
+        subgroup = run.visit.subgroup
+        if run.transfer_slot is None or not run.visit.gpu:
+            self.staging.set_phase(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
 
     def _rewrite_elsewhere(self, write: WriteTile, error: Exception) -> bool:
         """Write a tile, which memory still holds, to another path after a failed write; return whether one takes it.
@@ -795,8 +902,8 @@ class Machine:
         location = write.record.location
         if not isinstance(error, TierError):
             return False
-        grows_no_more = isinstance(error, TierFullError) and not self.index.has_room_on_disk(location)
-        if grows_no_more:
+        cannot_grow = isinstance(error, TierFullError) and not self.index.has_room_on_disk(location)
+        if cannot_grow:
             self.index.abandon_unwritable(location, is_full=True)
             self.index.stop_growing(location.path)
         else:
@@ -807,24 +914,26 @@ class Machine:
         if write.owner is not None:
             is_issued = self.scratch[write.owner.kind].write_again(write)
         else:
-            is_issued = self._write(write.tile, write.slot, write.buffer_offset, location.nbytes)
-        if is_issued and not grows_no_more:
+            is_issued = self._write_again(write)
+        if is_issued and not cannot_grow:
             self._listener.say_warning(f"{error}; tiles go to other paths from now on")
         return is_issued
 
     def _break(self, error: Exception) -> None:
         """Issue nothing any more because of a fatal error; operations in flight still report back."""
-        if self.broken is None:
-            if self.is_open:
-                self.changed_subgroups = []  # these the step before has changed, which did not fail
-            self._listener.say_broken(error)
-            self.broken = error
-            for operation in self._issued.close():
-                if isinstance(operation, RunVisit):
-                    self._runs.device_of(operation.visit).runs -= 1
-            self.saver.end_broken(error)
-            if self._eviction is not None:
-                self.finished_eviction, self._eviction = (self._eviction.leave, error), None
+        if self.broken is not None:
+            return
+        if self.is_open:
+            self.changed_subgroups = []  # these the step before has changed, which did not fail
+        self._listener.say_broken(error)
+        self.broken = error
+        for operation in self._issued.close():
+            if isinstance(operation, RunVisit):
+                self._runs.device_of(operation.visit).runs -= 1
+        self.saver.end_broken(error)
+        if self._eviction is not None:
+            self.finished_eviction = self._eviction.request, error
+            self._eviction = None
 
     # Decisions ------------------------------------------------------------------------------------------------
 
@@ -844,96 +953,128 @@ class Machine:
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_paused and self._sweep.is_open):
                 self._runs.start(self._sweep)
+        self._end_sweep_if_due()
+
+    def _end_sweep_if_due(self) -> None:
+        """End the sweep if all visits have ended or a broken machine ends it; `SealStep` ends an open one else."""
         if self.is_open:
-            if self.broken is not None and self._ends_broken_sweep():
-                self._drop_open()
-        elif self._sweep is not None and (self._ends_broken_sweep() or not self._unfinished):
+            if self._ends_broken_sweep():
+                self._drop_open_sweep()
+        elif self._sweep is not None and (self._ends_broken_sweep() or not self._unended_visits):
             self.finished_sweep, self._sweep = self._sweep, None
-            self.failed = self._unfinished > 0
+            self.failed = self._unended_visits > 0
             self._clear_queues()
 
     def _ends_broken_sweep(self) -> bool:
         """Return whether a broken machine ends its sweep: after `Stop`, or when no caller's memory is in use."""
         if self.broken is None:
             return False
-        return self._stopped or all(isinstance(o, SaveOperation) for o in self._issued.in_flight.values())
+        in_flight = self._issued.in_flight.values()
+        return self._stopped or all(isinstance(operation, SaveOperation) for operation in in_flight)
 
     def _assign_slots(self) -> None:
-        """Give staging slots to the next visits; flush only as many dirty ones as the remaining visits need."""
+        """Give staging slots to the next visits; if some get none, flush dirty subgroups, whose slots they get."""
         if self.is_paused and self.is_open:
             return
         line = self.staging.line
         while line:
-            slot = self.staging.vacate_clean()
+            slot = self.staging.find_or_free_slot()
             if slot is None and self.is_open:
                 slot = self.staging.preempt_slot(line[0])
             if slot is None:
                 break
-            self._fetch(line.popleft(), slot)
-        if not line:
-            return
+            self._begin_fetch(line.popleft(), slot)
+        if line:
+            self._flush_dirty(len(line))
+
+    def _flush_dirty(self, slots_needed: int) -> None:
+        """Flush dirty subgroups, first changed first, until so many slots become free; one that is visited stays."""
         flushing = sum(self._subgroups[number].visit is None for number in self._flushes)
         for number in list(self.staging.dirty):
-            if flushing >= len(line) or self.broken is not None:
+            if flushing >= slots_needed or self.broken is not None:
                 return
             subgroup = self._subgroups[number]
             if subgroup.phase is Phase.DIRTY and subgroup.visit is None:
                 flushing += 1
-                self._flush(number)
+                self._begin_flush(number)
 
-    def _fetch(self, number: int, slot: int | None) -> None:
+    def _begin_fetch(self, number: int, slot: int | None) -> None:
         """Read state from storage to a staging slot, or home (None); not if it is fresh or will be overwritten."""
         subgroup = self._subgroups[number]
         if subgroup.visit is not None:
             self._request_scratch(subgroup.visit)
         if slot is not None:
             self.staging.assign_slot(number, slot)
-        if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):
-            self._note_home(number) if slot is None else self._enter_whole_phase(number, changed=False)
-            return
+        needs_no_read = subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites)
+        if needs_no_read and slot is None:
+            self._end_fetch_to_home(number)
+        elif needs_no_read:
+            self._enter_whole_phase(number, changed=False)
+        else:
+            self._read_tiles(number, slot)
+
+    def _read_tiles(self, number: int, slot: int | None) -> None:
+        """Issue the reads of all tiles of a subgroup to a staging slot, or home (None)."""
         tiles = self.plan.layout.subgroups[number].tiles
         self.staging.set_phase(number, Phase.FETCHING)
-        subgroup.unread = len(tiles)
+        self._subgroups[number].unread = len(tiles)
         for tile, offset, _ in tiles:
             record = self.index.get(tile)
             if record is None:
                 raise InternalError(f"{tile} was changed but never written, and its memory is gone")
             self._issued.issue(ReadTile(self._issued.new_op(), tile, slot, offset, record))
 
-    def _flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
-        """Write a subgroup's state to free slots; without room, fail the save, version or leave, or else break."""
+    def _begin_flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
+        """Start to write a subgroup's state to free slots of stores; it is no longer dirty. See `_Flush`."""
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = self._subgroups[subgroup].slot
         self.staging.set_phase(subgroup, Phase.FLUSHING)
         self.staging.dirty.pop(subgroup, None)
-        step = self._sweep.step if speculative and self._sweep else self._subgroups[subgroup].version or 0
-        self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, speculative=speculative)
-        for number, (tile, offset, nbytes) in enumerate(tiles):
-            if not self._write(tile, slot, offset, nbytes):
-                error = _full_error(tile)
-                if not (for_save or speculative or slot is None):
-                    self._break(error)
-                    return
-                if speculative:
-                    self._abort_version(subgroup, error)
-                flush.error = error
-                flush.unwritten -= len(tiles) - number - 1
-                self._flushed_tile(subgroup)
+        version = self._subgroups[subgroup].version or 0
+        if speculative and self._sweep:
+            version = self._sweep.step
+        self._flushes[subgroup] = _Flush(len(tiles), version, for_save=for_save, speculative=speculative)
+        for position, (tile, offset, nbytes) in enumerate(tiles):
+            if not self._claim_and_write(tile, slot, offset, nbytes):
+                self._fail_flush_without_room(tile, later_tiles=len(tiles) - position - 1)
                 return
 
-    def _write(self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
-        """Write a tile of a flush to a slot on no path of `avoid`; return whether there is one."""
+    def _fail_flush_without_room(self, tile: TileId, later_tiles: int) -> None:
+        """Fail the save, the speculative version or the eviction of a tile that no path has room for; else break."""
+        subgroup, error = tile.subgroup, _full_error(tile)
+        flush = self._flushes[subgroup]
+        is_evicted = self._subgroups[subgroup].slot is None
+        if not (flush.for_save or flush.speculative or is_evicted):
+            self._break(error)
+            return
+        if flush.speculative:
+            self._abort_version(subgroup, error)
+        flush.error = error
+        flush.unwritten -= later_tiles  # no write of these was issued, so that none will report back
+        self._end_tile_write(subgroup)
+
+    def _claim_and_write(
+        self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()
+    ) -> bool:
+        """Write a tile of a flush to a free slot of a path that is not in `avoid`; return False if none has room."""
         flush = self._flushes[tile.subgroup]
         if flush.speculative:
             location = self.index.claim_loan(nbytes, avoid)
         else:
-            location = self.index.claim(nbytes, avoid, lent=slot is None)
+            is_evicted = slot is None
+            location = self.index.claim(nbytes, avoid, lent=is_evicted)
         if location is None:
             return False
-        record = TileRecord(location, flush.step)
+        record = TileRecord(location, flush.version)
         self._issued.issue(WriteTile(self._issued.new_op(), tile, slot, offset, record))
         return True
 
+    def _write_again(self, failed: WriteTile, avoid: Collection[int] = ()) -> bool:
+        """Write the tile of a failed write to a new slot of a path not in `avoid`; return False if none has room."""
+        nbytes = failed.record.location.nbytes
+        return self._claim_and_write(failed.tile, failed.slot, failed.buffer_offset, nbytes, avoid)
+
 
 def _full_error(tile: TileId) -> TierFullError:
+    """Return the error of a tile that no path takes."""
     return TierFullError("write", tier="storage", path="(all)", detail=f"no path has room left for {tile}")

@@ -103,7 +103,7 @@ class RunVisit:
         visit: The visit.
         slot: Staging slot that holds the state, or None for a resident subgroup.
         fresh: Whether the memory is undefined, as the state has never been changed.
-        through: On the GPU the staging slot that the state was copied to, on the CPU the weight slot; None without.
+        transfer_slot: On the GPU the staging slot that the state was copied to, on the CPU the weight slot; or None.
         gradient_buffer: The buffer that holds its gradients, if they pass through one.
     """
 
@@ -120,15 +120,15 @@ class RunVisit:
 class Transfer:
     """Copy a visit's state (if it runs on the GPU) or weights (on the CPU) between host memory and the GPU.
 
-    It is fetched before the run, and flushed after it. A flush of weights reports back as soon as it is queued on its
-    lane; `AwaitPush` waits for its end.
+    State or weights are fetched before the run, and flushed after it. A flush of weights reports back as soon as
+    it is queued on its lane; `AwaitPush` waits for its end.
 
     Attributes:
         op: Operation id.
         subgroup: Number of the subgroup.
         what: "state" or "weights".
         way: "fetch", towards the device that runs the visit, or "flush", away from it.
-        through: GPU staging slot of the state, or weight slot of the weights.
+        transfer_slot: GPU staging slot of the state, or weight slot of the weights.
         nbytes: Size.
         slot: Staging slot in host memory of the state, or None for its home.
     """
@@ -175,7 +175,7 @@ class Save:
     Attributes:
         number: Identifies the save; grows.
         sink: Number of the path that gets a copy of everything, or None to hold slots where they are.
-        empty: Whether there is nothing to save: another rank has the same state and saves it.
+        empty: Whether this rank saves nothing, as another one has the same state and saves it.
     """
 
     number: int
@@ -303,7 +303,7 @@ class ReleaseBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Event: an owner's scratch is not needed any more. What a visit has read, the machine discards itself."""
+    """Event: an owner's scratch is not needed any more. The machine itself discards what a visit has read."""
 
     owner: ScratchOwner
 
@@ -330,7 +330,7 @@ class Evict:
     again.
 
     Attributes:
-        number: Identifies it; grows.
+        number: Identifies the eviction; grows.
         subgroups: Subgroups at home in memory; the stores have room for their state.
     """
 
@@ -340,12 +340,12 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class StopEviction:
-    """Event: end a `Evict` early, since the state is needed: only flushes that have begun go on."""
+    """Event: end an eviction early, since the state is needed: only flushes that have begun go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeTold:
-    """Event: the caller of a sweep, a save or a leave has been told that it is finished."""
+    """Event: the caller of a sweep, a save or an eviction has been told that it is finished."""
 
     finished: Sweep | Save | Evict
 
@@ -367,7 +367,7 @@ class MakeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Event: the room of the first `ends` bytes of each store is there; beyond what is needed, slots may be lent."""
+    """Event: the first `ends` bytes of each store have room. Once all that is needed has, slots may be lent."""
 
     ends: tuple[int, ...]
 
@@ -406,7 +406,7 @@ class TakeOver:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSave:
-    """Event: free the slots of a finished save that nothing else names."""
+    """Event: free the slots of a finished save that no other save holds and that are not live."""
 
     number: int
 

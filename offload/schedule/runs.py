@@ -37,7 +37,7 @@ from offload.protocols import ScratchKind
 from offload.schedule.issued import Issued
 from offload.schedule.operations import AwaitPush, Operation, RunVisit, Sweep, Transfer, Visit
 from offload.schedule.scratch import Scratch
-from offload.schedule.staging import Phase, Slots, Staging
+from offload.schedule.staging import BegunVisit, Phase, Slots, Staging
 
 MAX_RUNS_IN_FLIGHT = 2
 """A device is given a second visit while one runs, so that it does not idle while the engine reacts."""
@@ -60,8 +60,8 @@ def update_visits(
     for number in order:
         gpu = plan.updates_on_gpu(number)
         weight_bytes = 0 if gpu else plan.passing_bytes(number)
-        is_master = plan.layout.subgroups[number].dtype is DtypeCode.FLOAT32  # the weight
-        fetches = weight_bytes > 0 and (is_master or reloads(number))
+        weights_are_masters = plan.layout.subgroups[number].dtype is DtypeCode.FLOAT32
+        fetches = weight_bytes > 0 and (weights_are_masters or reloads(number))
         owner = plan.gradients_of(number)
         visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=fetches, reads=owner))
     return tuple(visits)
@@ -69,7 +69,7 @@ def update_visits(
 
 @dataclass(slots=True)
 class VisitQueue:
-    """Subgroups that wait for a resource.
+    """Subgroups that wait for a resource: a device, or a slot to copy to.
 
     First those whose visit is under way and holds another one already; then streamed ones, which hold staging memory;
     others fill the gaps.
@@ -80,9 +80,11 @@ class VisitQueue:
     resident: deque[int] = field(default_factory=deque)
 
     def __bool__(self) -> bool:
+        """Return whether any subgroup waits."""
         return bool(self.under_way or self.streamed or self.resident)
 
     def __contains__(self, subgroup: int) -> bool:
+        """Return whether a subgroup waits."""
         return any(subgroup in queue for queue in (self.under_way, self.streamed, self.resident))
 
     def first(self) -> int:
@@ -123,44 +125,49 @@ class RunQueues:
         self._staging = staging
         self._issued = issued
         self._scratch = scratch
-        self._device_queues = DeviceQueues(), DeviceQueues()  # the CPU and the GPU, as `Visit.gpu` says
+        self._cpu, self._gpu = DeviceQueues(), DeviceQueues()
+        self._devices = self._cpu, self._gpu
         self.use_plan(plan)
 
     @property
     def count(self) -> int:
         """Number of visits that run."""
-        return sum(runner.runs for runner in self._device_queues)
+        return sum(device.runs for device in self._devices)
 
     def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while no visit is under way."""
         self._plan = plan
-        for runner, count in zip(self._device_queues, (plan.weight_slots, plan.gpu_slots), strict=True):
-            runner.slots.owners, runner.slots.limit = [None] * count, None
+        for device, count in ((self._cpu, plan.weight_slots), (self._gpu, plan.gpu_slots)):
+            device.slots.owners = [None] * count
+            device.slots.limit = None
 
     def limit_gpu_slots(self, count: int) -> None:
         """Set how many of the plan's staging slots on the GPU later visits may use."""
-        slots = self._device_queues[True].slots
+        slots = self._gpu.slots
         invariant(0 <= count <= len(slots.owners), "more staging slots on the GPU than are planned")
         slots.limit = count
 
     def clear(self) -> None:
         """Empty all queues: the sweep has ended."""
-        for runner in self._device_queues:
-            runner.copies.clear()
-            runner.ready.clear()
+        for device in self._devices:
+            device.copies.clear()
+            device.ready.clear()
 
     def device_of(self, visit: Visit) -> DeviceQueues:
         """Return the device on which a visit runs."""
-        return self._device_queues[visit.gpu]
+        return self._gpu if visit.gpu else self._cpu
 
     def queue_of(self, visit: Visit) -> VisitQueue:
         """Return the queue that a visit joins when its state is whole."""
-        runner = self._device_queues[visit.gpu]
+        device = self.device_of(visit)
         needs_copy = visit.fetches or (visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup))
-        return runner.copies if needs_copy else runner.ready
+        return device.copies if needs_copy else device.ready
 
     def enqueue_when_readable(self, number: int) -> None:
-        """Queue a subgroup's visit, whose state is whole, for a copy or a device; not before it has its scratch."""
+        """Queue a subgroup's visit, if it has one, its scratch is in a buffer, and an open sweep has admitted it.
+
+        The subgroup's state is whole in memory. Whoever makes a missing condition true calls this again.
+        """
         subgroup = self._staging.subgroups[number]
         visit = subgroup.visit
         if visit is None or not self.has_its_scratch(visit):
@@ -176,43 +183,64 @@ class RunQueues:
 
     def enqueue_fetched(self, operation: Transfer) -> None:
         """Queue a visit to run: its state has been copied to the GPU, or its weights from there."""
-        self._device_queues[operation.what == "state"].ready.under_way.append(operation.subgroup)
+        device = self._gpu if operation.what == "state" else self._cpu
+        device.ready.under_way.append(operation.subgroup)
 
     def start(self, sweep: Sweep) -> None:
         """Start the runs that the devices have room for."""
-        most = MAX_RUNS_IN_FLIGHT if self._plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
-        for runner in self._device_queues:
-            while runner.runs < most and runner.ready:
-                number = runner.ready.first()
-                subgroup = self._staging.subgroups[number]
-                transfer_slot, visit = subgroup.begun_visit or (None, subgroup.visit)
-                visit = known(visit, "a visit that is not there is to run")
-                if subgroup.begun_visit is None:
-                    if visit.weight_bytes and (transfer_slot := runner.slots.assign(number)) is None:
-                        break
-                    self._staging.set_phase(number, Phase.BUSY)
-                subgroup.begun_visit = subgroup.visit = None
-                runner.ready.pop()
-                runner.runs += 1
-                op, fresh = self._issued.new_op(), subgroup.version is None
-                buffer = (
-                    None if visit.reads is None else self._scratch[visit.reads.kind].buffer_of(visit.reads.number)
-                )
-                self._issued.issue(RunVisit(op, sweep.number, visit, subgroup.slot, fresh, transfer_slot, buffer))
+        most_runs = MAX_RUNS_IN_FLIGHT if self._plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
+        for device in self._devices:
+            while device.runs < most_runs and device.ready:
+                begun = self._begin_next(device)
+                if begun is None:
+                    break
+                device.runs += 1
+                self._issue_run(sweep, *begun)
+
+    def _begin_next(self, device: DeviceQueues) -> tuple[Visit, int | None] | None:
+        """Begin a device's next visit; return it and its transfer slot. None if its weights need a slot in vain."""
+        number = device.ready.first()
+        subgroup = self._staging.subgroups[number]
+        transfer_slot, visit = subgroup.begun_visit or (None, subgroup.visit)
+        visit = known(visit, "a visit that is not there is to run")
+        if subgroup.begun_visit is None:
+            if visit.weight_bytes:  # for the weights that it changes; it reads none
+                transfer_slot = device.slots.assign(number)
+                if transfer_slot is None:
+                    return None
+            self._staging.set_phase(number, Phase.BUSY)
+        subgroup.begun_visit = subgroup.visit = None
+        device.ready.pop()
+        return visit, transfer_slot
+
+    def _issue_run(self, sweep: Sweep, visit: Visit, transfer_slot: int | None) -> None:
+        """Issue the run of a visit, whose state and scratch are in memory."""
+        subgroup = self._staging.subgroups[visit.subgroup]
+        op, fresh = self._issued.new_op(), subgroup.version is None
+        buffer = None
+        if visit.reads is not None:
+            buffer = self._scratch[visit.reads.kind].buffer_of(visit.reads.number)
+        self._issued.issue(RunVisit(op, sweep.number, visit, subgroup.slot, fresh, transfer_slot, buffer))
 
     def start_transfers(self) -> None:
-        """Give slots to the visits that need a copy to one, and start the copies."""
-        for runner in reversed(self._device_queues):
-            while runner.copies and (transfer_slot := runner.slots.assign(runner.copies.first())) is not None:
-                number = runner.copies.pop()
-                subgroup = self._staging.subgroups[number]
-                visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
-                subgroup.begun_visit = transfer_slot, visit
-                self._staging.set_phase(number, Phase.BUSY)
-                if visit.gpu and (subgroup.version is None or visit.overwrites):
-                    runner.ready.under_way.append(number)
-                else:
-                    self.issue_transfer(visit, "fetch", transfer_slot)
+        """Give transfer slots to the visits that need a copy to one, and start the copies; the GPU's come first."""
+        for device in (self._gpu, self._cpu):
+            while device.copies:
+                transfer_slot = device.slots.assign(device.copies.first())
+                if transfer_slot is None:
+                    break
+                self._begin_transfer(device, device.copies.pop(), transfer_slot)
+
+    def _begin_transfer(self, device: DeviceQueues, number: int, transfer_slot: int) -> None:
+        """Begin a visit, and fetch what it reads to its slot; without a copy if its state is undefined or unread."""
+        subgroup = self._staging.subgroups[number]
+        visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
+        subgroup.begun_visit = BegunVisit(transfer_slot, visit)
+        self._staging.set_phase(number, Phase.BUSY)
+        if visit.gpu and (subgroup.version is None or visit.overwrites):
+            device.ready.under_way.append(number)
+        else:
+            self.issue_transfer(visit, "fetch", transfer_slot)
 
     def issue_transfer(self, visit: Visit, way: Literal["fetch", "flush"], transfer_slot: int) -> None:
         """Start a copy between host memory and the GPU: a visit's state if it runs on the GPU, else its weights."""
@@ -230,7 +258,7 @@ class RunQueues:
 
     def free_slot(self, slot: int, *, gpu: bool) -> None:
         """Free a slot on the GPU, or of weights, from which no copy reads any more."""
-        self._device_queues[gpu].slots.free(slot)
+        (self._gpu if gpu else self._cpu).slots.free(slot)
 
     def check(self, in_flight: Iterable[Operation]) -> None:
         """Verify the module's invariants, for `Machine.check`."""
@@ -238,14 +266,14 @@ class RunQueues:
         for number, subgroup in enumerate(subgroups):
             if subgroup.begun_visit is not None:
                 transfer_slot, visit = subgroup.begun_visit
-                owners = self._device_queues[visit.gpu].slots.owners
+                owners = self.device_of(visit).slots.owners
                 is_right = subgroup.phase is Phase.BUSY and owners[transfer_slot] == number
                 invariant(is_right, f"slot {transfer_slot} is not that of the visit of {number}")
-        staged = [owner for owner in self._device_queues[True].slots.owners if owner is not None]
-        invariant(len(set(staged)) == len(staged), "a subgroup has two GPU slots")
-        are_busy = all(subgroups[owner].phase is Phase.BUSY for owner in staged)
+        gpu_owners = [owner for owner in self._gpu.slots.owners if owner is not None]
+        invariant(len(set(gpu_owners)) == len(gpu_owners), "a subgroup has two GPU slots")
+        are_busy = all(subgroups[owner].phase is Phase.BUSY for owner in gpu_owners)
         invariant(are_busy, "the owner of a GPU slot is not busy")
         runs = [operation for operation in in_flight if isinstance(operation, RunVisit)]
-        for runner in self._device_queues:
-            count = sum(self.device_of(run.visit) is runner for run in runs)
-            invariant(count == runner.runs, f"{runner.runs} runs are counted, {count} are in flight")
+        for device in self._devices:
+            count = sum(self.device_of(run.visit) is device for run in runs)
+            invariant(count == device.runs, f"{device.runs} runs are counted, {count} are in flight")

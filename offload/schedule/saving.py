@@ -34,67 +34,44 @@ SAVE_DEPTH = CHECKPOINT_BUFFERS
 
 
 @dataclass(slots=True)
-class _Item:
-    """A tile that has to be written.
-
-    Attributes:
-        tile: Its id.
-        offset: Byte offset in the subgroup's state, or in the image of its weights.
-        nbytes: Its payload.
-        step: Its version.
-        is_buffered: Whether it has to be gathered into a copy buffer.
-        is_home: Whether it is state at home in memory, which no visit may change until it is written.
-        source: The record to copy it from, if it is copied from storage into a sink.
-    """
+class _SaveItem:
+    """A tile that has to be written."""
 
     tile: TileId
-    offset: int
-    nbytes: int
-    step: int
-    is_buffered: bool = False
-    is_home: bool = False
-    source: TileRecord | None = None
+    offset: int  # in the subgroup's state, or in the image of its weights; in bytes
+    nbytes: int  # of its payload
+    version: int
+    is_gathered: bool = False  # it has to be gathered into a copy buffer first
+    is_home: bool = False  # it is state at home in memory, which no visit may change until it is written
+    source: TileRecord | None = None  # the record to copy it from, if it is copied from storage into a sink
 
 
 @dataclass(slots=True)
 class RunningSave:
-    """One save, from its begin to its end.
-
-    Attributes:
-        request: What was asked for.
-        records: Of tiles that are whole on storage, and whose slots are held; with a sink, of tiles in it, not held.
-        reserve: How many slots are reserved and not held yet, by payload bytes.
-        weights: Tiles of fp32 weights (which are masters) still to be written.
-        todo: Tiles of state at home in memory still to be written, by subgroup.
-        unwritten: How many tiles of each such subgroup are not written yet; visits of it wait meanwhile.
-        flushing: Streamed subgroups whose flush has not ended.
-        copies: Tiles to be copied into the sink, whose slots are held until then.
-        urgent: Subgroups that visits wait for; they are written first.
-        flying: Operations in flight, each with its tile; None for a sync or a commit.
-        buffers: Free copy buffers.
-        sink_end: Bytes of the sink that are taken.
-        synced: Whether syncs of its paths have been issued.
-        tries: Number of failed writes, by tile.
-        avoided: Paths that the save does not write to any more.
-        error: Why it has been given up.
-    """
+    """One save, from its begin to its end."""
 
     request: Save
+    # Of tiles that are whole on storage, and whose slots are held; with a sink, of tiles in it, not held:
     records: dict[TileId, TileRecord] = field(default_factory=dict)
-    reserve: Counter[int] = field(default_factory=Counter)
-    weights: deque[_Item] = field(default_factory=deque)
-    todo: dict[int, deque[_Item]] = field(default_factory=dict)
-    unwritten: dict[int, int] = field(default_factory=dict)
-    flushing: dict[int, None] = field(default_factory=dict)
-    copies: deque[_Item] = field(default_factory=deque)
-    urgent: deque[int] = field(default_factory=deque)
-    flying: dict[int, _Item | None] = field(default_factory=dict)
-    buffers: list[int] = field(default_factory=lambda: list(range(SAVE_DEPTH)))
-    sink_end: int = 0
-    synced: bool = False
-    tries: Counter[TileId] = field(default_factory=Counter)
-    avoided: set[int] = field(default_factory=set)
-    error: Exception | None = None
+    reserve: Counter[int] = field(default_factory=Counter)  # slots reserved and not held yet, by payload bytes
+    weights: deque[_SaveItem] = field(default_factory=deque)  # fp32 weights (masters) that are not issued yet
+    # State at home in memory that is not issued yet, by subgroup:
+    home_tiles: dict[int, deque[_SaveItem]] = field(default_factory=dict)
+    unwritten: dict[int, int] = field(default_factory=dict)  # tiles of such a subgroup; its visit waits for them
+    flushing: dict[int, None] = field(default_factory=dict)  # streamed subgroups whose flush has not ended
+    copies: deque[_SaveItem] = field(default_factory=deque)  # to the sink; their slots are held until then
+    urgent: deque[int] = field(default_factory=deque)  # subgroups that visits wait for; they are written first
+    in_flight: dict[int, _SaveItem | None] = field(default_factory=dict)  # by operation; None: a sync or commit
+    buffers: list[int] = field(default_factory=lambda: list(range(SAVE_DEPTH)))  # copy buffers that are free
+    sink_end: int = 0  # bytes of the sink that are taken
+    has_synced: bool = False  # syncs of its paths have been issued
+    failed_writes: Counter[TileId] = field(default_factory=Counter)
+    avoided_paths: set[int] = field(default_factory=set)  # to which the save does not write any more
+    error: Exception | None = None  # why it has been given up
+
+    def has_tiles_left(self) -> bool:
+        """Return whether an operation or a flush has not ended, or a tile has not been issued."""
+        return bool(self.in_flight or self.flushing or self.weights or self.home_tiles or self.copies)
 
 
 class Saver:
@@ -103,7 +80,7 @@ class Saver:
     def __init__(self, index: TileIndex, issued: Issued, runs: RunQueues) -> None:
         self.under_way: RunningSave | None = None
         self.finished_save: tuple[Save, Exception | None] | None = None
-        """The last save that finished, and its error (None if it succeeded); None once it is `Taken`."""
+        """The last save that finished, and its error (None if it succeeded); None once it is `OutcomeTold`."""
         self.held_records: dict[int, Mapping[TileId, TileRecord]] = {}
         """What each finished save holds, by its number."""
         self._index = index
@@ -116,9 +93,8 @@ class Saver:
         save = self.under_way
         if save is None:
             return False
-        return bool(save.weights) or any(
-            item and item.is_buffered and not item.is_home for item in save.flying.values()
-        )
+        in_flight = save.in_flight.values()
+        return bool(save.weights) or any(item and item.is_gathered and not item.is_home for item in in_flight)
 
     def must_wait(self, subgroup: int) -> bool:
         """Return whether a visit of resident state has to wait until the save has written it."""
@@ -129,7 +105,7 @@ class Saver:
         if self.under_way is not None:
             self.under_way.urgent.append(subgroup)
 
-    def retry(self, operation: SaveTile | WriteTile, error: Exception) -> Collection[int] | None:
+    def count_failed_write(self, operation: SaveTile | WriteTile, error: Exception) -> Collection[int] | None:
         """Count a failed write of the save, and choose the paths to avoid from now on.
 
         Returns:
@@ -139,10 +115,12 @@ class Saver:
         save = self.under_way
         if save is None or save.error is not None or not isinstance(error, TierError):
             return None
-        save.tries[operation.tile] += 1
-        if save.tries[operation.tile] > 1 or isinstance(error, TierFullError):
-            save.avoided.add(operation.record.location.path)
-        return save.avoided if save.request.sink is None or save.tries[operation.tile] == 1 else None
+        save.failed_writes[operation.tile] += 1
+        is_first_failure = save.failed_writes[operation.tile] == 1
+        if not is_first_failure or isinstance(error, TierFullError):
+            save.avoided_paths.add(operation.record.location.path)
+        has_other_paths = save.request.sink is None
+        return save.avoided_paths if has_other_paths or is_first_failure else None
 
     # The course of a save ---------------------------------------------------------------------------------------
 
@@ -152,7 +130,7 @@ class Saver:
         Args:
             plan: Homes of all subgroups; none is fresh.
             unsaved: Streamed subgroups whose newest version is not whole on storage. They are flushed, now or
-                already; `flushed` reports the end.
+                already; `hold_flushed` reports the end.
             versions: Step of each subgroup's last change.
 
         Returns:
@@ -160,39 +138,42 @@ class Saver:
         """
         invariant(self.under_way is None, "a save begins while another is under way")
         save = RunningSave(request)
-        counts: Counter[int] = Counter()
-        whole: list[tuple[TileId, TileRecord]] = []
+        slot_counts: Counter[int] = Counter()  # that the save needs on the paths, by payload bytes
+        whole: list[tuple[TileId, TileRecord]] = []  # tiles that are on storage already
 
-        def to_write(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
-            """Return the tiles that have to be written: those in whose version no checkpoint holds them."""
-            todo = []
+        def items_to_write(
+            tiles: Iterable[tuple[TileId, int, int]], version: int, *, gathered: bool, home: bool
+        ) -> list[_SaveItem]:
+            """Return the tiles that no checkpoint holds in this version; add the others to `whole`."""
+            items = []
             for tile, offset, nbytes in tiles:
-                record = self._held_record(tile, step)
+                record = self._held_record(tile, version)
                 if record is not None:
                     whole.append((tile, record))
                     continue
-                todo.append(_Item(tile, offset, nbytes, step, buffered, home))
-                counts[nbytes] += request.sink is None  # what is written to a sink takes no room on the paths
-            return todo
+                items.append(_SaveItem(tile, offset, nbytes, version, gathered, home))
+                slot_counts[nbytes] += request.sink is None  # what is written to a sink takes no room on the paths
+            return items
 
         for subgroup in () if request.empty else plan.layout.subgroups:
-            number = subgroup.index
-            is_evicted = self._index.get(subgroup.tiles[0][0]) is not None  # a `Leave` has moved it to storage
+            number, version = subgroup.index, versions[subgroup.index]
+            is_evicted = self._index.get(subgroup.tiles[0][0]) is not None  # an `Evict` has moved it to storage
             if plan.is_resident(number) and not is_evicted:
-                buffered = plan.homes[number] is not Home.HOST
-                items = to_write(subgroup.tiles, versions[number], buffered, home=True)
+                is_on_gpu = plan.homes[number] is not Home.HOST
+                items = items_to_write(subgroup.tiles, version, gathered=is_on_gpu, home=True)
                 if items:
-                    save.todo[number], save.unwritten[number] = deque(items), len(items)
+                    save.home_tiles[number] = deque(items)
+                    save.unwritten[number] = len(items)
             elif number in unsaved:
                 save.flushing[number] = None
-                counts.update(nbytes for _, _, nbytes in subgroup.tiles)
+                slot_counts.update(nbytes for _, _, nbytes in subgroup.tiles)
             else:
                 for tile, _, nbytes in subgroup.tiles:
                     record = known(self._index.get(tile), f"{tile} is clean and was never written")
                     whole.append((tile, record))
-                    counts[nbytes] += not self._index.is_held(record.location)
-            save.weights += to_write(subgroup.weight_tiles, versions[number], buffered=True, home=False)
-        save.reserve = +counts
+                    slot_counts[nbytes] += not self._index.is_held(record.location)
+            save.weights += items_to_write(subgroup.weight_tiles, version, gathered=True, home=False)
+        save.reserve = +slot_counts  # without zeros
         if not self._index.reserve(save.reserve):
             self.finished_save = request, no_room(save.reserve)
             return False
@@ -206,23 +187,30 @@ class Saver:
         if self._index.hold(record.location):
             save.reserve[record.location.nbytes] -= 1
         if save.request.sink is not None:
-            save.copies.append(_Item(tile, 0, record.location.nbytes, record.step, source=record))
+            save.copies.append(_SaveItem(tile, 0, record.location.nbytes, record.step, source=record))
         else:
             save.records[tile] = record
 
-    def _held_record(self, tile: TileId, step: int) -> TileRecord | None:
+    def _held_record(self, tile: TileId, version: int) -> TileRecord | None:
         """Return the record with which a checkpoint holds this version of a tile; None if no checkpoint does."""
-        records_of_tile = (records.get(tile) for records in reversed(self.held_records.values()))
-        return next((record for record in records_of_tile if record is not None and record.step == step), None)
+        newest_first = reversed(self.held_records.values())
+        records_of_tile = (records.get(tile) for records in newest_first)
+        return next((record for record in records_of_tile if record is not None and record.step == version), None)
 
-    def held_version(self, subgroup: Subgroup, step: int | None) -> Mapping[TileId, TileRecord]:
+    def held_version(self, subgroup: Subgroup, version: int | None) -> Mapping[TileId, TileRecord]:
         """Return the records with which checkpoints hold a version of a subgroup's state; {} unless all tiles are."""
-        records = {tile: self._held_record(tile, step) for tile, _, _ in subgroup.tiles} if step is not None else {}
-        held = {tile: record for tile, record in records.items() if record is not None}
-        return held if len(held) == len(records) else {}
+        held: dict[TileId, TileRecord] = {}
+        if version is None:
+            return held
+        for tile, _, _ in subgroup.tiles:
+            record = self._held_record(tile, version)
+            if record is None:
+                return {}
+            held[tile] = record
+        return held
 
-    def flushed(self, records: Iterable[tuple[TileId, TileRecord]], subgroup: int) -> None:
-        """Keep the tiles of a subgroup that has been flushed, if the save waits for them."""
+    def hold_flushed(self, records: Iterable[tuple[TileId, TileRecord]], subgroup: int) -> None:
+        """Hold the tiles of a subgroup that has been flushed, if the save waits for them."""
         save = self.under_way
         if save is not None and subgroup in save.flushing:
             del save.flushing[subgroup]
@@ -234,67 +222,71 @@ class Saver:
         save = self.under_way
         if save is None:
             return
-        for item in self._next_items(save):
+        for item in self._take_next_items(save):
             if item.source is not None:
-                self._issue_item(
-                    save, CopyTile(self._issued.new_op(), item.tile, item.source, save.buffers.pop()), item
-                )
+                copy = CopyTile(self._issued.new_op(), item.tile, item.source, save.buffers.pop())
+                self._issue_item(save, copy, item)
             else:
-                self._write(save, item, save.buffers.pop() if item.is_buffered else None)
+                self._write_item(save, item, save.buffers.pop() if item.is_gathered else None)
         if save.error is not None:
-            if not save.flying:
+            if not save.in_flight:
                 self._end(save, save.error)
             return
-        if save.flying or save.flushing or save.weights or save.todo or save.copies:
+        if save.has_tiles_left():
             return
-        if not save.synced:
-            save.synced = True
+        if not save.has_synced:
+            save.has_synced = True
             for path in sorted({record.location.path for record in save.records.values()}):
                 self._issue_item(save, Sync(self._issued.new_op(), path))
-        if not save.flying:
+        if not save.in_flight:
             self._issue_item(save, Commit(self._issued.new_op(), save.request.number, save.records))
 
-    def _next_items(self, save: RunningSave) -> Iterator[_Item]:
-        """Yield the tiles to write or copy now: fp32 weights, then state (urgent first), then copies for a sink."""
-        while len(save.flying) < SAVE_DEPTH and save.error is None:
+    def _take_next_items(self, save: RunningSave) -> Iterator[_SaveItem]:
+        """Yield the tiles to write or copy now: fp32 weights, then state (urgent first), then copies for a sink.
+
+        The caller issues each one before it asks for the next: that uses a copy buffer, and may give the save up.
+        """
+        while len(save.in_flight) < SAVE_DEPTH and save.error is None:
             if save.weights and save.buffers:
                 yield save.weights.popleft()
-            elif save.todo:
-                while save.urgent and save.urgent[0] not in save.todo:
+            elif save.home_tiles:
+                while save.urgent and save.urgent[0] not in save.home_tiles:
                     save.urgent.popleft()
-                subgroup = save.urgent[0] if save.urgent else next(iter(save.todo))
-                if save.todo[subgroup][0].is_buffered and not save.buffers:
+                subgroup = save.urgent[0] if save.urgent else next(iter(save.home_tiles))
+                tiles = save.home_tiles[subgroup]
+                if tiles[0].is_gathered and not save.buffers:
                     return
-                item = save.todo[subgroup].popleft()
-                if not save.todo[subgroup]:
-                    del save.todo[subgroup]
+                item = tiles.popleft()
+                if not tiles:
+                    del save.home_tiles[subgroup]
                 yield item
             elif save.copies and save.buffers:
                 yield save.copies.popleft()
             else:
                 return
 
-    def _write(self, save: RunningSave, item: _Item, buffer: int | None) -> None:
+    def _write_item(self, save: RunningSave, item: _SaveItem, buffer: int | None) -> None:
+        """Issue the write of a tile from a copy buffer, or from its home (None); without room give the save up."""
         location = self._claim(save, item.nbytes)
         if location is None:
             detail = f"no path has room left for {item.tile}"
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
-        record = TileRecord(location, item.step)
-        self._issue_item(
-            save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.is_buffered), item
-        )
+        record = TileRecord(location, item.version)
+        op = self._issued.new_op()
+        self._issue_item(save, SaveTile(op, item.tile, record, item.offset, buffer, item.is_gathered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
         """Take a slot on a path that is not avoided, or the next bytes of the sink."""
         if save.request.sink is None:
-            return self._index.claim(nbytes, save.avoided)
+            return self._index.claim(nbytes, save.avoided_paths)
         location = Location(save.request.sink, save.sink_end, nbytes)
         save.sink_end += nbytes + SECTOR_BYTES
         return location
 
-    def _issue_item(self, save: RunningSave, operation: SaveOperation, item: _Item | None = None) -> None:
-        save.flying[operation.op] = item
+    def _issue_item(self, save: RunningSave, operation: SaveOperation, item: _SaveItem | None = None) -> None:
+        """Issue an operation of the save, and note the tile that it moves."""
+        save.in_flight[operation.op] = item
         self._issued.issue(operation)
 
     def operation_ended(self, operation: SaveOperation, written: TileRecord | None, error: Exception | None) -> None:
@@ -302,16 +294,13 @@ class Saver:
         save = self.under_way
         if save is None:  # the machine has broken since
             return
-        item = save.flying.pop(operation.op)
+        item = save.in_flight.pop(operation.op)
         if isinstance(operation, CopyTile) and item is not None:
-            if error is None and save.error is None:
-                self._write(save, _Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
-                self._index.unhold(operation.tile, operation.record.location)
-            else:
-                save.copies.append(item)  # its slot is still held; `_end` lets it go
+            self._end_copy(save, operation, item, error)
         elif isinstance(operation, SaveTile) and item is not None:
-            if self._saved(save, operation, item, written, error):
+            if error is not None and self._retry_write(save, operation, item, error):
                 return
+            self._end_write(save, operation, item, written, error)
         elif isinstance(operation, Commit) and error is None:
             if save.request.sink is None:
                 self.held_records[operation.number] = operation.records
@@ -319,30 +308,44 @@ class Saver:
         if error is not None:
             self.abort(error)
 
-    def _saved(
-        self, save: RunningSave, done: SaveTile, item: _Item, written: TileRecord | None, error: Exception | None
-    ) -> bool:
-        """Account for a write that has ended; return whether it failed and was issued again."""
-        location, has_no_sink = done.record.location, save.request.sink is None
-        if error is not None and has_no_sink:
+    def _end_copy(self, save: RunningSave, copy: CopyTile, item: _SaveItem, error: Exception | None) -> None:
+        """Write a tile that has been read into a copy buffer to the sink, unless the save is given up."""
+        if error is None and save.error is None:
+            self._write_item(save, _SaveItem(item.tile, 0, item.nbytes, item.version), copy.buffer)
+            self._index.unhold(copy.tile, copy.record.location)
+        else:
+            save.copies.append(item)  # its slot is still held; `_end` lets it go
+
+    def _retry_write(self, save: RunningSave, failed: SaveTile, item: _SaveItem, error: Exception) -> bool:
+        """Give up the slot of a failed write; write the tile to another one, if it may be; return whether it is."""
+        location = failed.record.location
+        if save.request.sink is None:
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
-        if error is not None and self.retry(done, error) is not None:
-            new_location = self._claim(save, location.nbytes)
-            if new_location is not None:
-                record = TileRecord(new_location, done.record.step)
-                self._issue_item(save, replace(done, op=self._issued.new_op(), record=record), item)
-                return True
+        if self.count_failed_write(failed, error) is None:
+            return False
+        new_location = self._claim(save, location.nbytes)
+        if new_location is None:
+            return False
+        record = TileRecord(new_location, failed.record.step)
+        self._issue_item(save, replace(failed, op=self._issued.new_op(), record=record), item)
+        return True
+
+    def _end_write(
+        self, save: RunningSave, done: SaveTile, item: _SaveItem, written: TileRecord | None, error: Exception | None
+    ) -> None:
+        """Account for a write that has ended, and is not issued again if it has failed."""
         if done.buffer is not None:
             save.buffers.append(done.buffer)
         if item.is_home:
-            self._written(save, done.tile.subgroup, 1)
-        if error is None:
-            if has_no_sink and self._index.hold(location):
-                save.reserve[location.nbytes] -= 1
-            save.records[done.tile] = written or done.record
-        return False
+            self._count_off_tiles(save, done.tile.subgroup, 1)
+        if error is not None:
+            return
+        location = done.record.location
+        if save.request.sink is None and self._index.hold(location):
+            save.reserve[location.nbytes] -= 1
+        save.records[done.tile] = written or done.record
 
-    def _written(self, save: RunningSave, subgroup: int, count: int) -> None:
+    def _count_off_tiles(self, save: RunningSave, subgroup: int, count: int) -> None:
         """Count off tiles of a subgroup that have been, or will not be, written; after the last its visit goes on."""
         save.unwritten[subgroup] -= count
         if not save.unwritten[subgroup]:
@@ -357,10 +360,11 @@ class Saver:
         if save is None or save.error is not None:
             return
         save.error = error
-        for subgroup, items in save.todo.items():
-            self._written(save, subgroup, len(items))
-        for unsaved in (save.todo, save.weights, save.flushing):
-            unsaved.clear()
+        for subgroup, items in save.home_tiles.items():
+            self._count_off_tiles(save, subgroup, len(items))
+        save.home_tiles.clear()
+        save.weights.clear()
+        save.flushing.clear()
 
     def end_broken(self, error: Exception) -> None:
         """End the save at once: the machine has broken."""
@@ -369,17 +373,22 @@ class Saver:
 
     def _end(self, save: RunningSave, error: Exception | None) -> None:
         """End the save; if it failed, let go of all slots that it holds. Visits that wait for it go on."""
-        self.under_way, self.finished_save = None, (save.request, error)
+        self.under_way = None
+        self.finished_save = save.request, error
         if error is not None:
-            if save.request.sink is None:
-                for tile, record in save.records.items():
-                    self._index.unhold(tile, record.location)
-            for item in save.copies:
-                if item.source is not None:
-                    self._index.unhold(item.tile, item.source.location)
+            self._unhold_all(save)
         self._index.unreserve(+save.reserve)
         for subgroup in save.unwritten:
             self._runs.enqueue_when_readable(subgroup)
+
+    def _unhold_all(self, save: RunningSave) -> None:
+        """Let go of all slots that a failed save holds; those in a sink are not held."""
+        if save.request.sink is None:
+            for tile, record in save.records.items():
+                self._index.unhold(tile, record.location)
+        for item in save.copies:
+            if item.source is not None:
+                self._index.unhold(item.tile, item.source.location)
 
     def release(self, number: int) -> None:
         """Let go of the slots of a finished save."""
@@ -389,9 +398,9 @@ class Saver:
 
 def no_room(slot_counts: Mapping[int, int]) -> CheckpointError:
     """Return the error of a save for which the paths have too little room."""
-    needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
+    needed_bytes = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
     return CheckpointError(
-        f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
+        f"the paths have no room for a checkpoint beside the state in use: it needs {needed_bytes} bytes more "
         "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path "
         "(`offload gc --dry-run PATH` says what ended sessions have left there)"
     )

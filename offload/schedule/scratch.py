@@ -60,35 +60,19 @@ from offload.schedule.operations import Operation, ReadTile, WriteTile
 
 @dataclass(slots=True)
 class ScratchEntry:
-    """Where an owner's data is, and who wants it.
+    """Where an owner's data is, and who wants it; the module has a table of its states."""
 
-    The module has a table of its states.
-
-    Attributes:
-        order: Grows with each fill, of any owner.
-        buffer: Its buffer's number; None if it has none.
-        is_newest: Whether the data is in its buffer alone.
-        is_stored: Whether it is whole on the paths.
-        is_filling: Whether a caller fills the buffer, or waits to.
-        readers: Number of `request`s to read it without a `release` yet.
-        unread: Tiles that are being read.
-        unwritten: Tiles that are being written.
-        written: Tiles that have been, of the same write.
-        is_discarded: Whether it was discarded during a transfer: it is removed when no transfer is under way.
-        error: Why reading it has failed, for those who wait for it.
-    """
-
-    order: int = 0
-    buffer: int | None = None
-    is_newest: bool = False
-    is_stored: bool = False
-    is_filling: bool = False
-    readers: int = 0
-    unread: int = 0
-    unwritten: int = 0
-    written: list[tuple[TileId, TileRecord]] = field(default_factory=list)
-    is_discarded: bool = False
-    error: Exception | None = None
+    order: int = 0  # grows with each fill, of any owner
+    buffer: int | None = None  # its number
+    is_newest: bool = False  # the data is in its buffer alone
+    is_stored: bool = False  # it is whole on the paths
+    is_filling: bool = False  # a caller fills the buffer, or waits to
+    readers: int = 0  # `request`s to read it without a `release` yet
+    unread: int = 0  # tiles that are being read
+    unwritten: int = 0  # tiles that are being written
+    written: list[tuple[TileId, TileRecord]] = field(default_factory=list)  # tiles that have been, of the same write
+    is_discarded: bool = False  # during a transfer: it is removed when no transfer is under way
+    error: Exception | None = None  # why reading it has failed, for those who wait for it
 
     @property
     def is_idle(self) -> bool:
@@ -110,7 +94,7 @@ class Scratch:
     """The scratch of one kind of one session.
 
     Attributes:
-        homeless: A tile that no path has room for, where room was promised.
+        unplaced_tile: A tile that no path has room for, where room was promised.
         is_full: Whether no path takes any more; until the next round.
         moved: Number of tiles that were read, and written, in this round; by the class of the operation.
     """
@@ -123,19 +107,20 @@ class Scratch:
         self._owners: list[int | None] = []  # by buffer
         self._entries: dict[int, ScratchEntry] = {}  # by owner
         self._filling: dict[int, None] = {}  # owners that callers fill, or wait to
-        self._to_write: deque[int] = (
-            deque()
-        )  # owners in buffers alone, which nobody fills, in the order of their fills
+        # Owners in buffers alone, which nobody fills, in the order of their fills:
+        self._to_write: deque[int] = deque()
         self._to_read_first: deque[int] = deque()  # owners that wait for a buffer; their readers hold other memory
         self._to_read: deque[int] = deque()  # other owners that wait for a buffer
-        self._fills = 0  # so far
-        self._writes = 0  # so far: a tile's version is the number of its write
+        self._fill_count = 0  # of all rounds
+        self._write_count = 0  # of all rounds; a tile's version is the number of its write
         self._is_due = False  # whether something has changed since `advance`
         self._first_owner = 0  # that was filled in this round
         self._last_round_length = 0  # from the first to the highest owner that was filled in the round before
         self._round_length = 0  # likewise, in this one so far
-        self._ahead: int | None = None  # owner to be read before anybody asks; None while some are filled
-        self._avoided: set[int] = set()  # paths that writes have failed on
+        self._next_to_read_ahead: int | None = (
+            None  # owner to be read before anybody asks; None while some are filled
+        )
+        self._avoided_paths: set[int] = set()  # where writes have failed in this round
         self.is_full = False
         self.moved: Counter[type] = Counter()
         self._moving: Counter[type] = Counter()  # tiles that are being read, and written
@@ -143,7 +128,9 @@ class Scratch:
 
     def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while no transfer is under way."""
-        self._plan, self._buffers, self._is_due = plan, plan.scratch[self._kind], True
+        self._plan = plan
+        self._buffers = plan.scratch[self._kind]
+        self._is_due = True
         added = self._buffers.count - len(self._owners)
         invariant(added >= 0 or not self._in_buffers(), f"a plan takes buffers of {self._kind} away")
         self._owners = self._owners[: self._buffers.count] + [None] * added
@@ -198,7 +185,7 @@ class Scratch:
     # What callers say
 
     def request(self, owner: int, *, fills: bool, hurries: bool = True) -> None:
-        """Ask for an owner's buffer, to be kept until `release`; `may_fill` and `is_there` say when it can be used.
+        """Ask for an owner's buffer, to be kept until `release`; `may_fill` and `is_in_buffer` say when it is usable.
 
         Args:
             owner: Whose.
@@ -208,47 +195,62 @@ class Scratch:
         """
         self._is_due = True
         if fills:
-            self._begin_round_if_none(owner)
-            entry = self._entries.setdefault(owner, ScratchEntry())
-            invariant(not entry.readers, f"{self._kind} of {owner} are filled while they are read")
-            self._fills += 1
-            entry.order, entry.is_filling = self._fills, True
-            self._filling[owner] = None
-            self._do_not_write(owner)
-            self._round_length, self._ahead = max(self._round_length, owner - self._first_owner + 1), None
+            self._request_to_fill(owner)
             return
         invariant(owner in self._entries, f"{self._kind} of {owner} are read, and nowhere")
         entry = self._entries[owner]
-        entry.readers, entry.error, self._ahead = entry.readers + 1, None, owner - 1
+        entry.readers += 1
+        entry.error = None
+        self._next_to_read_ahead = owner - 1  # backward reads from the last owner down
         if entry.buffer is None and owner not in self._to_read_first and owner not in self._to_read:
             invariant(entry.is_stored, f"{self._kind} of {owner} are read, and nowhere")
-            (self._to_read_first if hurries else self._to_read).append(owner)
+            queue = self._to_read_first if hurries else self._to_read
+            queue.append(owner)
+
+    def _request_to_fill(self, owner: int) -> None:
+        """Note that a caller fills an owner's buffer; the first fill begins a round."""
+        self._begin_round_if_none(owner)
+        entry = self._entries.setdefault(owner, ScratchEntry())
+        invariant(not entry.readers, f"{self._kind} of {owner} are filled while they are read")
+        self._fill_count += 1
+        entry.order = self._fill_count
+        entry.is_filling = True
+        self._filling[owner] = None
+        self._do_not_write(owner)
+        self._round_length = max(self._round_length, owner - self._first_owner + 1)
+        self._next_to_read_ahead = None
 
     def release(self, owner: int, *, fills: bool) -> None:
         """End a `request`: the caller has filled or read the owner's buffer, or gives that up."""
         entry = self._entries.get(owner)
-        if entry is None or not (entry.is_filling if fills else entry.readers):
+        if entry is None or not (entry.is_filling if fills else entry.readers):  # there was no such request
             return
         self._is_due = True
         if fills:
-            entry.is_filling = False
-            del self._filling[owner]
-            if entry.is_newest and entry.is_idle:
-                self._to_write.append(owner)
-            if entry.buffer is None and not entry.is_stored:  # it never had a buffer
-                del self._entries[owner]
+            self._end_filling(owner, entry)
             return
         entry.readers -= 1
         for queue in (self._to_read_first, self._to_read):
             if not entry.readers and owner in queue:
                 queue.remove(owner)
 
+    def _end_filling(self, owner: int, entry: ScratchEntry) -> None:
+        """Let a filled buffer be written; forget an owner that has got no buffer and has no data."""
+        entry.is_filling = False
+        del self._filling[owner]
+        if entry.is_newest and entry.is_idle:
+            self._to_write.append(owner)
+        if entry.buffer is None and not entry.is_stored:  # it never had a buffer
+            del self._entries[owner]
+
     def discard(self, owner: int) -> None:
         """Discard an owner's data and free its slots and buffer, at once or when its transfers have ended."""
         entry = self._entries.get(owner)
         if entry is None:
             return
-        self._is_due, entry.readers, entry.error = True, 0, None
+        self._is_due = True
+        entry.readers = 0
+        entry.error = None
         self._do_not_write(owner)
         if entry.is_filling:
             entry.is_filling = False
@@ -263,9 +265,11 @@ class Scratch:
     def _begin_round_if_none(self, owner: int) -> None:
         """Begin a round with the first owner to be filled since all was discarded."""
         if not self.is_in_use:
-            self._last_round_length, self._round_length = self._round_length, 0
-            self._first_owner, self.is_full = owner, False
-            self._avoided.clear()
+            self._last_round_length = self._round_length
+            self._round_length = 0
+            self._first_owner = owner
+            self.is_full = False
+            self._avoided_paths.clear()
             self.moved.clear()
 
     def _do_not_write(self, owner: int) -> None:
@@ -285,13 +289,14 @@ class Scratch:
             entry.unwritten -= 1
             entry.written.append((operation.tile, written or operation.record))
         if entry.is_discarded:
-            self._remove_when_still(owner, entry)
+            self._remove_if_idle(owner, entry)
             return False
-        if not entry.is_idle:
+        if not entry.is_idle:  # other tiles are still on their way
             return False
         records, entry.written = entry.written, []
         if records:
-            entry.is_newest, entry.is_stored = False, True
+            entry.is_newest = False
+            entry.is_stored = True
         for tile, record in records:
             self._index.commit(tile, record)
         return isinstance(operation, ReadTile)
@@ -300,38 +305,39 @@ class Scratch:
         """Write a tile whose write failed to another slot, unless it was discarded; return False without room."""
         owner, entry = self._end_transfer(write)
         if not entry.is_discarded:
-            return self._write(owner, entry, write.tile, write.buffer_offset, write.record.location.nbytes)
+            return self._claim_and_write(owner, entry, write.tile, write.buffer_offset, write.record.location.nbytes)
         entry.unwritten -= 1
-        self._remove_when_still(owner, entry)
+        self._remove_if_idle(owner, entry)
         return True
 
-    def failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
+    def transfer_failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
         """Handle a failed transfer of a kind without promised room: a tile is written to another path, or stays."""
         if isinstance(operation, WriteTile):
             location = operation.record.location
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
             self._index.unreserve({location.nbytes: 1}, lent=True)
-            self._avoided.add(location.path)
+            self._avoided_paths.add(location.path)
             if not self.write_again(operation):
                 self._keep_in_buffer(known(operation.owner, "a tile of nobody").number)
             return
         owner, entry = self._end_transfer(operation)
         entry.unread = 0
         if entry.is_discarded:
-            self._remove_when_still(owner, entry)
+            self._remove_if_idle(owner, entry)
         else:
-            self._free(entry)
+            self._free_buffer(entry)
             entry.error = error
 
     def _end_transfer(self, operation: ReadTile | WriteTile) -> tuple[int, ScratchEntry]:
-        """Count off a transfer that ended; return its owner."""
+        """Count off a transfer that ended; return its owner and the owner's entry."""
         self._moving[type(operation)] -= 1
         self._is_due = True
-        owner = known(self._owners[known(operation.slot, "a tile without a buffer")], "a buffer of nobody")
+        buffer = known(operation.slot, "a tile without a buffer")
+        owner = known(self._owners[buffer], "a buffer of nobody")
         return owner, self._entries[owner]
 
-    def _remove_when_still(self, owner: int, entry: ScratchEntry) -> None:
-        """Remove discarded data once no transfer of it is under way."""
+    def _remove_if_idle(self, owner: int, entry: ScratchEntry) -> None:
+        """Remove discarded data if no transfer of it is under way."""
         if entry.is_idle:
             for _, record in entry.written:
                 self._index.abandon(record.location)
@@ -343,7 +349,7 @@ class Scratch:
     def _remove(self, owner: int, entry: ScratchEntry) -> None:
         """Remove data and free its buffer; if a caller fills the owner anew, it starts with nothing."""
         if entry.buffer is not None:
-            self._free(entry)
+            self._free_buffer(entry)
         if entry.is_filling:
             self._entries[owner] = ScratchEntry(entry.order, is_filling=True)
         else:
@@ -357,49 +363,56 @@ class Scratch:
             return
         self._is_due = False
         for owner in self._filling:
-            if (
-                self._entries[owner].buffer is None
-                and self._has_room()
-                and (buffer := self._find_buffer()) is not None
-            ):
-                self._give_buffer(owner, buffer)
+            if self._entries[owner].buffer is None and self._has_room():
+                buffer = self._find_or_free_buffer()
+                if buffer is not None:
+                    self._give_buffer(owner, buffer)
         for queue in (self._to_read_first, self._to_read):
-            while queue and (buffer := self._find_buffer()) is not None:
+            while queue and (buffer := self._find_or_free_buffer()) is not None:
                 self._give_buffer(queue.popleft(), buffer)
         for owner in self._filling:
             self._make_newest(owner, self._entries[owner])
-        self._make_room()
+        self._write_to_make_room()
         self._read_ahead()
 
     def _in_buffers(self) -> list[ScratchEntry]:
+        """Return the entries of all owners that have a buffer."""
         return [self._entries[owner] for owner in self._owners if owner is not None]
 
     def _has_room(self) -> bool:
         """Return whether one more buffer may hold data that lies nowhere else."""
-        return sum(entry.is_newest or entry.is_filling for entry in self._in_buffers()) < self._buffers.alone
+        unwritten_buffers = sum(entry.is_newest or entry.is_filling for entry in self._in_buffers())
+        return unwritten_buffers < self._buffers.alone
 
-    def _least_useful(self) -> int | None:
-        """Return the owner that was filled first among those whose buffer another may take; None if there is none."""
-        clean = [n for n in self._owners if n is not None and self._entries[n].is_reusable]
-        return min(clean, key=lambda owner: self._entries[owner].order, default=None)
+    def _next_to_lose_buffer(self) -> int | None:
+        """Return the owner that was filled first among those whose buffer another may take; None if there is none.
 
-    def _find_buffer(self) -> int | None:
-        """Return a free buffer, freed from a clean owner if none is; None if there is no such owner."""
+        It is read last, as owners are read in the opposite order of their fills.
+        """
+        reusable = [n for n in self._owners if n is not None and self._entries[n].is_reusable]
+        return min(reusable, key=lambda owner: self._entries[owner].order, default=None)
+
+    def _find_or_free_buffer(self) -> int | None:
+        """Return a free buffer; if none is, take one from a clean owner; None if there is no such owner."""
         if None not in self._owners:
-            owner = self._least_useful()
+            owner = self._next_to_lose_buffer()
             if owner is None:
                 return None
-            self._free(self._entries[owner])
+            self._free_buffer(self._entries[owner])
         return self._owners.index(None)
 
-    def _free(self, entry: ScratchEntry) -> None:
-        self._owners[known(entry.buffer, "a buffer that nobody has")] = None
-        entry.buffer, entry.is_newest = None, False
+    def _free_buffer(self, entry: ScratchEntry) -> None:
+        """Free an owner's buffer; what is in that alone is lost."""
+        buffer = known(entry.buffer, "a buffer that nobody has")
+        self._owners[buffer] = None
+        entry.buffer = None
+        entry.is_newest = False
 
     def _give_buffer(self, owner: int, buffer: int) -> None:
         """Give a free buffer to an owner, and read its data into it if there is any on the paths."""
         entry = self._entries[owner]
-        self._owners[buffer], entry.buffer = owner, buffer
+        entry.buffer = buffer
+        self._owners[buffer] = owner
         if not entry.is_stored:
             return
         tiles = self._tiles(owner)
@@ -415,21 +428,22 @@ class Scratch:
             entry.is_newest = True
             self._free_path_slots(owner, entry)
 
-    def _make_room(self) -> None:
+    def _write_to_make_room(self) -> None:
         """Write owners, first filled first: those that will not fit in buffers, then until the others fit."""
         queue, staying = self._to_write, self._buffers.staying
-        first_to_stay = self._first_owner + self._last_round_length - staying  # as this round fills what the last did
+        # This round is expected to be as long as the last one: its last owners may stay in their buffers.
+        first_to_stay = self._first_owner + self._last_round_length - staying
         filling = sum(map(self.may_fill, self._filling))
         while queue and not self.is_full:
             is_early = queue[0] < first_to_stay and self._moving[WriteTile] < self._buffers.moving
             if not is_early and len(queue) + filling <= staying:
                 return
             owner = queue.popleft()
-            tile = self._write_owner(owner)
-            if tile is not None and self.is_promised:
-                self.unplaced_tile = tile
+            unplaced_tile = self._write_owner(owner)
+            if unplaced_tile is not None and self.is_promised:
+                self.unplaced_tile = unplaced_tile
                 return
-            if tile is not None:
+            if unplaced_tile is not None:
                 self._keep_in_buffer(owner)
 
     def _write_owner(self, owner: int) -> TileId | None:
@@ -437,17 +451,19 @@ class Scratch:
         entry, tiles = self._entries[owner], self._tiles(owner)
         entry.unwritten = len(tiles)
         for tile, offset, nbytes in tiles:
-            if not self._write(owner, entry, tile, offset, nbytes):
+            if not self._claim_and_write(owner, entry, tile, offset, nbytes):
                 return tile
         return None
 
-    def _write(self, owner: int, entry: ScratchEntry, tile: TileId, offset: int, nbytes: int) -> bool:
+    def _claim_and_write(self, owner: int, entry: ScratchEntry, tile: TileId, offset: int, nbytes: int) -> bool:
+        """Write a tile from `offset` in its owner's buffer to a free slot; return False if no path has room."""
         location = self._claim(nbytes)
         if location is None:
             return False
-        self._writes += 1
+        self._write_count += 1
         self._moving[WriteTile] += 1
-        buffer, record = known(entry.buffer, "data without a buffer"), TileRecord(location, self._writes)
+        buffer = known(entry.buffer, "data without a buffer")
+        record = TileRecord(location, self._write_count)
         self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
         return True
 
@@ -457,7 +473,7 @@ class Scratch:
             return self._index.claim(nbytes)
         if not self._index.reserve({nbytes: 1}, lent=True):
             return None
-        location = self._index.claim_loan(nbytes, self._avoided)
+        location = self._index.claim_loan(nbytes, self._avoided_paths)
         if location is None:
             self._index.unreserve({nbytes: 1}, lent=True)
         return location
@@ -469,25 +485,36 @@ class Scratch:
         self.is_full = True
 
     def _free_path_slots(self, owner: int, entry: ScratchEntry) -> None:
-        """Free the slots of an owner's data on the paths, if there is any."""
+        """Free the slots of an owner's data on the paths, if there is any; promised room stays planned."""
         if entry.is_stored:
             entry.is_stored = False
+            free = self._index.free_discarded if self.is_promised else self._index.free_and_unreserve
             for tile, _, _ in self._tiles(owner):
-                self._index.free_discarded(tile) if self.is_promised else self._index.free_and_unreserve(tile)
+                free(tile)
 
     def _read_ahead(self) -> None:
         """Read the next owners that backward needs into buffers that are free, or hold owners that it needs later."""
-        most = self._buffers.moving
-        while self._ahead is not None and self._ahead >= self._first_owner and self._moving[ReadTile] < most:
-            owner, entry = self._ahead, self._entries.get(self._ahead)
+        most_moving = self._buffers.moving
+        while self._next_to_read_ahead is not None and self._next_to_read_ahead >= self._first_owner:
+            if self._moving[ReadTile] >= most_moving:
+                return
+            owner = self._next_to_read_ahead
+            entry = self._entries.get(owner)
             if entry is not None and entry.is_stored and entry.buffer is None:
-                evicted = self._least_useful() if None not in self._owners else owner
-                if evicted is None or evicted > owner:
+                if not self._may_read_ahead(owner):
                     return
-                self._give_buffer(owner, known(self._find_buffer(), "a buffer that is free"))
-            self._ahead -= 1
+                self._give_buffer(owner, known(self._find_or_free_buffer(), "a buffer that is free"))
+            self._next_to_read_ahead -= 1
+
+    def _may_read_ahead(self, owner: int) -> bool:
+        """Return whether a buffer is free, or holds data that backward needs later (of a lower number)."""
+        if None in self._owners:
+            return True
+        loser = self._next_to_lose_buffer()
+        return loser is not None and loser <= owner
 
     def _owner(self, number: int) -> ScratchOwner:
+        """Return an owner by its number."""
         return ScratchOwner(self._kind, number)
 
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
@@ -500,17 +527,23 @@ class Scratch:
         with_buffers = [owner for owner, entry in self._entries.items() if entry.buffer is not None]
         invariant(sorted(owners) == sorted(with_buffers), f"a buffer of {kind} has an owner that left it")
         for owner, entry in self._entries.items():
-            if entry.buffer is not None:
-                invariant(self._owners[entry.buffer] == owner, f"the {kind} buffer {entry.buffer} is not {owner}'s")
-            invariant(not (entry.is_newest and entry.is_stored), f"old {kind} of {owner} are kept on the paths")
-            invariant(not entry.unread or entry.is_stored, f"{kind} of {owner} come from nowhere")
-            is_somewhere = entry.is_newest or entry.is_stored or entry.is_filling or entry.is_discarded
-            invariant(is_somewhere, f"{kind} of {owner} are nowhere")
-            is_queued = owner in (*self._to_read_first, *self._to_read)
-            is_coming = entry.buffer is not None or is_queued or entry.error is not None
-            invariant(is_coming or not entry.readers, f"somebody waits for {kind} of {owner}, which do not come")
+            self._check_entry(owner, entry)
         newest = sum(entry.is_newest for entry in self._entries.values())
         invariant(newest <= self._buffers.alone, f"no buffers are left for {kind} to be read into")
-        moved = [o for o in in_flight if isinstance(o, ReadTile | WriteTile) and o.owner and o.owner.kind == kind]
-        count = sum(entry.unread + entry.unwritten for entry in self._entries.values())
-        invariant(len(moved) == count, f"tiles of {kind} are lost on their way")
+        transfers = (operation for operation in in_flight if isinstance(operation, ReadTile | WriteTile))
+        moving = sum(transfer.owner is not None and transfer.owner.kind == kind for transfer in transfers)
+        counted = sum(entry.unread + entry.unwritten for entry in self._entries.values())
+        invariant(moving == counted, f"tiles of {kind} are lost on their way")
+
+    def _check_entry(self, owner: int, entry: ScratchEntry) -> None:
+        """Verify that an owner's data is somewhere, and comes to those who wait for it."""
+        kind = self._kind
+        if entry.buffer is not None:
+            invariant(self._owners[entry.buffer] == owner, f"the {kind} buffer {entry.buffer} is not {owner}'s")
+        invariant(not (entry.is_newest and entry.is_stored), f"old {kind} of {owner} are kept on the paths")
+        invariant(not entry.unread or entry.is_stored, f"{kind} of {owner} come from nowhere")
+        is_somewhere = entry.is_newest or entry.is_stored or entry.is_filling or entry.is_discarded
+        invariant(is_somewhere, f"{kind} of {owner} are nowhere")
+        is_queued = owner in (*self._to_read_first, *self._to_read)
+        is_coming = entry.buffer is not None or is_queued or entry.error is not None
+        invariant(is_coming or not entry.readers, f"somebody waits for {kind} of {owner}, which do not come")

@@ -16,9 +16,9 @@ Phases, with the usual course of streamed state first::
     FLUSHING | the save that it is for has failed      | DIRTY
     RESIDENT | its visit begins                        | BUSY
     BUSY     | the visit has ended, at home            | RESIDENT
-    RESIDENT | a `Leave` has it written                | FLUSHING
-    FLUSHING | all tiles of a `Leave` are written      | ABSENT
-    FLUSHING | no path takes a tile of a `Leave`       | RESIDENT
+    RESIDENT | an `Evict` has it written               | FLUSHING
+    FLUSHING | all tiles of an `Evict` are written     | ABSENT
+    FLUSHING | no path takes a tile of an `Evict`      | RESIDENT
     FETCHING | all tiles are at home                   | RESIDENT
     ABSENT   | it comes home, fresh or overwritten     | RESIDENT
 
@@ -39,6 +39,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from offload.errors import InternalError, invariant
 from offload.plan.budget import Home, Plan
@@ -96,6 +97,22 @@ class Slots:
         self.owners[slot] = None
 
 
+class BegunVisit(NamedTuple):
+    """A visit that has begun and not run: it waits for the device, or for a copy to its slot."""
+
+    transfer_slot: int
+    """Its slot on the GPU, or for weights."""
+    visit: Visit
+
+
+class Priority(NamedTuple):
+    """When a visit of an open sweep gets a slot: the lowest value first."""
+
+    is_not_admitted: bool
+    place: int
+    """Index in the sweep."""
+
+
 @dataclass(slots=True)
 class SubgroupState:
     """What is known of one subgroup.
@@ -106,7 +123,7 @@ class SubgroupState:
         slot: Its staging slot, if it has one.
         unread: Number of tiles that are being fetched.
         visit: Its visit in the sweep under way, until that visit begins.
-        passing: A visit that has begun and not run, after the slot that it has on the GPU or for weights.
+        begun_visit: Its visit from when it has a transfer slot until it runs.
     """
 
     phase: Phase
@@ -114,7 +131,7 @@ class SubgroupState:
     slot: int | None = None
     unread: int = 0
     visit: Visit | None = None
-    begun_visit: tuple[int, Visit] | None = None
+    begun_visit: BegunVisit | None = None
 
 
 class Staging:
@@ -125,7 +142,7 @@ class Staging:
         slots: The staging slots.
         dirty: Subgroups in staging slots that have to be flushed, in the order of their last change.
         line: Subgroups whose visits wait for a slot.
-        priorities: Of each visit of an open sweep: (whether it is not admitted, index in the sweep), lowest first.
+        priorities: Of each visit of an open sweep; lowest first.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -133,7 +150,7 @@ class Staging:
         self.slots = Slots()
         self.dirty: dict[int, None] = {}
         self.line: deque[int] = deque()
-        self.priorities: dict[int, tuple[bool, int]] = {}
+        self.priorities: dict[int, Priority] = {}
         self.use_plan(plan)
 
     def use_plan(self, plan: Plan) -> None:
@@ -162,7 +179,7 @@ class Staging:
         self.subgroups[number].slot = slot
 
     def vacate(self, number: int) -> int | None:
-        """Free a subgroup's slot, if it has one, and return it."""
+        """Free a subgroup's slot, if it has one, and return it; the subgroup is ABSENT then."""
         subgroup = self.subgroups[number]
         slot, subgroup.slot = subgroup.slot, None
         if slot is not None:
@@ -170,24 +187,25 @@ class Staging:
             self.slots.free(slot)
         return slot
 
-    def vacate_clean(self) -> int | None:
+    def find_or_free_slot(self) -> int | None:
         """Return a free slot, or free one whose content is on storage and has no visit to come; else return None."""
-        clean = None
+        first_clean = None
         for slot, owner in enumerate(self.slots.owners):
             if owner is None:
                 return slot
-            if clean is None:
-                subgroup = self.subgroups[owner]
-                if subgroup.phase is Phase.READY and subgroup.visit is None:
-                    clean = owner
-        invariant(clean is None or clean not in self.dirty, "a dirty slot is given away")
-        return None if clean is None else self.vacate(clean)
+            subgroup = self.subgroups[owner]
+            if first_clean is None and subgroup.phase is Phase.READY and subgroup.visit is None:
+                first_clean = owner
+        if first_clean is None:
+            return None
+        invariant(first_clean not in self.dirty, "a dirty slot is given away")
+        return self.vacate(first_clean)
 
     # Who waits for a slot
 
     def is_admitted(self, number: int) -> bool:
         """Return whether a visit of the open sweep may run."""
-        return number in self.priorities and not self.priorities[number][0]
+        return number in self.priorities and not self.priorities[number].is_not_admitted
 
     def may_begin(self, number: int) -> bool:
         """Return whether a visit of the open sweep may begin: it is admitted, and its live version is on storage."""
@@ -195,7 +213,7 @@ class Staging:
 
     def admit(self, number: int) -> None:
         """Admit a visit of the open sweep: it waits for a slot before those that are not admitted."""
-        self.priorities[number] = False, self.priorities[number][1]
+        self.priorities[number] = Priority(False, self.priorities[number].place)
         if number in self.line:
             self.line.remove(number)
             self.enqueue_for_slot(number)
@@ -213,16 +231,16 @@ class Staging:
 
         The visit that loses its slot waits in the line again.
         """
-        lowest, evicted = self.priorities[subgroup], None
+        lowest, loser = self.priorities[subgroup], None
         for number in self.slots.owners:
             if number is None or self.subgroups[number].visit is None or self.is_admitted(number):
                 continue
             if self.subgroups[number].phase is Phase.READY and self.priorities[number] > lowest:
-                lowest, evicted = self.priorities[number], number
-        if evicted is None:
+                lowest, loser = self.priorities[number], number
+        if loser is None:
             return None
-        self.enqueue_for_slot(evicted)
-        return self.vacate(evicted)
+        self.enqueue_for_slot(loser)
+        return self.vacate(loser)
 
     def clear_line(self) -> None:
         """Empty the line for slots: the sweep has ended."""
@@ -232,17 +250,23 @@ class Staging:
     def check(self, plan: Plan) -> None:
         """Verify the module's invariants, for `Machine.check`."""
         for number, subgroup in enumerate(self.subgroups):
-            phase, slot, resident = subgroup.phase, subgroup.slot, plan.is_resident(number)
-            wrong = ""  # texts are made of what is wrong only: a simulation asks thousands of times
-            if phase in (Phase.READY, Phase.DIRTY) if resident else phase is Phase.RESIDENT:
-                wrong = f"subgroup {number} is {phase}, resident: {resident}"
-            elif (resident or phase is Phase.ABSENT) != (slot is None):
-                wrong = f"subgroup {number} is {phase} and has slot {slot}"
-            elif slot is not None and self.slots.owners[slot] != number:
-                wrong = f"slot {slot} is not subgroup {number}'s"
-            elif (phase is Phase.FETCHING) != (subgroup.unread > 0):
-                wrong = f"fetch of {number} is lost"
-            invariant(not wrong, wrong)
+            problem = self._problem(number, subgroup, is_resident=plan.is_resident(number))
+            invariant(not problem, problem)
         owners = [owner for owner in self.slots.owners if owner is not None]
         with_slots = [subgroup for subgroup in self.subgroups if subgroup.slot is not None]
         invariant(len(owners) == len(with_slots), "a slot has an owner that left it")
+
+    def _problem(self, number: int, subgroup: SubgroupState, *, is_resident: bool) -> str:
+        """Return what is wrong with a subgroup; "" if nothing is, as a simulation asks thousands of times."""
+        phase, slot = subgroup.phase, subgroup.slot
+        phases_of_others = (Phase.READY, Phase.DIRTY) if is_resident else (Phase.RESIDENT,)
+        if phase in phases_of_others:
+            return f"subgroup {number} is {phase}, resident: {is_resident}"
+        has_no_slot = is_resident or phase is Phase.ABSENT
+        if has_no_slot != (slot is None):
+            return f"subgroup {number} is {phase} and has slot {slot}"
+        if slot is not None and self.slots.owners[slot] != number:
+            return f"slot {slot} is not subgroup {number}'s"
+        if (phase is Phase.FETCHING) != (subgroup.unread > 0):
+            return f"fetch of {number} is lost"
+        return ""

@@ -41,7 +41,8 @@ class Interval(NamedTuple):
 
 def covered_s(intervals: Iterable[Interval]) -> float:
     """Return the seconds in which at least one of some operations was under way."""
-    total_s, until_s = 0.0, -math.inf
+    total_s = 0.0
+    until_s = -math.inf  # what is before this is counted
     for started_s, finished_s in sorted((interval.started_s, interval.finished_s) for interval in intervals):
         total_s += max(finished_s - max(started_s, until_s), 0.0)
         until_s = max(until_s, finished_s)
@@ -56,17 +57,22 @@ def lane_order(lane: str) -> tuple[int, int, str]:
 
 
 def tracks(intervals: Sequence[Sequence[Any]]) -> list[int]:
-    """Return for each interval, given in the order of their starts, the first track (row) that is free by then."""
-    used: list[tuple[float, int]] = []  # heap of (end of its interval, track)
+    """Return a track (row) for each interval, so that no two overlap in one: trace viewers cannot draw that.
+
+    Intervals are given in the order of their starts. Each gets the first track that is free by then.
+    """
+    busy: list[tuple[float, int]] = []  # heap of (end of its interval, track)
     free: list[int] = []  # heap
-    tracks = []
-    for began_s, ended_s in (interval[2:4] for interval in intervals):
-        while used and used[0][0] <= began_s:
-            heapq.heappush(free, heapq.heappop(used)[1])
-        track = heapq.heappop(free) if free else len(used)
-        heapq.heappush(used, (ended_s, track))
-        tracks.append(track)
-    return tracks
+    chosen = []
+    for interval in intervals:
+        _, _, began_s, ended_s, *_ = interval
+        while busy and busy[0][0] <= began_s:
+            _, freed = heapq.heappop(busy)
+            heapq.heappush(free, freed)
+        track = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (ended_s, track))
+        chosen.append(track)
+    return chosen
 
 
 def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int) -> dict[str, Any]:
@@ -79,41 +85,40 @@ def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int)
 
     Source: "Trace Event Format", the Chromium project.
     """
-    start_s = min((interval[2] for interval in timeline), default=0.0)
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"offload, step {step}"}}
-    ]
-    threads = 0
-    for lane in sorted({interval[0] for interval in timeline}, key=lane_order):
-        intervals = sorted(
-            (interval for interval in timeline if interval[0] == lane), key=lambda item: (item[2], item[3])
-        )
-        used = tracks(intervals)
-        number = lane.partition(":")[2]
-        where = f" ({paths[int(number)]})" if number.isdecimal() and int(number) < len(paths) else ""
-        for track in range(max(used) + 1):
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": 1,
-                    "tid": threads + track,
-                    "args": {"name": f"{lane}{where}"},
-                }
-            )
-        for interval, track in zip(intervals, used, strict=True):
-            _, label, began_s, ended_s, nbytes = interval[:5]
-            events.append(
-                {
-                    "ph": "X",
-                    "name": label,
-                    "cat": lane,
-                    "pid": 1,
-                    "tid": threads + track,
-                    "ts": (began_s - start_s) * 1e6,
-                    "dur": (ended_s - began_s) * 1e6,
-                    "args": {"bytes": nbytes},
-                }
-            )
-        threads += max(used) + 1
+    intervals = [Interval(*values[:5]) for values in timeline]
+    start_s = min((interval.started_s for interval in intervals), default=0.0)
+    name = f"offload, step {step}"
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": name}}]
+    first_thread = 0
+    for lane in sorted({interval.lane for interval in intervals}, key=lane_order):
+        of_lane = [interval for interval in intervals if interval.lane == lane]
+        of_lane.sort(key=lambda interval: (interval.started_s, interval.finished_s))
+        threads = [first_thread + track for track in tracks(of_lane)]
+        first_free = max(threads) + 1
+        shown_name = f"{lane}{_path_in_brackets(lane, paths)}"
+        for thread in range(first_thread, first_free):
+            args = {"name": shown_name}
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": args})
+        events += [_trace_event(*placed, start_s) for placed in zip(of_lane, threads, strict=True)]
+        first_thread = first_free
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _path_in_brackets(lane: str, paths: Sequence[str]) -> str:
+    """Return the name of a lane's path for a thread's name; "" if the lane is of no known path."""
+    number = lane.partition(":")[2]
+    return f" ({paths[int(number)]})" if number.isdecimal() and int(number) < len(paths) else ""
+
+
+def _trace_event(interval: Interval, thread: int, start_s: float) -> dict[str, Any]:
+    """Return the event of an interval; times are in microseconds since the first one's start."""
+    return {
+        "ph": "X",
+        "name": interval.label,
+        "cat": interval.lane,
+        "pid": 1,
+        "tid": thread,
+        "ts": (interval.started_s - start_s) * 1e6,
+        "dur": (interval.finished_s - interval.started_s) * 1e6,
+        "args": {"bytes": interval.nbytes},
+    }

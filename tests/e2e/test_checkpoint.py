@@ -469,14 +469,14 @@ def test_updates_make_checksums_of_what_stays_in_memory_where_a_save_is_expected
 ) -> None:
     """And whatever changes that state in between has its checksums made by the save."""
     known: list[bool] = []
-    plain = Seals.saving
+    plain = Seals.checksum_for_save
 
     def saving(seals: Seals, operation: SaveTile) -> int | None:
         checksum = plain(seals, operation)
         known.append(checksum is not None)
         return checksum
 
-    monkeypatch.setattr(Seals, "saving", saving)
+    monkeypatch.setattr(Seals, "checksum_for_save", saving)
     with Run(**PLACES["half"](paths), subgroup_numel=4096, state_format=state_format) as run:
         for number in range(4):
             run.train(2)

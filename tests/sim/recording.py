@@ -128,9 +128,8 @@ def lines_of(driver: str, seed: int) -> Iterator[str]:
             lines.append(f"{self.number} <- {neutral_event(event)}")
             super().handle(event)
             if isinstance(event, ops.OutcomeTold):
-                lines.append(
-                    f"{self.number}    moved {self.changed_subgroups}, ended {self.ended_visits}, failed {self.failed}"
-                )
+                moved, ended = self.changed_subgroups, self.ended_visits
+                lines.append(f"{self.number}    moved {moved}, ended {ended}, failed {self.failed}")
 
         def take_operations(self) -> list[Any]:
             out = super().take_operations()

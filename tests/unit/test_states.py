@@ -179,7 +179,7 @@ def drive(seed: int, kind: Any) -> set[Row]:
             name = "read" if isinstance(end, ReadTile) else "written"
             if not promised and draw.random() < 0.3:
                 failed = "read has failed" if name == "read" else "no path takes it"
-                event(failed, end.owner.number, machine.failed, end, OSError())
+                event(failed, end.owner.number, machine.transfer_failed, end, OSError())
             else:
                 event(name, end.owner.number, machine.transfer_ended, end, None)
         elif draw.random() < 0.3:
