@@ -173,10 +173,8 @@ class Choices:
                 any_fits = True
                 yield answer
         if not any_fits:
-            error, leanest = min(misfits, key=lambda misfit: _lacking_bytes(misfit[0]))
-            raise PlanError(
-                f"no setting fits; with the leanest ({leanest}), {in_options(str(error), 'plan')}"
-            ) from error
+            why, leanest = min(misfits, key=lambda misfit: _lacking_bytes(misfit[0]))
+            raise PlanError(f"no setting fits; with the leanest ({leanest}), {in_options(str(why), 'plan')}") from why
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
         """Return the node's memory that a variant has to fit; None for no limit.
@@ -252,10 +250,12 @@ class Choices:
 
 
 def _lacking_bytes(error: InfeasiblePlanError) -> int:
+    """Return how many bytes more a plan needed that does not fit."""
     return error.needed_bytes - sum(error.available_bytes.values())
 
 
 def _with_largest_host_memory(scenario: Scenario, room: int) -> Scenario:
+    """Return a scenario with the most host memory for state with which a rank takes no more than `room`."""
     return scenario.with_settings(host_memory=_largest_fitting_budget(scenario, "host_memory", room))
 
 
@@ -295,6 +295,7 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
 
 
 def _round_down(budget: int) -> int:
+    """Return a budget rounded down to a multiple of its `_rounding_unit`."""
     unit = _rounding_unit(budget)
     return budget // unit * unit
 
@@ -507,6 +508,7 @@ def _with_least_memory(setting: Setting, target_s: float) -> Setting:
     simulated_to_closed_form = setting.iteration_s / ask(scenario, simulate=False).iteration_s
 
     def meets_target(host_memory: int) -> bool:
+        """Return whether the scaled closed form meets the target with this budget."""
         try:
             answer = ask(scenario.with_settings(host_memory=host_memory), simulate=False)
         except InfeasiblePlanError:

@@ -304,6 +304,7 @@ def _is_own_file(script: str) -> Callable[[str | None], bool]:
     others = [Path(place) for place in (sys.prefix, sys.base_prefix, Path(offload.__file__).parent)]
 
     def is_own(file: str | None) -> bool:
+        """Return whether a file is the script's; None is the file of modules that have none."""
         if file is None:
             return False
         module = Path(file).resolve()

@@ -834,6 +834,7 @@ def least_memory_use(scenario: Scenario) -> MemoryUse | None:
         return make_plan(*_layout_and_budgets(scenario.with_host_memory(budgets[resident])))
 
     def has_plan(resident: int) -> bool:
+        """Return whether there is a plan with the state of so many subgroups in memory."""
         try:
             plan_with(resident)
         except InfeasiblePlanError:

@@ -215,6 +215,7 @@ def in_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) ->
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
+        """Return a row as a line, its cells padded to the widths of their columns."""
         padded = []
         for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
             padded.append(cell.rjust(width) if number in right else cell.ljust(width))
