@@ -33,6 +33,7 @@ _COMMANDS = {
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the command's parser; a parsed subcommand's own error function is the argument `refuse`."""
     parser = Parser(
         prog="offload",
         description="Trains models whose optimizer state does not fit in memory, without changing the numbers.",

@@ -20,10 +20,10 @@ from offload.cli.scenario import (
     budget_text,
     check_fits,
     gpu_room,
+    memory_use,
     missing_option_line,
     rank_rates,
     reserved_bytes,
-    use,
 )
 from offload.cli.streamed import path_of
 from offload.cli.values import in_columns, in_options, option_of
@@ -33,57 +33,57 @@ from offload.units import format_bytes, format_seconds
 Report = Callable[[int, int, str], None]
 """Told how many of how many settings are done, and what is done to them."""
 
-ROUNDS = 7
-"""Of fitting a budget: nothing, then with what is left, or without what is too much. What does not lie in the budget
-changes with it: buffers, and gradients of what is updated elsewhere."""
+FITTING_ROUNDS = 7
+"""Budgets that are tried to find the largest that fits: 0, then more by what is left or less by what is too much.
+Other memory (buffers, gradients of what is updated elsewhere) changes with the budget, so one round is not enough."""
 
 HALVINGS = 7
-"""Of the host memory with which a target is met: to within 1% of the most."""
+"""Of the interval in which the least host memory that meets a target is looked for: to within 1% of the most."""
 
-GRAINS = (1 << 30, 1 << 27, 1 << 20)
-"""Sizes that are chosen are multiples of the largest that is an eighth of them or less."""
+ROUNDING_UNITS = (1 << 30, 1 << 27, 1 << 20)
+"""A size that is chosen is a multiple of the largest of these that is at most an eighth of it."""
 
-SPARED = 64
-"""The part of the state at home in host memory that is given on top of it."""
+SPARE_DIVISOR = 64
+"""A budget has 1/64 more than the state that is at home there."""
 
-SHARES = (0.5, 0.25, 0.125)
-"""Of updates on the GPU: tried in turn where there is no room for the gradients of as many as are best."""
+GPU_UPDATE_SHARES = (0.5, 0.25, 0.125)
+"""Fractions of the updates on the GPU, tried in turn if the GPU has no room for the gradients of the best one."""
 
-BEST = 3
-SIMULATED = 5
-"""Of the settings that the closed form finds best."""
+MOST_SHOWN = 3
+"""Settings that `--advise` shows."""
+MOST_SIMULATED = 5
+"""Settings that are simulated: those that the closed form finds best."""
 
-WORTH = 0.02
-"""Part of an iteration that a step has to be hidden for to be worth the setting."""
+WORTH_HIDING = 0.02
+"""Fraction of an iteration that hiding the step has to save, to be worth its setting."""
 
-HELP_HOST = 0.25
-"""Part by which host memory is raised to see what that would bring."""
+MORE_HOST_SHARE = 0.25
+"""Fraction of the state by which host memory is raised to see what that would save."""
 
-MEMORY_WORTH = 0.01
-"""Part of an iteration below which the setting that takes less memory is the better one."""
-
+WORTH_MEMORY = 0.01
+"""Fraction of an iteration below which the setting that takes less memory is the better one."""
 
 RECOMPUTE_ASKS = 3
-"""How much recomputation asks of the user, beside what settings do (`offload.config.Tried`)."""
+"""What recomputation asks of the user, on the scale of `offload.config.Tried.asks`."""
 PLACE_ASKS = {"host": 8, "path": 200}
-"""Likewise weights that lie elsewhere than where they are computed."""
+"""Likewise for weights that lie elsewhere than where they are computed."""
 
-ON_GPU = frozenset(name for name, one in ADVISED.items() if one.metadata["advised"].weights_on == "gpu")
-"""Settings of weights on a GPU: who gives one has them there."""
+GPU_SETTINGS = frozenset(name for name, one in ADVISED.items() if one.metadata["advised"].weights_on == "gpu")
+"""Settings for weights on a GPU: whoever gives one wants the weights there."""
 
-COMPUTED = frozenset(name for name, one in ADVISED.items() if not one.metadata["advised"].values)
+COMPUTED_SETTINGS = frozenset(name for name, one in ADVISED.items() if not one.metadata["advised"].values)
 """Settings whose values are computed, and not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What nobody has decided.
+    """What the user has left open, to be computed or tried.
 
     Attributes:
         computed: Settings that are to be computed: budgets, and what the GPU updates.
         given: Settings that stay as they are.
-        recompute: Whether activations are recomputed: what is to be tried.
-        places: Likewise where weights lie.
+        recompute: Values to be tried of `Model.recompute`.
+        places: Values to be tried of `Model.weights_on`.
     """
 
     computed: frozenset[str]
@@ -93,135 +93,173 @@ class Choices:
 
     @classmethod
     def of(cls, scenario: Scenario, given: Mapping[str, Any], weights_on: str | None = None) -> Choices:
-        """Return what is left open.
+        """Return what the user has left open.
 
         Args:
-            scenario: What is asked.
-            given: The settings that it was given.
-            weights_on: Where its weights are to lie; None if that is left open.
+            scenario: The scenario of the user's options.
+            given: The settings among these options.
+            weights_on: Where the user wants the weights; None if that is left open.
         """
-        computed = {name for name in COMPUTED if given.get(name, "auto") == "auto"}
-        recompute = (False, True) if scenario.beside and not scenario.model.recompute else (scenario.model.recompute,)
+        computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
+        can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
         places = [scenario.model.weights_on]
-        if weights_on is None and scenario.machine.all_ranks == 1 and not ON_GPU & given.keys():
-            rates = scenario.machine.rates
-            places += [place for place, has in (("host", rates.gpu.lanes), ("path", rates.paths)) if has]
-        return cls(frozenset(computed - scenario.decided), frozenset(given), recompute, tuple(places))
+        if weights_on is None and scenario.machine.all_ranks == 1 and not GPU_SETTINGS & given.keys():
+            if scenario.machine.rates.gpu.lanes:
+                places.append("host")
+            if scenario.machine.rates.paths:
+                places.append("path")
+        return cls(
+            computed=frozenset(computed - scenario.implied_settings),
+            given=frozenset(given),
+            recompute=(False, True) if can_recompute else (scenario.model.recompute,),
+            places=tuple(places),
+        )
 
-    def _tried(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
-        """Return settings that are not computed, with the values that are to be tried in their order."""
-        tried = {}
-        for name, one in ADVISED.items():
-            if name not in COMPUTED and name not in self.given and scenario.tries(name):
-                tried[name] = tuple(value for value in one.metadata["advised"].values if scenario.admits(name, value))
-            elif name not in COMPUTED:
-                tried[name] = (scenario.value(name),)
-        return tried
+    def _values_to_try(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
+        """Return the values to try of each setting that is not computed: its own alone if it is given."""
+        values = {}
+        for name, field in ADVISED.items():
+            if name in COMPUTED_SETTINGS:
+                continue
+            values[name] = (scenario.value(name),)
+            if name not in self.given and scenario.is_worth_trying(name):
+                tried = field.metadata["advised"].values
+                values[name] = tuple(value for value in tried if scenario.is_valid(name, value))
+        return values
 
     def variants(self, scenario: Scenario) -> list[Scenario]:
-        """Return all switches, those first that ask least of the user."""
-        found = []
+        """Return the scenario with every combination of values to try, first those that ask least of the user."""
+        asks_and_variants = []
         for place in self.places:
-            lying = scenario.lying(place)
-            tried = self._tried(lying)
-            for *chosen, recompute in itertools.product(*tried.values(), self.recompute):
-                settings = dict(zip(tried, chosen, strict=True))
+            moved = scenario.with_weights_on(place)
+            values = self._values_to_try(moved)
+            for *chosen, recompute in itertools.product(*values.values(), self.recompute):
+                settings = dict(zip(values, chosen, strict=True))
                 asks = RECOMPUTE_ASKS * recompute + PLACE_ASKS.get(place, 0)
                 for name, value in settings.items():
-                    asks += ADVISED[name].metadata["advised"].asks * tried[name].index(value)
-                other = replace(lying, model=replace(lying.model, recompute=recompute))
-                found.append((asks, other.given(**settings)))
-        return [other for _, other in sorted(found, key=lambda each: each[0])]
+                    asks += ADVISED[name].metadata["advised"].asks * values[name].index(value)
+                variant = replace(moved, model=replace(moved.model, recompute=recompute))
+                asks_and_variants.append((asks, variant.with_settings(**settings)))
+        return [variant for _, variant in sorted(asks_and_variants, key=lambda each: each[0])]
 
-    def fitting(
+    def fitting_answers(
         self, scenario: Scenario, report: Report = lambda done, total, words: None, *, leaves: bool = True
     ) -> Iterator[Answer]:
         """Yield, by the closed form, every variant that fits, with its budgets.
 
         Args:
             scenario: What is asked.
-            report: Told how far it is.
+            report: Called with the number of variants that are done, and of all.
             leaves: Whether one fits only if it leaves what should be left of the host and of the GPU.
 
         Raises:
-            PlanError: None fits; it says what the one that lacks least of it lacks.
+            PlanError: None fits; it says what is lacking for the variant that lacks fewest bytes.
             ConfigError: None can be planned.
         """
-        variants, lacking, fits = self.variants(scenario), [], False
+        variants = self.variants(scenario)
+        misfits: list[tuple[InfeasiblePlanError, Scenario]] = []
+        any_fits = False
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
-            if fits and variant.model.weights_on == "path":
+            if any_fits and variant.model.weights_on == "path":
                 continue  # slower, and a drive is worn
             try:
-                other = self.fix_budgets(variant)
-                answer = ask(other, simulate=False)
-                # What is left of a host whose budget is given is the user's choice.
-                memory = other.machine.memory_bytes if "host_memory" in self.computed else None
-                if memory is not None and not (leaves or other.machine.rates.paths):  # else less state were at home
-                    memory -= reserved_bytes(memory, other.machine.ranks)
-                check_fits(other, memory, answer.use, leaves=leaves)
+                planned = self.fix_budgets(variant)
+                answer = ask(planned, simulate=False)
+                check_fits(planned, self._limit_of_host(planned, leaves=leaves), answer.use, leaves=leaves)
             except InfeasiblePlanError as error:
-                lacking.append((error.needed_bytes - sum(error.available_bytes.values()), other, error))
+                misfits.append((error, planned))
             else:
-                fits = True
+                any_fits = True
                 yield answer
-        if not fits:
-            _, other, why = min(lacking, key=lambda each: each[0])
-            raise PlanError(f"no setting fits; with the leanest ({other}), {in_options(str(why), 'plan')}") from why
+        if not any_fits:
+            why, leanest = min(misfits, key=lambda misfit: _lacking_bytes(misfit[0]))
+            raise PlanError(f"no setting fits; with the leanest ({leanest}), {in_options(str(why), 'plan')}") from why
+
+    def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
+        """Return the node's memory that a variant has to fit; None for no limit.
+
+        What is left of a host whose budget is given is the user's choice. Without paths the system's part stays free
+        in any case, else less state would be at home in memory.
+        """
+        if "host_memory" not in self.computed or scenario.machine.memory_bytes is None:
+            return None
+        memory_bytes = scenario.machine.memory_bytes
+        if leaves or scenario.machine.rates.paths:
+            return memory_bytes
+        return memory_bytes - reserved_bytes(memory_bytes, scenario.machine.ranks)
 
     def fix_budgets(self, scenario: Scenario) -> Scenario:
-        """Return a scenario in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
+        """Return the scenario with computed budgets that use idle memory, and as many GPU updates as have room.
 
-        Gradients of what the GPU updates stay there until the step.
+        Gradients of what the GPU updates stay there until the step, so fewer updates there need less of its memory.
         """
-        size = scenario.machine.rates.gpu.memory_bytes
-        if not (size and scenario.computes_on_gpu):
+        gpu_memory = scenario.machine.rates.gpu.memory_bytes
+        if not (gpu_memory and scenario.computes_on_gpu):
             return self._with_budgets(scenario)
-        if size < scenario.least_gpu_bytes:
+        if gpu_memory < scenario.least_gpu_bytes:  # no budgets fit: the error will be about the leanest
             least = 0 if scenario.machine.rates.paths else scenario.state_bytes
-            leanest = scenario.given(placement="cpu") if "placement" in self.computed else scenario
-            return leanest.given(host_memory=least) if "host_memory" in self.computed else leanest
-        taken: dict[int, Scenario] = {}
-        has_choice = "placement" in self.computed and scenario.model.weights_on_gpu
-        for placement in (scenario.config.placement, *(*SHARES, "cpu") * has_choice):
-            settled = self._with_budgets(scenario.given(placement=placement))
+            if "placement" in self.computed:
+                scenario = scenario.with_settings(placement="cpu")
+            return scenario.with_settings(host_memory=least) if "host_memory" in self.computed else scenario
+        by_gpu_bytes: dict[int, Scenario] = {}
+        placements: list[Any] = [scenario.config.placement]
+        if "placement" in self.computed and scenario.model.weights_on_gpu:
+            placements += [*GPU_UPDATE_SHARES, "cpu"]
+        for placement in placements:
+            candidate = self._with_budgets(scenario.with_settings(placement=placement))
             try:
-                nbytes = use(settled).gpu_bytes
+                gpu_bytes = memory_use(candidate).gpu_bytes
             except (ConfigError, InfeasiblePlanError):
-                return settled
-            if nbytes <= gpu_room(size):
-                return settled
-            taken.setdefault(nbytes, settled)
-        # None leaves what should be free: the first that fits at all, or what is nearest to it.
-        return next((settled for nbytes, settled in taken.items() if nbytes <= size), taken[min(taken)])
+                return candidate
+            if gpu_bytes <= gpu_room(gpu_memory):
+                return candidate
+            by_gpu_bytes.setdefault(gpu_bytes, candidate)
+        # None leaves free what should be: take the first that fits at all, or the one nearest to that.
+        fitting = (candidate for gpu_bytes, candidate in by_gpu_bytes.items() if gpu_bytes <= gpu_memory)
+        return next(fitting, by_gpu_bytes[min(by_gpu_bytes)])
 
     def _with_budgets(self, scenario: Scenario) -> Scenario:
         """Return a scenario with the most memory for state that leaves the system's part, on the GPU and the host.
 
-        Without paths state takes what it needs, as that of a session does.
+        Without paths, host memory gets what the state takes, as in a session.
         """
-        gpu, host_room = scenario.machine.rates.gpu.memory_bytes, self._host_room(scenario)
-        chooses_host, chooses_gpu = "host_memory" in self.computed, "gpu_memory" in self.computed
+        gpu_memory = scenario.machine.rates.gpu.memory_bytes
+        host_room = self._host_room(scenario)
+        chooses_host = "host_memory" in self.computed
+        chooses_gpu = "gpu_memory" in self.computed
         if chooses_gpu:
-            scenario = scenario.given(gpu_memory=0)
+            scenario = scenario.with_settings(gpu_memory=0)
         if chooses_host and host_room and not scenario.machine.rates.paths:
-            scenario, chooses_host = scenario.given(host_memory=_spared(scenario.state_bytes)), False
+            scenario = scenario.with_settings(host_memory=_with_spare(scenario.state_bytes))
+            chooses_host = False
         if chooses_host:
-            scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
-        # Of activations nothing is known without tokens.
-        if chooses_gpu and gpu and scenario.model.weights_on_gpu and scenario.beside:
-            scenario = scenario.given(gpu_memory=_fitted(scenario, "gpu_memory", gpu_room(gpu)))
-            if chooses_host and scenario.gpu_memory:
-                scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
+            scenario = _with_largest_host_memory(scenario, host_room)
+        # Without tokens it is unknown what activations leave of the GPU.
+        if chooses_gpu and gpu_memory and scenario.model.weights_on_gpu and scenario.forward_backward_bytes:
+            budget = _largest_fitting_budget(scenario, "gpu_memory", gpu_room(gpu_memory))
+            scenario = scenario.with_settings(gpu_memory=budget)
+            if chooses_host and budget:  # gradients of what is at home on the GPU have left host memory
+                scenario = _with_largest_host_memory(scenario, host_room)
         return scenario
 
     def _host_room(self, scenario: Scenario) -> int:
-        """Return the host memory that a rank may take: none where the node's is unknown."""
+        """Return the host memory that a rank may take; 0 if the node's is unknown."""
         memory, ranks = scenario.machine.memory_bytes, scenario.machine.ranks
         return 0 if memory is None else max(0, memory - reserved_bytes(memory, ranks)) // ranks
 
 
-def _fitted(scenario: Scenario, field: str, room: int) -> int:
+def _lacking_bytes(error: InfeasiblePlanError) -> int:
+    """Return how many bytes more a plan needed that does not fit."""
+    return error.needed_bytes - sum(error.available_bytes.values())
+
+
+def _with_largest_host_memory(scenario: Scenario, room: int) -> Scenario:
+    """Return a scenario with the most host memory for state with which a rank takes no more than `room`."""
+    return scenario.with_settings(host_memory=_largest_fitting_budget(scenario, "host_memory", room))
+
+
+def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
     """Return the largest budget with which no more is taken than there is room for; 0 if none fits.
 
     Args:
@@ -229,72 +267,93 @@ def _fitted(scenario: Scenario, field: str, room: int) -> int:
         field: The budget: "host_memory" or "gpu_memory".
         room: Bytes that a rank may take.
     """
-    low, high, budget, before = 0, room + 1, 0, -1
-    for _ in range(ROUNDS):
+    fits, too_much = 0, room + 1  # the largest budget that is known to fit, and the least that does not
+    budget = 0
+    last_state_bytes = -1
+    for _ in range(FITTING_ROUNDS):
         try:
-            parts = getattr(use(scenario.given(**{field: budget})), field.removesuffix("_memory"))
+            use = memory_use(scenario.with_settings(**{field: budget}))
         except InfeasiblePlanError:  # more has to lie there
             if budget >= room:
                 return 0
-            low, budget = budget, room if not budget else _rounded((low + high) // 2)
+            fits = budget
+            budget = _round_down((fits + too_much) // 2) if budget else room
             continue
-        excess = sum(parts.values()) - room
+        bytes_by_purpose = use.host if field == "host_memory" else use.gpu
+        excess = sum(bytes_by_purpose.values()) - room
         if excess > 0:
-            high = budget
+            too_much = budget
         else:
-            low = budget
-        nearer = _rounded(max(0, min(budget, parts["state"]) - excess))  # what lies elsewhere hardly changes
-        if nearer <= low or parts["state"] == before:
+            fits = budget
+        state_bytes = bytes_by_purpose["state"]
+        nearer = _round_down(max(0, min(budget, state_bytes) - excess))  # as other uses hardly change
+        if nearer <= fits or state_bytes == last_state_bytes:
             break
-        before = parts["state"]
-        budget = nearer if nearer < high else _rounded((low + high) // 2)
-    return _rounded(low)
+        last_state_bytes = state_bytes
+        budget = nearer if nearer < too_much else _round_down((fits + too_much) // 2)
+    return _round_down(fits)
 
 
-def _rounded(budget: int) -> int:
-    return budget // _grain(budget) * _grain(budget)
+def _round_down(budget: int) -> int:
+    """Return a budget rounded down to a multiple of its `_rounding_unit`."""
+    unit = _rounding_unit(budget)
+    return budget // unit * unit
 
 
-def _spared(used: int, most: int = 1 << 62) -> int:
-    """Return what state takes with a little to spare, but not more than there is, rounded up."""
-    nbytes = min(used + used // SPARED, most)
-    return -(-nbytes // _grain(nbytes)) * _grain(nbytes)
+def _with_spare(state_bytes: int, most: int = 1 << 62) -> int:
+    """Return a budget for state with a little to spare, at most `most`, rounded up."""
+    nbytes = min(state_bytes + state_bytes // SPARE_DIVISOR, most)
+    unit = _rounding_unit(nbytes)
+    return (nbytes + unit - 1) // unit * unit
 
 
-def _grain(budget: int) -> int:
-    return next((grain for grain in GRAINS if budget >= 8 * grain), 1)
+def _rounding_unit(budget: int) -> int:
+    """Return the unit of `ROUNDING_UNITS` that a budget is a multiple of; 1 for small ones."""
+    return next((unit for unit in ROUNDING_UNITS if budget >= 8 * unit), 1)
 
 
-def what_fits(scenario: Scenario, choices: Choices) -> str:
-    """Return the fewest switches with which a model fits that does not, in words; "" if none help."""
-    for opened in (choices, replace(choices, computed=COMPUTED - scenario.decided)):
+def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
+    """Return the fewest switches with which a model fits that does not, in words; "" if none help.
+
+    If those that are left open do not help, the user's own budgets and placement are given up, too.
+    """
+    all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
+    for opened in (choices, all_computed):
         with contextlib.suppress(ConfigError, PlanError):
-            return " and ".join(switches(scenario, next(opened.fitting(scenario, leaves=False)).scenario, choices))
+            first = next(opened.fitting_answers(scenario, leaves=False))
+            return " and ".join(switch_texts(scenario, first.scenario, choices))
     return ""
 
 
-def switches(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
+def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
     """Return how to come from one scenario to another, each switch by its setting and its option."""
-    asked: list[tuple[int, str]] = []
+    asks_and_texts: list[tuple[int, str]] = []
     if after.model.weights_on != before.model.weights_on:
         where = {"host": "host memory", "path": "a file on a drive"}[after.model.weights_on]
-        asked.append((98, f"weights in {where} (--weights-on {after.model.weights_on}, docs/weights.md)"))
+        text = f"weights in {where} (--weights-on {after.model.weights_on}, docs/weights.md)"
+        asks_and_texts.append((98, text))
     if after.model.recompute != before.model.recompute:
-        asked.append((99, "recomputation of activations (--recompute, gradient checkpointing)"))
-    for name, one in ADVISED.items():
-        value, option = after.value(name), option_of(name)
+        asks_and_texts.append((99, "recomputation of activations (--recompute, gradient checkpointing)"))
+    for name, field in ADVISED.items():
+        value = after.value(name)
         if value == before.value(name) or name in choices.computed:
             continue
-        if name in COMPUTED:
-            asked.append((1000, f"{name}={budget_text(value)} ({option})"))
+        if name in COMPUTED_SETTINGS:  # the user's own, given up
+            asks_and_texts.append((1000, f"{name}={budget_text(value)} ({option_of(name)})"))
             continue
-        if isinstance(value, bool):
-            option = option if value else option.replace("--", "--no-", 1)
-        elif not isinstance(value, str):
-            option += f" {value}"
+        advised = field.metadata["advised"]
         written = json.dumps(value) if isinstance(value, str) else value
-        asked.append((one.metadata["advised"].asks, f"{name}={written} ({option}){one.metadata['advised'].why}"))
-    return [text for _, text in sorted(asked, key=lambda each: each[0])]
+        text = f"{name}={written} ({_option_with_value(name, value)}){advised.why}"
+        asks_and_texts.append((advised.asks, text))
+    return [text for _, text in sorted(asks_and_texts, key=lambda each: each[0])]
+
+
+def _option_with_value(name: str, value: Any) -> str:
+    """Return how an option is written on the command line; one of several words without the word."""
+    option = option_of(name)
+    if isinstance(value, bool):
+        return option if value else option.replace("--", "--no-", 1)
+    return option if isinstance(value, str) else f"{option} {value}"
 
 
 # Settings
@@ -302,12 +361,12 @@ def switches(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting and what it comes to.
+    """A choice of all settings, and how long an iteration takes with it.
 
     Attributes:
         answer: Its plan and prediction.
-        overlap: Where the step is hidden, if that pays.
-        iteration_s: Seconds of an iteration with it.
+        overlap: Where the step is hidden: a value of `OffloadConfig.overlap`, "off" if hiding it does not pay.
+        iteration_s: Seconds of an iteration with the step hidden there.
     """
 
     answer: Answer
@@ -316,22 +375,20 @@ class Setting:
 
     @classmethod
     def of(cls, answer: Answer) -> Setting:
-        """Return an answer with the step hidden where that is shortest."""
-        hidden = dict(answer.overlapped_s)
-        machine, memory = answer.scenario.machine, answer.scenario.machine.memory_bytes
-        taken_bytes = machine.ranks * (answer.use.host_bytes + answer.hiding_bytes[0])
-        no_room = memory is not None and taken_bytes > memory - reserved_bytes(memory, machine.ranks)
-        if (
-            machine.all_ranks > 1 and answer.scenario.model.weights_on_gpu
-        ):  # what ranks exchange there is not predicted
-            hidden = {}
-        # Where little is streamed, both together are predicted to hide what waits for the norm.
-        if no_room or hidden.get("backward", math.inf) > (1 - WORTH) * answer.iteration_s:
-            hidden = {where: seconds for where, seconds in hidden.items() if where == "forward"}
-        name = min(hidden, key=lambda where: hidden[where], default="off")
-        hidden_s = hidden.get(name, math.inf)
-        if hidden_s < (1 - WORTH) * answer.iteration_s:
-            return cls(answer, name, hidden_s)
+        """Return an answer's settings, with the step hidden where that makes the iteration shortest."""
+        worthwhile_s = (1 - WORTH_HIDING) * answer.iteration_s
+        scenario = answer.scenario
+        hidden_s = dict(answer.overlapped_s)
+        if scenario.machine.all_ranks > 1 and scenario.model.weights_on_gpu:
+            hidden_s = {}  # what ranks exchange there is not predicted
+        # "both" may seem to pay even if "backward" does not: where little is streamed, it is predicted to hide what
+        # waits for the norm.
+        backward_pays = hidden_s.get("backward", math.inf) <= worthwhile_s
+        if not (backward_pays and _has_room_for_hiding(answer)):
+            hidden_s = {where: seconds for where, seconds in hidden_s.items() if where == "forward"}
+        overlap = min(hidden_s, key=lambda where: hidden_s[where], default="off")
+        if overlap != "off" and hidden_s[overlap] < worthwhile_s:
+            return cls(answer, overlap, hidden_s[overlap])
         return cls(answer, "off", answer.iteration_s)
 
     @property
@@ -343,79 +400,97 @@ class Setting:
         return str(self.answer.scenario) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
 
 
+def _has_room_for_hiding(answer: Answer) -> bool:
+    """Return whether the host has memory for what steps that are hidden in backward take more."""
+    machine = answer.scenario.machine
+    hiding_bytes, _ = answer.hiding_bytes
+    used_bytes = machine.ranks * (answer.use.host_bytes + hiding_bytes)
+    memory_bytes = machine.memory_bytes
+    return memory_bytes is None or used_bytes <= memory_bytes - reserved_bytes(memory_bytes, machine.ranks)
+
+
 def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
     """Return the fields of an `OffloadConfig` that an answer is about; what is the default is left out."""
     scenario = answer.scenario
+    host_bytes = _used_of_budget(answer, "HOST", scenario.host_memory, answer.use.host_bytes)
+    gpu_bytes = _used_of_budget(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)
     nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in scenario.config.node_bytes.items()}
-    used = {
-        "host_memory": nodes or budget_text(_used(answer, "HOST", scenario.host_memory, answer.use.host_bytes)),
-        "gpu_memory": budget_text(_used(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)),
+    chosen = {
+        "host_memory": nodes or budget_text(host_bytes),
+        "gpu_memory": budget_text(gpu_bytes),
         "overlap": overlap,
     }
-    values = {name: used.get(name, scenario.pasted(name)) for name in ADVISED}
-    return {name: value for name, value in values.items() if value != ADVISED[name].default and scenario.takes(name)}
+    config = {}
+    for name, field in ADVISED.items():
+        value = chosen[name] if name in chosen else scenario.value_to_paste(name)
+        if value != field.default and scenario.can_be_given(name):
+            config[name] = value
+    return config
 
 
-def _used(answer: Answer, home: str, budget: int, taken: int) -> int:
-    """Return what a plan uses of a budget for state at home in a tier, rounded up.
+def _used_of_budget(answer: Answer, home: str, budget: int, used: int) -> int:
+    """Return how much of a budget to give: what a plan's state takes of it, with a little to spare, rounded up.
 
-    With a little to spare, as the padding of a model's own tensors is not known here, but not more than all that the
-    plan takes there.
+    The spare is for the padding of a model's own tensors, which is not known here; it is within `used`, all that the
+    plan uses of that memory. `home` is a name of `Home`.
     """
     from offload.plan import Home
 
-    return min(budget, _spared(answer.plan.home_bytes[Home[home]], taken))
+    return min(budget, _with_spare(answer.plan.home_bytes[Home[home]], used))
 
 
-def best(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
-    """Return the settings with the shortest iterations, the best first; none of them is beaten in time and memory.
+def best_settings(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
+    """Return the settings with the shortest iterations, the best first; those that another one beats come last.
 
     Raises:
         PlanError: None fits.
         ConfigError: None can be planned.
     """
-    rough = sorted(choices.fitting(scenario, report), key=lambda answer: answer.iteration_s)[:SIMULATED]
-    found = []
-    for number, answer in enumerate(rough):
-        report(number, len(rough), "simulated")
-        found.append(Setting.of(ask(answer.scenario)))
-    found.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
-    kept: list[Setting] = []
-    for setting in found:
-        if not any(_beats(other, setting) for other in found if other is not setting) or not kept:
-            kept.append(setting)
-    kept += [setting for setting in found if setting not in kept]
-    return kept[:BEST]
+    answers = sorted(choices.fitting_answers(scenario, report), key=lambda answer: answer.iteration_s)
+    settings = []
+    for number, answer in enumerate(answers[:MOST_SIMULATED]):
+        report(number, len(answers[:MOST_SIMULATED]), "simulated")
+        settings.append(Setting.of(ask(answer.scenario)))
+    settings.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
+    shown: list[Setting] = []
+    for setting in settings:
+        is_beaten = any(_beats(other, setting) for other in settings if other is not setting)
+        if not is_beaten or not shown:
+            shown.append(setting)
+    shown += [setting for setting in settings if setting not in shown]
+    return shown[:MOST_SHOWN]
 
 
 def _beats(one: Setting, other: Setting) -> bool:
-    """Whether a setting is about as fast as another, takes no more memory, and rounds state no more."""
-    mine, theirs = one.answer, other.answer
-    as_good = (
-        one.iteration_s <= (1 + MEMORY_WORTH) * other.iteration_s
-        and mine.use.host_bytes <= theirs.use.host_bytes
-        and mine.scenario.config.format.code <= theirs.scenario.config.format.code
+    """Return whether a setting is about as fast as another, takes no more memory, and rounds state no more."""
+    one_bytes = one.answer.use.host_bytes
+    other_bytes = other.answer.use.host_bytes
+    is_as_good = (
+        one.iteration_s <= (1 + WORTH_MEMORY) * other.iteration_s
+        and one_bytes <= other_bytes
+        and one.answer.scenario.config.format.code <= other.answer.scenario.config.format.code
     )
-    return as_good and (one.iteration_s, mine.use.host_bytes) < (other.iteration_s, theirs.use.host_bytes)
+    return is_as_good and (one.iteration_s, one_bytes) < (other.iteration_s, other_bytes)
 
 
-def cheapest(scenario: Scenario, choices: Choices, target_s: float, report: Report) -> Setting:
-    """Return the setting that asks least of the user and of memory with which an iteration takes no longer.
+def cheapest_setting(scenario: Scenario, choices: Choices, target_s: float, report: Report) -> Setting:
+    """Return the setting that asks least of the user and of memory and whose iteration takes at most `target_s`.
 
     Raises:
         PlanError: None is so fast, or none fits.
         ConfigError: None can be planned.
     """
     tried: list[Setting] = []
-    for answer in choices.fitting(scenario, report):
-        slow = answer.iteration_s > 4 * target_s  # hiding a step does not make an iteration a quarter of it
-        setting = Setting.of(answer if slow else ask(answer.scenario))
+    for answer in choices.fitting_answers(scenario, report):
+        is_hopeless = answer.iteration_s > 4 * target_s  # hiding a step does not make an iteration a quarter of it
+        setting = Setting.of(answer if is_hopeless else ask(answer.scenario))
         if setting.iteration_s <= target_s:
             return _with_least_memory(setting, target_s) if "host_memory" in choices.computed else setting
         tried.append(setting)
     fastest = min(tried, key=lambda setting: setting.iteration_s)
     answer = fastest.answer
-    mark, why = (answer.scenario.mark, f"; * {answer.scenario.guessed}") if answer.scenario.guessed else ("", "")
+    mark = answer.scenario.guess_mark
+    why = f"; * {answer.scenario.guess_warning}" if answer.scenario.guess_warning else ""
     raise PlanError(
         f"no setting takes {format_seconds(target_s)} or less: the shortest iteration is "
         f"{format_seconds(fastest.iteration_s)}{mark} ({fastest}), of which the step is "
@@ -426,27 +501,36 @@ def cheapest(scenario: Scenario, choices: Choices, target_s: float, report: Repo
 def _with_least_memory(setting: Setting, target_s: float) -> Setting:
     """Return a setting with the least host memory with which it still meets a target.
 
-    It is looked for by the closed form, carried on from what was simulated, and simulated where it was found.
+    The closed form, scaled to what was simulated, finds that memory by bisection. Then simulations confirm it, with
+    half of the difference to the setting's memory added each time that one misses the target.
     """
     scenario = setting.answer.scenario
-    factor = setting.iteration_s / ask(scenario, simulate=False).iteration_s
-    low, high = 0, scenario.host_memory
-    for _ in range(HALVINGS):
-        middle = _rounded((low + high) // 2)
-        if not low < middle < high:
-            break
+    simulated_to_closed_form = setting.iteration_s / ask(scenario, simulate=False).iteration_s
+
+    def meets_target(host_memory: int) -> bool:
+        """Return whether the scaled closed form meets the target with this budget."""
         try:
-            meets = factor * ask(scenario.given(host_memory=middle), simulate=False).iteration_s <= target_s
+            answer = ask(scenario.with_settings(host_memory=host_memory), simulate=False)
         except InfeasiblePlanError:
-            meets = False
-        low, high = (low, middle) if meets else (middle, high)
-    while high < scenario.host_memory:
+            return False
+        return simulated_to_closed_form * answer.iteration_s <= target_s
+
+    too_little, enough = 0, scenario.host_memory
+    for _ in range(HALVINGS):
+        middle = _round_down((too_little + enough) // 2)
+        if not too_little < middle < enough:
+            break
+        if meets_target(middle):
+            enough = middle
+        else:
+            too_little = middle
+    while enough < scenario.host_memory:
         with contextlib.suppress(InfeasiblePlanError):
-            found = Setting.of(ask(scenario.given(host_memory=high)))
-            if found.iteration_s <= target_s:
-                return found
-        high += (scenario.host_memory - high + 1) // 2
-        if scenario.host_memory - high < GRAINS[-1]:
+            candidate = Setting.of(ask(scenario.with_settings(host_memory=enough)))
+            if candidate.iteration_s <= target_s:
+                return candidate
+        enough += (scenario.host_memory - enough + 1) // 2
+        if scenario.host_memory - enough < ROUNDING_UNITS[-1]:
             break
     return setting
 
@@ -454,19 +538,18 @@ def _with_least_memory(setting: Setting, target_s: float) -> Setting:
 # In words
 
 
-def table(settings: list[Setting]) -> str:
+def settings_table(settings: list[Setting]) -> str:
     """Return settings as aligned lines, the best first."""
-    cells = [("", "setting", "iteration", "step", "host memory", "GPU memory", "bound by")]
+    rows = [("", "setting", "iteration", "step", "host memory", "GPU memory", "bound by")]
     for number, setting in enumerate(settings, start=1):
         answer = setting.answer
-        ranks = answer.scenario.machine.ranks
+        mark = answer.scenario.guess_mark
+        iteration = "-" if answer.forward_s is None else f"{format_seconds(setting.iteration_s)}{mark}"
+        step = f"{format_seconds(answer.step_s)}{mark}"
+        host = format_bytes(answer.scenario.machine.ranks * answer.use.host_bytes)
         gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
-        iteration = "-" if answer.forward_s is None else format_seconds(setting.iteration_s)
-        mark = answer.scenario.mark
-        seconds = iteration + mark * (iteration != "-"), format_seconds(answer.step_s) + mark
-        host = format_bytes(ranks * answer.use.host_bytes)
-        cells.append((f"{number}", str(setting), *seconds, host, gpu, answer.estimate.bound_by))
-    return in_columns(cells, right=(2, 3, 4, 5))
+        rows.append((f"{number}", str(setting), iteration, step, host, gpu, answer.estimate.bound_by))
+    return in_columns(rows, right=(2, 3, 4, 5))
 
 
 def to_paste(setting: Setting) -> str:
@@ -475,26 +558,16 @@ def to_paste(setting: Setting) -> str:
     Weights that lie elsewhere than where they are computed: for the Trainer in host memory and of one rank, and in a
     file not for DeepSpeed.
     """
-    answer, config, checkpointing = setting.answer, setting.config, _checkpointing()
-    model = answer.scenario.model
-    python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
-    # Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
-    trainer = (
-        'output_dir="out", optim="offload_adamw", save_total_limit=1'
-        + ", use_cpu=True" * (not answer.scenario.computes_on_gpu)
-        + f", {checkpointing}=True" * model.recompute
-    )
+    scenario, config = setting.answer.scenario, setting.config
+    model = scenario.model
     in_host = model.weights_on == "host"
-    trainer += ', fsdp=True, fsdp_config={"cpu_offload": True}' * in_host
-    if model.tokens is not None:
-        trainer += ", per_device_train_batch_size=1"
-        trainer += f", gradient_accumulation_steps={model.accumulate}" * (model.accumulate > 1)
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
+    settings = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     lines = [
         f"Python{on_gpu}:",
-        *([f"    model.{checkpointing}_enable()"] if model.recompute else []),
-        *_lying(answer),
-        f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({python}))",
+        *([f"    model.{_checkpointing_name()}_enable()"] if model.recompute else []),
+        *_weight_lines(setting.answer),
+        f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({settings}))",
     ]
     if setting.overlap in ("forward", "both"):
         lines.append("    optimizer.overlap_forward(model)")
@@ -503,70 +576,95 @@ def to_paste(setting: Setting) -> str:
     if model.weights_on != "path":
         lines += [
             f"DeepSpeed, in its config{on_gpu}:",
-            f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
+            f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
         ]
     if in_host:
         lines.append('    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}')
-    if not model.is_streamed or (in_host and answer.scenario.machine.all_ranks == 1):
+    if not model.is_streamed or (in_host and scenario.machine.all_ranks == 1):
+        launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
         lines += [
-            f"Trainer{on_gpu}{', run by torchrun --nproc-per-node 1' * in_host}:",
+            f"Trainer{on_gpu}{launcher}:",
             "    import offload.integrations.transformers as offload_transformers",
-            f"    offload_transformers.enable({_python(config)})",
-            f"    arguments = TrainingArguments({trainer})",
+            f"    offload_transformers.enable({_python_dict(config)})",
+            f"    arguments = TrainingArguments({_trainer_arguments(scenario)})",
         ]
     return "\n".join(lines)
 
 
-def _lying(answer: Answer) -> list[str]:
-    """Return the lines that have weights lie elsewhere than where they are computed."""
+def _trainer_arguments(scenario: Scenario) -> str:
+    """Return the arguments of the Trainer's `TrainingArguments`, as text.
+
+    Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
+    """
+    model = scenario.model
+    arguments = ['output_dir="out"', 'optim="offload_adamw"', "save_total_limit=1"]
+    if not scenario.computes_on_gpu:
+        arguments.append("use_cpu=True")
+    if model.recompute:
+        arguments.append(f"{_checkpointing_name()}=True")
+    if model.weights_on == "host":
+        arguments.append('fsdp=True, fsdp_config={"cpu_offload": True}')
+    if model.tokens is not None:
+        arguments.append("per_device_train_batch_size=1")
+        if model.accumulate > 1:
+            arguments.append(f"gradient_accumulation_steps={model.accumulate}")
+    return ", ".join(arguments)
+
+
+def _weight_lines(answer: Answer) -> list[str]:
+    """Return the lines of Python by which weights lie elsewhere than where they are computed; none if they do not."""
     scenario = answer.scenario
     if not scenario.model.is_streamed:
         return []
-    several, sharded = scenario.machine.all_ranks > 1, "    # sharded by FSDP2"
+    is_sharded = scenario.machine.all_ranks > 1
+    sharded = "    # sharded by FSDP2"
     if scenario.model.weights_on == "host":
         line = f"{sharded} with offload_policy=CPUOffloadPolicy()"
-        return [line if several else "    offload.weights_in_host_memory(model)"]
+        return [line if is_sharded else "    offload.weights_in_host_memory(model)"]
     place = json.dumps(scenario.machine.path_place(path_of(answer.rates)))
     if scenario.computes_on_gpu:
-        if not several:
+        if not is_sharded:
             return [f"    offload.weights_in_host_memory(model, path={place})"]
         sharded += " with offload_policy=CPUOffloadPolicy(pin_memory=False)"
-    return [*([sharded] if several else []), f"    offload.weights_in_file(model, {place})"]
+    in_file = f"    offload.weights_in_file(model, {place})"
+    return [sharded, in_file] if is_sharded else [in_file]
 
 
-def _checkpointing() -> str:
-    """Return what transformers calls recomputation: the version that is installed here, or else its newest."""
+def _checkpointing_name() -> str:
+    """Return transformers' word for recomputation: the installed version's, or else the newest one's."""
     with contextlib.suppress(PackageNotFoundError, ValueError):
-        if tuple(map(int, version("transformers").split(".")[:2])) < (5, 24):
+        major, minor = map(int, version("transformers").split(".")[:2])
+        if (major, minor) < (5, 24):
             return "gradient_checkpointing"
     return "activation_checkpointing"
 
 
-def _assumed(answer: Answer) -> list[str]:
+def _assumption_lines(answer: Answer) -> list[str]:
     """Return what the reader has to know, and to change, before a setting is pasted."""
-    scenario, model, lines = answer.scenario, answer.scenario.model, []
-    if answer.forward_s is None:
-        lines.append(missing_option_line(scenario))
-    words = ["weights of 16 bits (dtype=torch.bfloat16)"]
+    scenario, model = answer.scenario, answer.scenario.model
+    lines = [missing_option_line(scenario)] if answer.forward_s is None else []
+    assumptions = ["weights of 16 bits (dtype=torch.bfloat16)"]
     if model.tokens is not None:
-        of_steps = f", in {model.accumulate} micro-steps" if model.accumulate > 1 else ""
-        rows = math.ceil(model.tokens / model.accumulate)
-        words.append(
-            f"{model.tokens:,} tokens of each rank in an iteration{of_steps}: batch size times length is {rows:,}"
+        micro_steps = f", in {model.accumulate} micro-steps" if model.accumulate > 1 else ""
+        tokens = math.ceil(model.tokens / model.accumulate)
+        assumptions.append(
+            f"{model.tokens:,} tokens of each rank in an iteration{micro_steps}: "
+            f"batch size times length is {tokens:,}"
         )
-    lines.append(f"assumed: {'; '.join(words)}")
+    lines.append(f"assumed: {'; '.join(assumptions)}")
     stand_ins = [path.path for path in scenario.config.path_configs if path.path.startswith(STAND_IN)]
     if stand_ins:
         lines.append(f"write directories on your drives in place of {', '.join(stand_ins)}")
     return lines
 
 
-def _in_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what DeepSpeed's object takes of a config: gradients leave there anyway."""
+def _deepspeed_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that DeepSpeed's object takes; gradients leave the GPU there anyway."""
     return {name: value for name, value in config.items() if ADVISED[name].metadata["deepspeed"] is None}
 
 
-def _python(config: Mapping[str, Any]) -> str:
+def _python_dict(config: Mapping[str, Any]) -> str:
+    """Return a config as a dict in Python, with double quotes."""
     return "{" + ", ".join(f'"{name}": {value!r}' for name, value in config.items()).replace("'", '"') + "}"
 
 
@@ -582,20 +680,22 @@ def as_dict(setting: Setting) -> dict[str, Any]:
         "step_s": answer.step_s,
         "storage_bytes": answer.scenario.machine.ranks * answer.plan.storage_bytes,
         "bound_by": answer.estimate.bound_by,
-        "guessed": answer.scenario.guessed,
+        "guessed": answer.scenario.guess_warning,
         **answer.figures,
     }
 
 
 def describe(settings: list[Setting]) -> str:
     """Return settings as a table, and each as the config to paste."""
-    lines = [table(settings)]
-    forms = dict.fromkeys(setting.answer.scenario.config.format for setting in settings)
-    if rounding := [form.name for form in forms if form.rounds]:
-        rounds = f"{' and '.join(rounding)} round{'s' * (len(rounding) == 1)}"
-        lines.append(f"{rounds} state; exact does not (docs/formats.md)")
-    lines += dict.fromkeys(f"* {text}" for setting in settings if (text := setting.answer.scenario.guessed))
-    lines += _assumed(settings[0].answer)
+    scenarios = [setting.answer.scenario for setting in settings]
+    lines = [settings_table(settings)]
+    formats = dict.fromkeys(scenario.config.format for scenario in scenarios)
+    rounding = [state_format.name for state_format in formats if state_format.rounds]
+    if rounding:
+        verb = "rounds" if len(rounding) == 1 else "round"
+        lines.append(f"{' and '.join(rounding)} {verb} state; exact does not (docs/formats.md)")
+    lines += dict.fromkeys(f"* {scenario.guess_warning}" for scenario in scenarios if scenario.guess_warning)
+    lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting)]
     return "\n".join(lines)
@@ -606,26 +706,40 @@ def describe(settings: list[Setting]) -> str:
 
 def advice(answer: Answer) -> list[tuple[str, float]]:
     """Return what would make the iteration shorter, and by how many seconds, most first; by the closed form."""
-    from offload.plan import choose_plan, estimate
-    from offload.predict.explanation import LEAST_SAVED, ONE_MORE, changes
-
-    scenario, plan, machine = answer.scenario, answer.plan, answer.scenario.machine
-    memory, gpu_memory = machine.memory_bytes or 1 << 60, machine.rates.gpu.memory_bytes or 1 << 60
-    host_room = (memory - reserved_bytes(memory, machine.ranks)) // machine.ranks - answer.use.host_bytes
-    host_bytes = min(max(1 << 30, int(HELP_HOST * plan.state_bytes)), host_room)
-    gpu_bytes = min(10 << 30, gpu_room(gpu_memory) - answer.use.gpu_bytes)
-    now_s, found = answer.estimate.step_s, []
-    for what, nbytes, budgets, faster in changes(plan, machine.rates, host_bytes, gpu_bytes):
-        try:
-            rates = rank_rates(scenario.at_rates(faster))
-            saved_s = now_s - estimate(choose_plan(plan.layout, budgets, rates, scenario.placement), rates).step_s
-        except (ConfigError, InfeasiblePlanError):  # there is no GPU
-            continue
-        if saved_s > LEAST_SAVED * now_s:
-            second = "a second path like this one" if what == ONE_MORE and len(machine.rates.paths) == 1 else what
-            found.append((f"{what} budget +{format_bytes(nbytes)} a rank" if nbytes else second, saved_s))
+    found = _faster_machines(answer)
     if answer.overlapped_s:
         setting = Setting.of(answer)
         if setting.overlap != "off":
             found.append((f'overlap="{setting.overlap}"', answer.iteration_s - setting.iteration_s))
-    return sorted(found, key=lambda item: -item[1])
+    return sorted(found, key=lambda what_and_saved_s: -what_and_saved_s[1])
+
+
+def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
+    """Return the budgets and changes of the machine that would make the step shorter, and by how many seconds."""
+    from offload.plan import choose_plan, estimate
+    from offload.predict.explanation import LEAST_SAVED, ONE_MORE, changes
+
+    scenario, plan, machine = answer.scenario, answer.plan, answer.scenario.machine
+    host_memory = machine.memory_bytes or 1 << 60
+    gpu_memory = machine.rates.gpu.memory_bytes or 1 << 60
+    host_left = (host_memory - reserved_bytes(host_memory, machine.ranks)) // machine.ranks - answer.use.host_bytes
+    more_host = min(max(1 << 30, int(MORE_HOST_SHARE * plan.state_bytes)), host_left)
+    more_gpu = min(10 << 30, gpu_room(gpu_memory) - answer.use.gpu_bytes)
+    now_s = answer.estimate.step_s
+    found = []
+    for change in changes(plan, machine.rates, more_host, more_gpu):
+        try:
+            rates = rank_rates(scenario.at_rates(change.rates))
+            changed_plan = choose_plan(plan.layout, change.budgets, rates, scenario.placement)
+            saved_s = now_s - estimate(changed_plan, rates).step_s
+        except (ConfigError, InfeasiblePlanError):  # there is no GPU
+            continue
+        if saved_s <= LEAST_SAVED * now_s:
+            continue
+        what = change.what
+        if change.nbytes:
+            what = f"{what} budget +{format_bytes(change.nbytes)} a rank"
+        elif what == ONE_MORE and len(machine.rates.paths) == 1:
+            what = "a second path like this one"
+        found.append((what, saved_s))
+    return found

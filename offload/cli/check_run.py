@@ -24,16 +24,20 @@ from offload.units import format_bytes
 SEEN, TENSOR, MADE = "seen", "tensor-{}.pt", "made"
 """Files of a run: what was seen, the tensors that were asked for, and which folders were made on paths."""
 MOST_OBJECTS = 100_000
-"""So many objects of a script's are looked at for its own tensors."""
+"""Most objects of a script in which its own tensors are searched for."""
 MOST_SHOWN = 8
-"""So many of the script's own tensors that differ are compared by element; the rest is named."""
+"""Most of the script's own differing tensors that are compared by element; the rest is only named."""
 DRIFT_A_STEP = 2.0**-22
-"""And how far for each step, as a part of its norm, beside its format's `drift`: four roundings of fp32."""
+"""How far a master may be from torch's for each step, in parts of its norm, beside its format's `drift` (four
+roundings of fp32)."""
 REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables of a run where the user has not set them, read when Python and CUDA's matrix library start."""
 
 ON_CPU: dict[str, Any] = {"gpu_memory": 0, "placement": "cpu", "keep_grads": True}
 """What settings for weights on a GPU mean where there is none."""
+
+KINDS = {"as it is": False, "in memory": True}
+"""The two runs that are compared: their names, and `Request.reference`."""
 
 _EPILOG = """\
 examples:
@@ -129,20 +133,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not os.path.isfile(script):
         raise ConfigError("SCRIPT_OR_CONFIG", script, "there is no such file")
     with tempfile.TemporaryDirectory(prefix="offload-check-run-") as folder:
-        memory, on_cpu = arguments.host_memory, arguments.on_cpu
-        request = Request(script, arguments.arguments, None, memory, False, steps, on_cpu=on_cpu)
-        if script.endswith(".json"):
-            request.config = read_values("SCRIPT_OR_CONFIG", script)
-            overlap = OffloadConfig.from_dict(request.config, "SCRIPT_OR_CONFIG").overlap
-            output = ["--steps", str(steps), "--overlap", overlap, "--output", f"{folder}/output"]
-            request.script, request.arguments = None, ["train", *_MODEL, *output, *request.arguments]
-            if request.host_memory is None:
-                request.host_memory = _MODEL_HOST_MEMORY
+        request = _request_of(arguments, folder)
         with closing(Progress(2, title="check-run", quiet=arguments.quiet, unit="run", log=True)) as progress:
             outcome = _compare(request, Path(folder), progress)
-    state, streamed = (format_bytes(outcome["metrics"].get(f"{kind}_bytes", 0)) for kind in ("state", "streamed"))
+    state = format_bytes(outcome["metrics"].get("state_bytes", 0))
+    streamed = format_bytes(outcome["metrics"].get("streamed_bytes", 0))
     about = f"{steps} steps of {script}: {streamed} of {state} of state went through paths in a step"
-    if on_cpu:
+    if arguments.on_cpu:
         outcome["found"].append(f"on the CPU: {', '.join(ON_CPU)} of the settings were left out")
     text = "\n".join([about, *outcome["found"]])
     if outcome["different"] and arguments.quiet and not arguments.json:
@@ -151,57 +148,50 @@ def run(arguments: argparse.Namespace) -> int:
     return int(outcome["different"])
 
 
+def _request_of(arguments: argparse.Namespace, folder: str) -> Request:
+    """Return the run as it is: of the script, or of `offload train` with the settings of a file."""
+    request = Request(
+        script=arguments.script,
+        arguments=arguments.arguments,
+        config=None,
+        host_memory=arguments.host_memory,
+        reference=False,
+        steps=arguments.steps,
+        on_cpu=arguments.on_cpu,
+    )
+    if arguments.script.endswith(".json"):
+        request.config = read_values("SCRIPT_OR_CONFIG", arguments.script)
+        overlap = OffloadConfig.from_dict(request.config, "SCRIPT_OR_CONFIG").overlap
+        options = ["--steps", str(arguments.steps), "--overlap", overlap, "--output", f"{folder}/output"]
+        request.script = None
+        request.arguments = ["train", *_MODEL, *options, *request.arguments]
+        if request.host_memory is None:
+            request.host_memory = _MODEL_HOST_MEMORY
+    return request
+
+
 def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, Any]:
     """Run what is asked for, twice or four times; return what was found, in words and figures."""
-    kinds = {"as it is": False, "in memory": True}
-
-    def both(first: int, total: int) -> list[Seen]:
-        seen = []
-        for number, (name, reference) in enumerate(kinds.items(), first):
-            progress.show(number, total, name)
-            own = folder / f"{number}"
-            own.mkdir()
-            seen.append(_run(msgspec.structs.replace(request, reference=reference), own, name))
-            shutil.rmtree(folder / "output", ignore_errors=True)
-        return seen
-
-    seen = both(0, 2)
-    first, own = _first_difference(*seen), _own_differences(*seen)
-    beyond = next((row for row in seen[1].beside if not row[2] <= row[3]), None)
-    same = f"{len(seen[0].tensors)} gradients, weights and tensors of state"
-    found = [f"as it is and in memory: the same bits in {same}"]
+    seen = _run_both(request, folder, progress, first=0, total=2)
+    as_it_is, in_memory = seen
+    first = _first_difference(as_it_is, in_memory)
+    own = _own_differences(as_it_is, in_memory)
+    beyond = next((row for row in in_memory.beside if not row[2] <= row[3]), None)
+    is_different = first is not None or bool(own) or beyond is not None
+    found = [
+        f"as it is and in memory: the same bits in {len(as_it_is.tensors)} gradients, weights and tensors of state"
+    ]
     if not own:
-        found[0] += f", and {len(seen[0].own)} tensors of the script's own"
-    if not seen[0].is_whole:
+        found[0] += f", and {len(as_it_is.own)} tensors of the script's own"
+    if not as_it_is.is_whole:
         found.append(f"the script has more tensors: those of the nearest {MOST_OBJECTS:,} objects are compared")
-    if first is not None or own or beyond is not None:
+    if is_different:
         request.dump = [*([first] if first else []), *((request.steps, name) for name in own[:MOST_SHOWN])]
-        again = both(2, 4)
-        unlike = {name: _first_difference(*pair) for name, *pair in zip(kinds, seen, again, strict=True)}
-        changing = {
-            n for n in own for pair in zip(seen, again, strict=True) if len({one.own.get(n) for one in pair}) > 1
-        }
-        if first is not None:
-            apart = "" if any(unlike.values()) else _distance(folder, 0)
-            found[0] = f"as it is and in memory DIFFER, first in {first[1]} in step {first[0]}{apart}"
-        for number, name in enumerate(own[:MOST_SHOWN], first is not None):
-            apart = ", and so it does between two runs of one kind" if name in changing else _distance(folder, number)
-            found.append(f"the script's {name} DIFFERS at the end{apart}")
-        if own[MOST_SHOWN:]:
-            found.append(f"and so do {', '.join(own[MOST_SHOWN:])}")
-        if changing:
-            found.append("what differs between two runs of one kind (no seed? a time?) says nothing of offloading")
-        elif own and first is None:
-            found.append(
-                "a weight that is read between step() and its module's next use needs optimizer.finish() first"
-            )
-        for name, tensor in unlike.items():
-            if tensor is not None:
-                why = (
-                    "the script is not deterministic (seeds? the order of data?), so this says nothing of offloading"
-                )
-                found.append(f"two runs {name} differ, first in {tensor[1]} in step {tensor[0]}: {why}")
-    share = max((apart / room for _, _, apart, room in seen[1].beside if room), default=None)
+        again = _run_both(request, folder, progress, first=2, total=4)
+        difference, further = _difference_lines(folder, first, own, seen, again)
+        found[0] = difference or found[0]
+        found += further
+    share = max((apart / room for _, _, apart, room in in_memory.beside if room), default=None)
     if beyond is not None:
         where = "the master of {1} in step {0}: {2:.3g} apart, {3:.3g} allowed".format(*beyond)
         found.append(f"torch's optimizer DIFFERS, first in {where}")
@@ -209,12 +199,55 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         found.append(f"torch's optimizer: no master is further apart than {share:.2g} of what is allowed")
     else:
         found.append("torch has no such optimizer to compare with")
-    different = first is not None or bool(own) or beyond is not None
-    return {"different": different, "found": found, "share_of_allowed": share, "metrics": seen[0].metrics}
+    return {"different": is_different, "found": found, "share_of_allowed": share, "metrics": as_it_is.metrics}
+
+
+def _run_both(request: Request, folder: Path, progress: Progress, *, first: int, total: int) -> list[Seen]:
+    """Run the script as it is and in memory, in folders numbered from `first`; return what was seen."""
+    seen = []
+    for number, (name, reference) in enumerate(KINDS.items(), first):
+        progress.show(number, total, name)
+        run_folder = folder / f"{number}"
+        run_folder.mkdir()
+        seen.append(_run(msgspec.structs.replace(request, reference=reference), run_folder, name))
+        shutil.rmtree(folder / "output", ignore_errors=True)
+    return seen
+
+
+def _difference_lines(
+    folder: Path, first: tuple[int, str] | None, own: list[str], seen: list[Seen], again: list[Seen]
+) -> tuple[str | None, list[str]]:
+    """Return the line about `first` (step and name of the first tensor that differs), if any, and further lines.
+
+    `own` names the script's own tensors that differ. `seen` and `again` have two runs of each kind; what differs
+    between these two says nothing of offloading. `folder` has the folders of the runs, with tensors.
+    """
+    pairs = {kind: (once, twice) for kind, once, twice in zip(KINDS, seen, again, strict=True)}
+    unlike = {kind: _first_difference(once, twice) for kind, (once, twice) in pairs.items()}
+    changing = {name for name in own for once, twice in pairs.values() if once.own.get(name) != twice.own.get(name)}
+    difference = None
+    if first is not None:
+        apart = "" if any(unlike.values()) else _distance(folder, 0)
+        difference = f"as it is and in memory DIFFER, first in {first[1]} in step {first[0]}{apart}"
+    lines = []
+    for number, name in enumerate(own[:MOST_SHOWN], first is not None):
+        apart = ", and so it does between two runs of one kind" if name in changing else _distance(folder, number)
+        lines.append(f"the script's {name} DIFFERS at the end{apart}")
+    if own[MOST_SHOWN:]:
+        lines.append(f"and so do {', '.join(own[MOST_SHOWN:])}")
+    if changing:
+        lines.append("what differs between two runs of one kind (no seed? a time?) says nothing of offloading")
+    elif own and first is None:
+        lines.append("a weight that is read between step() and its module's next use needs optimizer.finish() first")
+    for kind, tensor in unlike.items():
+        if tensor is not None:
+            why = "the script is not deterministic (seeds? the order of data?), so this says nothing of offloading"
+            lines.append(f"two runs {kind} differ, first in {tensor[1]} in step {tensor[0]}: {why}")
+    return difference, lines
 
 
 def _run(request: Request, folder: Path, name: str) -> Seen:
-    """Run a script in a process of its own; return what was seen."""
+    """Run a script in a process of its own; remove the folders that it has made on paths; return what was seen."""
     (folder / "request").write_bytes(msgspec.msgpack.encode(request))
     environment = {**REPEATABLE, **os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if request.on_cpu else {})}
     command = [sys.executable, "-m", "offload.cli.checked", str(folder / "request")]
@@ -257,15 +290,16 @@ def _distance(folder: Path, number: int) -> str:
     """Return how far a tensor is apart in the two runs that kept it, in words."""
     import torch
 
-    kept = [torch.load(folder / run / TENSOR.format(number), weights_only=True) for run in ("2", "3")]
-    if kept[0].shape != kept[1].shape:
-        return f": it is {' by '.join(map(str, kept[0].shape))}, and in memory {' by '.join(map(str, kept[1].shape))}"
-    parts = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in kept)
-    ours, theirs = (tensor.double().reshape(-1) for tensor in parts)
+    ours, theirs = (torch.load(folder / run / TENSOR.format(number), weights_only=True) for run in ("2", "3"))
+    if ours.shape != theirs.shape:
+        return f": it is {' by '.join(map(str, ours.shape))}, and in memory {' by '.join(map(str, theirs.shape))}"
+    ours, theirs = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (ours, theirs))
+    ours, theirs = (tensor.double().reshape(-1) for tensor in (ours, theirs))
     different = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
-    at = int(different.int().argmax())
+    first = int(different.int().argmax())
     apart = float((ours - theirs).abs().nan_to_num(torch.inf).max())
     return (
         f": {int(different.sum()):,} of {len(ours):,} elements, by up to {apart:.3g} (the largest is "
-        f"{float(theirs.abs().max()):.3g}); element {at} is {float(ours[at])!r}, and in memory {float(theirs[at])!r}"
+        f"{float(theirs.abs().max()):.3g}); element {first} is {float(ours[first])!r}, and in memory "
+        f"{float(theirs[first])!r}"
     )

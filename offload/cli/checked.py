@@ -49,49 +49,51 @@ class _Enough(SystemExit):
     """Ends the script: all steps that were asked for have been recorded."""
 
 
-class _Beside:
-    """Torch's own optimizer over copies of one of our optimizers' state, made before that takes a step."""
+class _TorchTwin:
+    """Torch's own optimizer over copies of the state of one of ours, made before a step."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._names = {p: name for p, name, _ in names(optimizer.param_groups) if p in optimizer._weights.bound}
+        bound = optimizer._weights.bound
+        self._names = {p: name for p, name, _ in names(optimizer.param_groups) if p in bound}
         self._masters = {p: optimizer.state_for(p)["master"] for p in self._names}
-        self._before = {p: master.clone() for p, master in self._masters.items()}
+        self._first_masters = {p: master.clone() for p, master in self._masters.items()}
         self._versions = {p: shards.version(p) for p in self._names}
-        by_group = [
-            [self._masters[p] for p in group["params"] if p in self._names] for group in optimizer.param_groups
-        ]
-        groups = [
-            {**group, "params": masters} for group, masters in zip(optimizer.param_groups, by_group, strict=True)
-        ]
-        self._theirs = optimizer.torch_class(groups)
+        groups = []
+        for group in optimizer.param_groups:
+            masters = [self._masters[p] for p in group["params"] if p in self._names]
+            groups.append({**group, "params": masters})
+        self._torch_optimizer = optimizer.torch_class(groups)
         for parameter, entry in optimizer.state.items():
             copied_entry = {name: value.clone() for name, value in entry.items() if name != "master"}
-            self._theirs.state[self._masters[parameter]].update(copied_entry)
+            self._torch_optimizer.state[self._masters[parameter]].update(copied_entry)
 
     @torch.no_grad()
     def step(self, optimizer: Any, max_norm: float) -> None:
         """Take the step that our optimizer is about to take: the same hyperparameters and gradients, clipped."""
-        for group, theirs in zip(optimizer.param_groups, self._theirs.param_groups, strict=True):
-            theirs.update({name: value for name, value in group.items() if name in theirs and name != "params"})
+        for group, torch_group in zip(optimizer.param_groups, self._torch_optimizer.param_groups, strict=True):
+            known = {name: value for name, value in group.items() if name in torch_group and name != "params"}
+            torch_group.update(known)
+        scale = optimizer._scaling.loss_scale
         for parameter, master in self._masters.items():
             if self._versions[parameter] != shards.version(parameter):
                 master.copy_(shards.local(parameter))  # the script has changed the weight: both take it as the master
-            gradient, scale = parameter.grad, optimizer._scaling.loss_scale
+            gradient = parameter.grad
             master.grad = None if gradient is None else shards.local(gradient).cpu().float() / scale
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        for gradient in gradients if norm > max_norm else ():
-            gradient *= max_norm / (norm + CLIP_EPS)
-        self._theirs.step()
+        if norm > max_norm:
+            for gradient in gradients:
+                gradient *= max_norm / (norm + CLIP_EPS)
+        self._torch_optimizer.step()
 
     def compare(self, optimizer: Any, step: int) -> Iterator[tuple[int, str, float, float]]:
-        """Yield, for each parameter, a row of `Seen.beside`."""
+        """Yield, for each parameter, a row of `Seen.beside`; note the versions of the weights."""
         for parameter, name in self._names.items():
             master = self._masters[parameter]
-            moved = float((master - self._before[parameter]).norm())
-            drift = optimizer.config.format.drift
-            room = drift * moved + step * DRIFT_A_STEP * float(master.norm())
-            yield step, name, float((optimizer.state_for(parameter)["master"] - master).norm()), room
+            moved = float((master - self._first_masters[parameter]).norm())
+            room = optimizer.config.format.drift * moved + step * DRIFT_A_STEP * float(master.norm())
+            distance = float((optimizer.state_for(parameter)["master"] - master).norm())
+            yield step, name, distance, room
             self._versions[parameter] = shards.version(parameter)
 
 
@@ -102,35 +104,43 @@ class _Watch:
         self.seen = Seen()
         self._request, self._folder = request, folder
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._beside: WeakKeyDictionary[Any, _Beside] = WeakKeyDictionary()
+        self._torch_twins: WeakKeyDictionary[Any, _TorchTwin] = WeakKeyDictionary()
         self._max_norms: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._saved: dict[str, str] = {}
 
     def begin(self) -> None:
         """Replace methods of the optimizers, and register hooks before and after each step."""
-        register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
-        replaced = {"__init__": self._make, "save_checkpoint": self._save, "load_checkpoint": self._load}
-        replaced["checkpoint_folder"] = self._make_folder
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        replacements = {
+            "__init__": self._init,
+            "save_checkpoint": self._save_checkpoint,
+            "load_checkpoint": self._load_checkpoint,
+            "checkpoint_folder": self._checkpoint_folder,
+        }
         ignored = ["release_checkpoint", "commit_on_sigterm"]
         if self._request.reference:
-            replaced["clip_grad_norm_"] = self._clip
+            replacements["clip_grad_norm_"] = self._clip_grad_norm
             ignored += ["overlap_forward", "overlap_backward", "park"]
             for route in Route.__subclasses__():
                 route._handle_gradient = Route._handle_gradient  # type: ignore[method-assign]
         else:  # with `check`, weights are NaN until they are updated: one that is read too early shows
-            replaced["overlap_forward"] = lambda follow, *what, **options: follow(*what, **{**options, "check": True})
-        for name, by in replaced.items():
-            self._replace(name, by)
+            replacements["overlap_forward"] = lambda plain, *what, **options: plain(
+                *what, **{**options, "check": True}
+            )
+        for name, replacement in replacements.items():
+            self._replace(name, replacement)
         for name in ignored:
             self._replace(name, lambda _plain, *_arguments, **_options: SimpleNamespace(remove=lambda: None))
 
     @staticmethod
-    def _replace(name: str, by: Any) -> None:
+    def _replace(name: str, replacement: Any) -> None:
+        """Replace a method of the optimizers; `replacement` gets the method itself before the arguments."""
         plain = getattr(OffloadedOptimizer, name)
-        setattr(OffloadedOptimizer, name, lambda *arguments, **options: by(plain, *arguments, **options))
+        setattr(OffloadedOptimizer, name, lambda *arguments, **options: replacement(plain, *arguments, **options))
 
-    def _make(self, plain: Any, optimizer: Any, params: Any, defaults: Any, config: Any, *options: Any) -> None:
+    def _init(self, plain: Any, optimizer: Any, params: Any, defaults: Any, config: Any, *options: Any) -> None:
+        """Replace `OffloadedOptimizer.__init__`: make the optimizer with the config of this run."""
         config = config if self._request.config is None else self._request.config
         config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
         plain(optimizer, params, defaults, self._config_for_run(config), *options)
@@ -146,33 +156,38 @@ class _Watch:
             run_path = f"{path.path}/check-run-{uuid.uuid4()}"  # in a bucket; a missing folder is refused later
             if os.path.isdir(path.path):
                 run_path = tempfile.mkdtemp(prefix="check-run-", dir=path.path)
-                with (self._folder / MADE).open("a") as made:
+                with (self._folder / MADE).open("a") as made:  # so that whoever started this run removes it
                     made.write(f"{run_path}\n")
             paths.append(dataclasses.replace(path, path=run_path, lock_path=path.lock_path or path.path))
         memory = config.host_memory if self._request.host_memory is None else self._request.host_memory
         return dataclasses.replace(config, paths=paths, host_memory=memory, mirror=None)
 
     @staticmethod
-    def _make_folder(plain: Any, optimizer: Any, folder: Any) -> Any:
-        os.makedirs(folder, exist_ok=True)  # the script may write files of its own there
+    def _checkpoint_folder(plain: Any, optimizer: Any, folder: Any) -> Any:
+        """Replace `checkpoint_folder`: only make the folder, as the script may write files of its own there."""
+        os.makedirs(folder, exist_ok=True)
         return contextlib.nullcontext()
 
-    def _save(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> None:
+    def _save_checkpoint(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> None:
+        """Replace `save_checkpoint`: save to a folder of this run instead, with a copy of all state."""
         folder = self._saved.setdefault(str(path), str(self._folder / f"checkpoint-{len(self._saved)}"))
         plain(optimizer, folder, **{**options, "copy": True})
 
-    def _load(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> Any:
-        self._beside.pop(optimizer, None)
+    def _load_checkpoint(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> Any:
+        """Replace `load_checkpoint`: load what this run saved under that name; torch's twin is made anew from it."""
+        self._torch_twins.pop(optimizer, None)
         return plain(optimizer, self._saved.get(str(path), path), **options)
 
-    def _clip(self, plain: Any, optimizer: Any, max_norm: float, **options: Any) -> Any:
+    def _clip_grad_norm(self, plain: Any, optimizer: Any, max_norm: float, **options: Any) -> Any:
+        """Replace `clip_grad_norm_`: note the norm for torch's twin, too."""
         self._max_norms[optimizer] = float(max_norm)
         return plain(optimizer, max_norm, **options)
 
-    def _before(self, optimizer: Any, arguments: Any, options: Any) -> Any:
-        """Before a step, as a hook of torch's: record weights and gradients, and let torch's optimizer step.
+    def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> Any:
+        """Torch's hook before a step: record weights and gradients, and let torch's twin take the step.
 
-        A closure is called here, once, and replaced: gradients are there only after that.
+        A closure is called here, once, and replaced: gradients are there only after that. Ends the script if all
+        steps are recorded. Returns the arguments of `step`.
         """
         if not isinstance(optimizer, OffloadedOptimizer):
             return None
@@ -185,29 +200,29 @@ class _Watch:
             arguments, options = (optimizer, lambda: loss), {}
         optimizer.finish()  # the last step, if it is hidden; reading state would also end updates in backward
         if step:
-            self._note(optimizer, step, "weight")
-        self._note(optimizer, step + 1, "gradient")
+            self._record(optimizer, step, "weight")
+        self._record(optimizer, step + 1, "gradient")
         if self._request.reference and optimizer.torch_class is not None:
-            if optimizer not in self._beside:
-                self._beside[optimizer] = _Beside(optimizer)
-            self._beside[optimizer].step(optimizer, self._max_norms.pop(optimizer, torch.inf))
+            if optimizer not in self._torch_twins:
+                self._torch_twins[optimizer] = _TorchTwin(optimizer)
+            self._torch_twins[optimizer].step(optimizer, self._max_norms.pop(optimizer, torch.inf))
         return arguments, options
 
-    def _after(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
-        """After a step, as a hook of torch's: compare with torch's optimizer; after the last, record all and end."""
+    def _after_step(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
+        """Torch's hook after a step: compare with torch's twin; after the last step, record all and end."""
         if not isinstance(optimizer, OffloadedOptimizer):
             return
         step = self._steps[optimizer] = self._steps[optimizer] + 1
         self.seen.steps = max(self.seen.steps, step)
-        if optimizer in self._beside:
-            self.seen.beside += self._beside[optimizer].compare(optimizer, step)
+        if optimizer in self._torch_twins:
+            self.seen.beside += self._torch_twins[optimizer].compare(optimizer, step)
         if step == self._request.steps:
             for other in [*self._steps]:
                 other.finish()
             for kind in ("weight", *optimizer.rule.names):
-                self._note(optimizer, step, kind)
+                self._record(optimizer, step, kind)
             if self._request.script is not None:
-                self._note_script(self._request.script, step)
+                self._record_script(self._request.script, step)
             self.seen.metrics = optimizer.metrics()
             raise _Enough
 
@@ -217,9 +232,10 @@ class _Watch:
             with contextlib.suppress(OffloadError):
                 optimizer.close()
 
-    def _note(self, optimizer: Any, step: int, kind: str) -> None:
+    def _record(self, optimizer: Any, step: int, kind: str) -> None:
         """Record the bits of every parameter's weight, gradient, or tensor of state."""
         number = [*self._steps].index(optimizer)
+        of_optimizer = f" of optimizer {number + 1}" if number else ""
         for parameter, name, _ in names(optimizer.param_groups):
             if parameter not in optimizer._weights.bound:
                 continue
@@ -227,10 +243,10 @@ class _Watch:
             tensor = own[kind] if kind in own else optimizer.state_for(parameter)[kind]
             if tensor is None:
                 continue
-            about = f"{kind} of {name}{f' of optimizer {number + 1}' if number else ''}"
+            about = f"{kind} of {name}{of_optimizer}"
             self.seen.tensors.append((step, about, self._digest(tensor, (step, about))))
 
-    def _note_script(self, script: str, step: int) -> None:
+    def _record_script(self, script: str, step: int) -> None:
         """Record the bits of the script's own tensors, except weights, which have been recorded."""
         weights = {id(p) for optimizer in self._steps for group in optimizer.param_groups for p in group["params"]}
         own, self.seen.is_whole = script_tensors(script, sys._getframe())
@@ -256,37 +272,39 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
         script: Its file.
         frame: The innermost function that is running; the search starts at its callers that are the script's.
     """
-    is_own = _own_files(script)
+    is_own = _is_own_file(script)
     modules = {name: m for name, m in [*sys.modules.items()] if is_own(getattr(m, "__file__", None))}
-    roots = [("" if name == "__main__" else f"{name}.", "", vars(module)) for name, module in modules.items()]
+    waiting: deque[tuple[str, str, Any]] = deque()  # an expression, where it holds (" in main()"), and its object
+    for module_name, module in modules.items():
+        prefix = "" if module_name == "__main__" else f"{module_name}."
+        waiting.extend((f"{prefix}{name}", "", value) for name, value in [*vars(module).items()])
     while frame is not None:
         if is_own(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
-            roots.append(("", f" in {frame.f_code.co_name}()", frame.f_locals))
+            where = f" in {frame.f_code.co_name}()"
+            waiting.extend((name, where, value) for name, value in [*frame.f_locals.items()])
         frame = frame.f_back
-    waiting = deque(
-        (f"{before}{name}", after, value) for before, after, names in roots for name, value in [*names.items()]
-    )
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, Any] = {}  # by id; it keeps the objects alive, so that no id is used again
     while waiting and len(seen) < MOST_OBJECTS:
-        name, after, value = waiting.popleft()
+        name, where, value = waiting.popleft()
         if type(value) in _PLAIN or id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             if value.layout == torch.strided and not value.is_meta:
-                tensors.setdefault(f"{name}{after}", value)
+                tensors.setdefault(f"{name}{where}", value)
         else:
-            waiting.extend((f"{name}{part}", after, child) for part, child in _parts(value, modules))
+            waiting.extend((f"{name}{part}", where, child) for part, child in _parts(value, modules))
     return tensors, not waiting
 
 
-def _own_files(script: str) -> Callable[[str | None], bool]:
+def _is_own_file(script: str) -> Callable[[str | None], bool]:
     """Return a predicate: whether a file is the script, or a module beside it that is not installed."""
     path = Path(script).resolve()
     others = [Path(place) for place in (sys.prefix, sys.base_prefix, Path(offload.__file__).parent)]
 
     def is_own(file: str | None) -> bool:
+        """Return whether a file is the script's; None is the file of modules that have none."""
         if file is None:
             return False
         module = Path(file).resolve()
@@ -313,13 +331,14 @@ def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, An
         isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] not in _FOREIGN
     ):
         for name, child in [*getattr(value, "__dict__", {}).items()]:
-            is_registry = name in _PARTS_OF_MODULES and isinstance(
-                value, torch.nn.Module
-            )  # its entries are attributes
-            yield from ((f".{part}", item) for part, item in ([*child.items()] if is_registry else [(name, child)]))
+            if name in _PARTS_OF_MODULES and isinstance(value, torch.nn.Module):  # its entries are attributes
+                yield from ((f".{part}", item) for part, item in [*child.items()])
+            else:
+                yield f".{name}", child
 
 
 def _closure(value: FunctionType | type) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the names and the cells of the variables of outer functions that a function uses; a class has none."""
     return (value.__code__.co_freevars, value.__closure__ or ()) if isinstance(value, FunctionType) else ((), ())
 
 
@@ -329,7 +348,7 @@ def main(file: str) -> None:
     request = msgspec.msgpack.decode(Path(file).read_bytes(), type=Request)
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)  # before the script sets its own
+    torch.manual_seed(0)  # all seeds, before the script sets its own
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     watch = _Watch(request, folder)

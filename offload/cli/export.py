@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     started_s = time.monotonic()
     with closing(Progress(0, title="export", quiet=arguments.quiet, unit="MiB", after_s=5.0)) as progress:
 
-        def show(doing: str, done: int, whole: int) -> None:
-            progress.show(done >> 20, whole >> 20, doing)
+        def show(doing: str, done_bytes: int, total_bytes: int) -> None:
+            progress.show(done_bytes >> 20, total_bytes >> 20, doing)
 
         if framework is not None:
             if arguments.replace:
@@ -81,15 +81,16 @@ def run(arguments: argparse.Namespace) -> int:
     about: dict[str, Any] = {"format": arguments.format}
     if framework is not None:
         about = {"for": framework, "optimizers": [asdict(outcome) for outcome in outcomes]}
-    said = [f"wrote {target} in {format_seconds(seconds)}", *map(_described, outcomes)]
+    lines = [f"wrote {target} in {format_seconds(seconds)}", *map(_outcome_text, outcomes)]
     if framework == "deepspeed":  # which looks for a tag's name in a file beside it, and this tag is not the latest
         folder, tag = os.path.split(os.path.abspath(target))
-        said.append(f"load it with engine.load_checkpoint({folder!r}, tag={tag!r})")
-    tell(arguments, {"target": target, **about, "seconds": seconds}, "\n".join(said))
+        lines.append(f"load it with engine.load_checkpoint({folder!r}, tag={tag!r})")
+    tell(arguments, {"target": target, **about, "seconds": seconds}, "\n".join(lines))
     return 0
 
 
 def _check_target(target: str, *, makes_folder: bool, replace: bool) -> None:
+    """Refuse a target of the wrong kind, or one that is there and not to be replaced."""
     if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
         raise ConfigError("OUT", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
     if not makes_folder:
@@ -99,11 +100,12 @@ def _check_target(target: str, *, makes_folder: bool, replace: bool) -> None:
         raise ConfigError("OUT", target, "it is there already; give --replace to have it replaced")
 
 
-def _described(outcome: Outcome) -> str:
+def _outcome_text(outcome: Outcome) -> str:
+    """Return in words what was written of an optimizer."""
     sizes = " + ".join(map(str, outcome.groups))
-    said = f"{outcome.optimizer} after step {outcome.step}, groups of {sizes} parameters"
+    text = f"{outcome.optimizer} after step {outcome.step}, groups of {sizes} parameters"
     if outcome.optimizer == "Lion":
-        said += "; torch has no Lion: it is for one whose state is exp_avg"
+        text += "; torch has no Lion: it is for one whose state is exp_avg"
     if outcome.has_masters:
-        said += "; without masters, which torch's optimizers do not have: 16-bit weights are their rounding"
-    return said
+        text += "; without masters, which torch's optimizers do not have: 16-bit weights are their rounding"
+    return text

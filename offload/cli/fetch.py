@@ -39,10 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
     names = [arguments.name] if arguments.name else find_whole(mirror)
     if not names:
         raise CheckpointError(f"{mirror} has no checkpoint that is whole")
-    name, nbytes = names[-1], 0
+    name = names[-1]
+    nbytes = 0
     with closing(Progress(1, title="fetch", quiet=arguments.quiet, unit="B", after_s=5.0)) as progress:
 
         def show(done: int, total: int) -> None:
+            """Show the bytes that are copied, and note them for the outcome."""
             nonlocal nbytes
             nbytes = done
             progress.show(done, total, name)

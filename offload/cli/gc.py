@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.cli.values import add_output, add_value, parse_path, tell
 from offload.errors import ConfigError
 from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.checkpoint.stores import Leftover
 
 
 def add_parser(commands: Any) -> None:
@@ -52,39 +55,46 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = [(path, store) for path in arguments.path for store in find_stores(path)]
     if arguments.store is not None:
-        names = [store.path.rpartition("/offload-")[2] for _, store in found]
-        for name in arguments.store:
-            if name not in names:
-                raise ConfigError(
-                    "--store", name, f"name a store that is there: {', '.join(names) or 'there is none'}"
-                )
-        found = [row for row, name in zip(found, names, strict=True) if name in arguments.store]
+        uuids = [store.path.rpartition("/offload-")[2] for _, store in found]
+        for uuid in arguments.store:
+            if uuid not in uuids:
+                advice = f"name a store that is there: {', '.join(uuids) or 'there is none'}"
+                raise ConfigError("--store", uuid, advice)
+        found = [each for each, uuid in zip(found, uuids, strict=True) if uuid in arguments.store]
     rows = []
+    lines = []
     failed = False
     for path, store in found:
-        if store.problem:
-            verdict = f"kept: {store.problem}"
-        elif store.used_by is not None:
-            verdict = f"kept: process {store.used_by or '?'} uses it"
-        elif store.being_read:
-            verdict = "kept: somebody reads it"
-        elif store.pins:
-            verdict = f"kept: needed by {', '.join(pin.folder for pin in store.pins)}"
-        elif store.missing and not arguments.really:
-            verdict = (
-                f"missing: its checkpoint is not in {', '.join(pin.folder for pin in store.missing)} and was not "
-                "released; if it is gone for good, --really deletes this"
-            )
-        elif store.opened_by and arguments.store is None:
-            verdict = f"kept: {store.opened_by} has opened it and may use it; if it does not, --store deletes it"
-        elif arguments.dry_run:
+        verdict = _why_kept(store, arguments)
+        if verdict is None and arguments.dry_run:
             verdict = "would be deleted"
-        elif remove(store, missing=arguments.really, ended=arguments.store is not None):
+        elif verdict is None:
+            is_removed = remove(store, missing=arguments.really, ended=arguments.store is not None)
+            failed = failed or not is_removed
             verdict = "deleted"
-        else:
-            verdict = "kept: it cannot be deleted, or has no lock file; delete it by hand if nobody uses it"
-            failed = True
+            if not is_removed:
+                verdict = "kept: it cannot be deleted, or has no lock file; delete it by hand if nobody uses it"
         rows.append({"path": path, "store": store.path, "bytes": store.nbytes, "verdict": verdict})
-    words = [f"{row['store']}  {format_bytes(int(str(row['bytes'])))}  {row['verdict']}" for row in rows]
-    tell(arguments, rows, "\n".join(words) or "no stores there")
+        lines.append(f"{store.path}  {format_bytes(store.nbytes)}  {verdict}")
+    tell(arguments, rows, "\n".join(lines) or "no stores there")
     return 1 if failed else 0
+
+
+def _why_kept(store: Leftover, arguments: argparse.Namespace) -> str | None:
+    """Return why a store is not to be deleted; None if it is."""
+    if store.problem:
+        return f"kept: {store.problem}"
+    if store.used_by is not None:
+        return f"kept: process {store.used_by or '?'} uses it"
+    if store.being_read:
+        return "kept: somebody reads it"
+    if store.pins:
+        return f"kept: needed by {', '.join(pin.folder for pin in store.pins)}"
+    if store.missing and not arguments.really:
+        return (
+            f"missing: its checkpoint is not in {', '.join(pin.folder for pin in store.missing)} and was not "
+            "released; if it is gone for good, --really deletes this"
+        )
+    if store.opened_by and arguments.store is None:
+        return f"kept: {store.opened_by} has opened it and may use it; if it does not, --store deletes it"
+    return None

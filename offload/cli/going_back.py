@@ -33,7 +33,7 @@ from offload.tiers.filesystem import replacing, sync_directory, working_in
 from offload.units import format_bytes
 
 FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}
-"""The file of the (first) optimizer in a framework's folder."""
+"""The file of the (first) optimizer in a framework's folder. It names the folder of the state (by key `POINTER`)."""
 
 DEEPSPEED = "deepspeed"
 
@@ -43,6 +43,9 @@ MADE_BY = {
     "lightning": "the .ckpt that Lightning's Trainer has written",
     DEEPSPEED: 'the folder of a tag that DeepSpeed has saved with the layout "in_place"',
 }
+
+ITEM_BYTES = 12
+"""Bytes of a parameter's state in DeepSpeed's file: master and both moments in fp32."""
 
 PIECE_BYTES = 16 << 20
 """Bytes that are written at once: a Ctrl-C is raised between two such writes."""
@@ -93,17 +96,22 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
     if not out.parent.is_dir():
         raise ConfigError("OUT", target, f"there is no folder {out.parent}; make it")
     if framework == DEEPSPEED:
-        states = _frames(checkpoint)
+        state_folders = _folders_by_deepspeed_file(checkpoint)
+    elif framework == "torch":
+        state_folders = {"": _state_folder(checkpoint)}
     else:
-        states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
+        state_folders = _folders_by_file(framework, checkpoint)
     try:
         if is_folder:
             with working_in(out.with_name(f".{out.name[:100]}.partial")) as scratch:
-                return _write_folder(framework, Path(checkpoint), out, states, scratch, progress)
-        (folder,) = states.values()
-        return [_write_state(folder, out, _read(checkpoint, framework) if framework != "torch" else None, progress)]
+                return _write_folder(framework, Path(checkpoint), out, state_folders, scratch, progress)
+        (state_folder,) = state_folders.values()
+        other_content = _load_file(checkpoint, framework) if framework != "torch" else None
+        return [_write_state(state_folder, out, other_content, progress)]
     except OSError as cause:
-        why = cause.args[0][0][2] if isinstance(cause, shutil.Error) else cause.strerror or cause
+        why = cause.strerror or cause
+        if isinstance(cause, shutil.Error):  # of `copytree`: a list of (source, destination, why)
+            why = cause.args[0][0][2]
         raise CheckpointError(f"cannot write {out}: {why}") from cause
 
 
@@ -114,85 +122,95 @@ def _state_folder(checkpoint: str) -> str:
     """Return the folder of the state: the path itself, or the folder that a framework's checkpoint there names."""
     if os.path.lexists(os.path.join(checkpoint, COMMIT_NAME)):
         return checkpoint
-    kinds = [framework for framework, file in FILES.items() if os.path.isfile(os.path.join(checkpoint, file))]
-    kinds += ["lightning"] if os.path.isfile(checkpoint) else []
-    if not kinds:
+    frameworks = [name for name, file in FILES.items() if os.path.isfile(os.path.join(checkpoint, file))]
+    if os.path.isfile(checkpoint):
+        frameworks.append("lightning")
+    if not frameworks:
         return checkpoint
-    folders = [*_pointers(kinds[0], checkpoint).values()]
+    folders = [*_folders_by_file(frameworks[0], checkpoint).values()]
     if len(folders) > 1:
-        allowed = f"it has several optimizers; give the folder of one: {', '.join(folders)}"
-        raise ConfigError("CHECKPOINT", checkpoint, allowed)
+        advice = f"it has several optimizers; give the folder of one: {', '.join(folders)}"
+        raise ConfigError("CHECKPOINT", checkpoint, advice)
     return folders[0]
 
 
-def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
+def _folders_by_file(framework: str, checkpoint: str) -> dict[str, str]:
     """Return the folder of each optimizer's state, by the name of the framework's file that names the folder."""
-    wanted = f"give {MADE_BY[framework]}"
+    advice = f"give {MADE_BY[framework]}"
     if framework == "lightning":
-        if not os.path.isfile(checkpoint):
-            raise ConfigError("CHECKPOINT", checkpoint, wanted)
-        path = os.path.realpath(checkpoint)  # `save_last="link"`
-        states = _read(path, framework).get("optimizer_states")
-        if not isinstance(states, list) or len(states) != 1:
-            raise ConfigError("CHECKPOINT", checkpoint, f"it has no state of one optimizer; {wanted}")
-        return {"": _named(framework, states[0], checkpoint, os.path.dirname(path))}
-    stem, ending = os.path.splitext(FILES[framework])
+        return {"": _state_folder_of_lightning(checkpoint, advice)}
+    first = FILES[framework]
+    stem, ending = os.path.splitext(first)
     further = (f"{stem}_{number}{ending}" for number in count(1)) if framework == "accelerate" else ()
-    names = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([FILES[framework]], further))
+    names = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([first], further))
     files = {name: os.path.join(checkpoint, name) for name in names}
     if not files:
-        raise ConfigError("CHECKPOINT", checkpoint, f"there is no {FILES[framework]} in it; {wanted}")
-    contents = {name: _read(file, framework) for name, file in files.items()}
-    pointers = {
-        name: content for name, content in contents.items() if POINTER in content
-    }  # other optimizers may be torch's
+        raise ConfigError("CHECKPOINT", checkpoint, f"there is no {first} in it; {advice}")
+    contents = {name: _load_file(file, framework) for name, file in files.items()}
+    ours = {name: content for name, content in contents.items() if POINTER in content}  # others may be torch's
     return {
-        name: _named(framework, content, files[name], checkpoint) for name, content in (pointers or contents).items()
+        name: _state_folder_in(framework, content, files[name], checkpoint)
+        for name, content in (ours or contents).items()
     }
 
 
-def _frames(checkpoint: str) -> dict[str, str]:
-    """Return the folder of the state by the names of DeepSpeed's files, which have stubs in place of state."""
+def _state_folder_of_lightning(checkpoint: str, advice: str) -> str:
+    """Return the folder of state that Lightning's file names."""
+    if not os.path.isfile(checkpoint):
+        raise ConfigError("CHECKPOINT", checkpoint, advice)
+    path = os.path.realpath(checkpoint)  # `save_last="link"`
+    states = _load_file(path, "lightning").get("optimizer_states")
+    if not isinstance(states, list) or len(states) != 1:
+        raise ConfigError("CHECKPOINT", checkpoint, f"it has no state of one optimizer; {advice}")
+    return _state_folder_in("lightning", states[0], checkpoint, os.path.dirname(path))
+
+
+def _folders_by_deepspeed_file(checkpoint: str) -> dict[str, str]:
+    """Return the folder of the state by the names of DeepSpeed's files, which have stubs in place of state.
+
+    A stub names the checkpoint that it goes with: a tag that was saved again since has other stubs.
+    """
     folder = os.path.join(checkpoint, in_place.FOLDER)
     if not os.path.lexists(os.path.join(folder, COMMIT_NAME)):
-        if not os.path.lexists(folder) and glob.glob(os.path.join(glob.escape(checkpoint), "*_optim_states.pt")):
-            allowed = "it is in DeepSpeed's own layout already: load it as it is, with offload or without"
-            raise ConfigError("CHECKPOINT", checkpoint, allowed)
-        raise ConfigError(
-            "CHECKPOINT", checkpoint, f"there is no whole {in_place.FOLDER} in it; give {MADE_BY[DEEPSPEED]}"
-        )
+        own_layout = os.path.join(glob.escape(checkpoint), "*_optim_states.pt")
+        if not os.path.lexists(folder) and glob.glob(own_layout):
+            advice = "it is in DeepSpeed's own layout already: load it as it is, with offload or without"
+        else:
+            advice = f"there is no whole {in_place.FOLDER} in it; give {MADE_BY[DEEPSPEED]}"
+        raise ConfigError("CHECKPOINT", checkpoint, advice)
     with Checkpoint(folder) as opened:
-        frames = {in_place.Frame.decode(opened.extra(m.rank)).file: folder for m in opened.manifests}
-    for name in frames:
-        if in_place.read_stub(os.path.join(checkpoint, name)) != opened.id:
+        ranks = [manifest.rank for manifest in opened.manifests]
+        files = [in_place.Frame.decode(opened.extra(rank)).file for rank in ranks]
+    for file in files:
+        if in_place.read_stub(os.path.join(checkpoint, file)) != opened.id:
             raise CheckpointError(
-                f"{name} does not go with the state in {folder}: the tag was saved again since, with another layout "
+                f"{file} does not go with the state in {folder}: the tag was saved again since, with another layout "
                 "(load it as it is) or not to the end (load another)"
             )
-    return frames
+    return dict.fromkeys(files, folder)
 
 
-def _read(path: str, framework: str) -> dict[str, Any]:
+def _load_file(path: str, framework: str) -> dict[str, Any]:
     """Load a framework's file, with tensors mapped from it."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as cause:
         hint = ""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the hint is not worth an error of its own
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if unsafe:
                 hint = f" without {', '.join(unsafe[:3])} in it; or export the folder beside it with --for torch"
-        allowed = f"give {MADE_BY[framework]}{hint}"
-        raise ConfigError("CHECKPOINT", path, allowed) from cause
+        raise ConfigError("CHECKPOINT", path, f"give {MADE_BY[framework]}{hint}") from cause
     return content if isinstance(content, dict) else {}
 
 
-def _named(framework: str, content: Any, file: str, folder: str) -> str:
-    """Return the folder of state that the content of a framework's file names; raise if it names none."""
+def _state_folder_in(framework: str, content: Any, file: str, folder: str) -> str:
+    """Return the folder of state in `folder` that the content of a framework's file names; raise if there is none."""
     name = content.get(POINTER) if isinstance(content, dict) else None
     if name is None and isinstance(content, dict) and "param_groups" in content:
-        allowed = "the state in it is as torch's optimizers have it: resume from it as it is"
-        raise ConfigError("CHECKPOINT", file, allowed)
+        advice = "the state in it is as torch's optimizers have it: resume from it as it is"
+        raise ConfigError("CHECKPOINT", file, advice)
+    # The name is from a file: one that leads out of `folder` is refused.
     if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
         raise ConfigError("CHECKPOINT", file, f"it names no folder of state; give {MADE_BY[framework]}")
     return os.path.join(folder, name)
@@ -201,54 +219,76 @@ def _named(framework: str, content: Any, file: str, folder: str) -> str:
 # Writing a state dict of torch's optimizers
 
 
-def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, progress: Progress) -> Outcome:
+def _write_state(checkpoint: str, path: Path, other_content: Mapping[str, Any] | None, progress: Progress) -> Outcome:
     """Write the state dict of torch's own optimizer, as a file that is whole or not there at all.
 
     Args:
-        around: The other content of Lightning's file; None if the state dict is all.
+        other_content: The other content of Lightning's file; None if the state dict is all.
     """
     with Checkpoint(checkpoint) as opened:
-        groups, members = _groups(opened)
-        tensors = kept_tensors(opened, masters=False)
-        state: dict[int, dict[str, Any]] = {}
-        hollow: dict[tuple[str, str], torch.Tensor] = {}
-        numbers: dict[str, int] = {}
-        next_number = count()
-        for group, named in zip(groups, members, strict=True):
-            group["params"] = []
-            for name in named:
-                number = next(next_number)  # a parameter that is given twice keeps its first number, as in torch
-                group["params"].append(number if name is None else numbers.setdefault(name, number))
-                if name is None or numbers[name] in state:
-                    continue
-                step = opened.step_of(name)
-                if step and group.get("momentum") != 0:  # torch's SGD without momentum keeps no state
-                    state[numbers[name]] = entry = {}
-                    if opened.rule_of(name).missing_step is None:  # torch's class keeps a step count
-                        entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-                    for tensor in tensors[name]:
-                        hollow[name, tensor] = without_memory(opened.full_numel(name))
-                        entry[tensor] = hollow[name, tensor].reshape(shape_of(opened, name))
-        whole, done = sum(tensor.nbytes for tensor in hollow.values()), 0
-        content: Any = {"state": state, "param_groups": groups}
-        content = content if around is None else {**around, "optimizer_states": [content]}
+        groups, names = _groups_and_names(opened)
+        state, empty_tensors = _empty_state(opened, groups, names)
+        total = sum(tensor.nbytes for tensor in empty_tensors.values())
+        done = 0
+        content: dict[str, Any] = {"state": state, "param_groups": groups}
+        if other_content is not None:
+            content = {**other_content, "optimizer_states": [content]}
         with replacing(path, f".{path.name[:100]}.partial", is_new=True) as file:
-            _check_room(path.parent, whole)  # after `replacing` has deleted what a killed export left
-            _save_hollow(content, file)
-            places = known(fill(file.name, content, hollow.values()), "a state dict that is not what was saved")
-            for (name, tensor), empty in hollow.items():
-                start = known(start_of(places, empty), "a tensor that is not in its file")
-                for piece in in_rows(opened, name, tensor):
-                    write_at(file.fileno(), piece, start)
-                    start, done = start + piece.nbytes, done + piece.nbytes
-                    progress("writing", done, whole)
+            _check_room(path.parent, total)  # after `replacing` has deleted what a killed export left
+            _save_without_data(content, file)
+            filled = fill(file.name, content, empty_tensors.values())
+            places = known(filled, "a state dict that is not what was saved")
+            for (name, kind), empty in empty_tensors.items():
+                position = known(start_of(places, empty), "a tensor that is not in its file")
+                for piece in in_rows(opened, name, kind):
+                    write_at(file.fileno(), piece, position)
+                    position += piece.nbytes
+                    done += piece.nbytes
+                    progress("writing", done, total)
         parameters = [p for manifest in opened.manifests for p in manifest.layout.parameters]
-        has_masters = any(parameter.dtype is not DtypeCode.FLOAT32 for parameter in parameters)
-        kind = str(opened.metadata["optimizer"])
-        return Outcome(kind, [len(group["params"]) for group in groups], opened.step, has_masters)
+        return Outcome(
+            optimizer=str(opened.metadata["optimizer"]),
+            groups=[len(group["params"]) for group in groups],
+            step=opened.step,
+            has_masters=any(parameter.dtype is not DtypeCode.FLOAT32 for parameter in parameters),
+        )
 
 
-def _save_hollow(content: Any, file: IO[bytes]) -> None:
+def _empty_state(
+    opened: Checkpoint, groups: list[dict[str, Any]], names: list[list[str | None]]
+) -> tuple[dict[int, dict[str, Any]], dict[tuple[str, str], torch.Tensor]]:
+    """Number the parameters in `groups`; return the state dict's "state", with tensors that have no memory yet.
+
+    Also return these tensors by the names of parameter and tensor, to be filled in the file.
+    """
+    kept = kept_tensors(opened, masters=False)
+    state: dict[int, dict[str, Any]] = {}
+    empty_tensors: dict[tuple[str, str], torch.Tensor] = {}
+    numbers: dict[str, int] = {}
+    next_number = count()
+    for group, members in zip(groups, names, strict=True):
+        group["params"] = []
+        for name in members:
+            number = next(next_number)
+            if name is not None:  # a parameter that is given twice keeps its first number, as in torch
+                number = numbers.setdefault(name, number)
+            group["params"].append(number)
+            if name is None or number in state:
+                continue
+            step = opened.step_of(name)
+            if not step or group.get("momentum") == 0:  # torch's SGD without momentum keeps no state
+                continue
+            state[number] = entry = {}
+            if opened.rule_of(name).missing_step is None:  # torch's class keeps a step count
+                entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            for kind in kept[name]:
+                empty = without_memory(opened.full_numel(name))
+                empty_tensors[name, kind] = empty
+                entry[kind] = empty.reshape(shape_of(opened, name))
+    return state, empty_tensors
+
+
+def _save_without_data(content: Any, file: IO[bytes]) -> None:
     """Save with torch, without the bytes of tensors; raise the `OSError` that torch hides in a `RuntimeError`."""
     try:
         with torch.serialization.skip_data():
@@ -261,6 +301,7 @@ def _save_hollow(content: Any, file: IO[bytes]) -> None:
 
 
 def _check_room(folder: Path, needed: int) -> None:
+    """Refuse a target whose disk has no room for the state, before anything is written."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
@@ -269,11 +310,12 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
+def _groups_and_names(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
     """Return the hyperparameters and the parameters' names of all groups; None for a parameter without state."""
     metadata = opened.metadata
     kinds: Mapping[str, Any] = {kind.__name__: kind.torch_class for kind in KINDS}
-    saved, kind = metadata.get("groups"), str(metadata.get("optimizer"))
+    saved = metadata.get("groups")
+    kind = str(metadata.get("optimizer"))
     if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
         raise CheckpointError(f"{opened.path} is of no optimizer of offload: it has no parameter groups")
     if kind not in kinds:
@@ -290,28 +332,33 @@ def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | N
             "ZeroRedundancyOptimizer: no optimizer has all of it"
         )
     defaults = torch_defaults(kinds[kind])
-    groups = [{**defaults, **{name: _restored(value) for name, value in group.items()}} for group in saved]
-    first = opened.manifests[0].layout.parameters
+    groups = [{**defaults, **{name: _from_json(value) for name, value in group.items()}} for group in saved]
     members = metadata.get("members")
-    if members is None:  # written by an older version, which did not save the positions of parameters without state
-        names: list[list[str | None]] = [[] for _ in groups]
-        for name in opened.names:
-            part = opened.parts(name)[0]
-            number = opened.manifests[part.rank].layout.parameters[part.parameter].group
-            if number >= len(groups):
-                raise CheckpointError(f"{opened.path} is damaged: {name} is of group {number} of {len(groups)}")
-            names[number].append(name)
-        return groups, names
+    if members is None:
+        return groups, _names_by_group(opened, len(groups))
+    parameters = opened.manifests[0].layout.parameters
     try:
         if any(number is not None and number < 0 for group in members for number in group):
             raise IndexError("below 0")
-        named = [[None if number is None else first[number].name for number in group] for group in members]
+        named = [[None if number is None else parameters[number].name for number in group] for group in members]
         return groups, [named[number] for number in range(len(groups))]
     except (TypeError, LookupError) as cause:
         raise CheckpointError(f"{opened.path} is damaged: its groups have no such parameters: {cause}") from cause
 
 
-def _restored(value: Any) -> Any:
+def _names_by_group(opened: Checkpoint, group_count: int) -> list[list[str | None]]:
+    """Return each group's parameters as an older version wrote them, without those that have no state."""
+    names: list[list[str | None]] = [[] for _ in range(group_count)]
+    for name in opened.names:
+        part = opened.parts(name)[0]
+        group = opened.manifests[part.rank].layout.parameters[part.parameter].group
+        if group >= group_count:
+            raise CheckpointError(f"{opened.path} is damaged: {name} is of group {group} of {group_count}")
+        names[group].append(name)
+    return names
+
+
+def _from_json(value: Any) -> Any:
     """Return a hyperparameter from JSON with its type in torch."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return torch.tensor(value["tensor"], dtype=torch.float32, device="cpu")
@@ -322,35 +369,38 @@ def _restored(value: Any) -> Any:
 
 
 def _write_folder(
-    framework: str, folder: Path, out: Path, states: Mapping[str, str], scratch: Path, progress: Progress
+    framework: str, folder: Path, out: Path, state_folders: Mapping[str, str], scratch: Path, progress: Progress
 ) -> list[Outcome]:
-    """Copy a framework's folder without our folders of state; files that named these get torch's state dicts."""
+    """Copy a framework's folder without our folders of state; files that named these get torch's state dicts.
+
+    All is written in `scratch`, and renamed to `out` when it is on the disk.
+    """
     made = scratch / "made"
-    left_out = {*map(os.path.basename, states.values()), *states, BEGUN, WHOLE}
+    left_out = {*map(os.path.basename, state_folders.values()), *state_folders, BEGUN, WHOLE}
     names = [name for name in sorted(os.listdir(folder)) if name not in left_out]
-    whole = sum(file.lstat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
+    total = sum(file.lstat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
     done = 0
 
     def copy(source: str, destination: str) -> None:
-        """Copy a file to the disk, in pieces."""
+        """Copy a file to the disk, in pieces; `copytree` calls this, too."""
         nonlocal done
         if not os.path.isfile(source):
             raise CheckpointError(f"{source} is no file, and cannot be copied")
-        with open(source, "rb") as there, open(destination, "xb") as here:
-            while piece := there.read(PIECE_BYTES):
-                here.write(piece)
+        with open(source, "rb") as source_file, open(destination, "xb") as copied_file:
+            while piece := source_file.read(PIECE_BYTES):
+                copied_file.write(piece)
                 done += len(piece)
-                progress("copying", min(done, whole), whole)
-            here.flush()
-            os.fsync(here.fileno())
+                progress("copying", min(done, total), total)
+            copied_file.flush()
+            os.fsync(copied_file.fileno())
 
     made.mkdir()
     outcomes = []
-    for rank, (file, state_folder) in enumerate(states.items()):
+    for rank, (file, state_folder) in enumerate(state_folders.items()):
         if framework == DEEPSPEED:
-            outcomes.append(_write_frame(state_folder, rank, made / file, progress))
-            continue
-        outcomes.append(_write_state(state_folder, made / file, None, progress))
+            outcomes.append(_write_deepspeed_file(state_folder, rank, made / file, progress))
+        else:
+            outcomes.append(_write_state(state_folder, made / file, None, progress))
     for name in names:
         if (folder / name).is_dir():
             shutil.copytree(folder / name, made / name, copy_function=copy)
@@ -363,22 +413,28 @@ def _write_folder(
     return outcomes
 
 
-def _write_frame(folder: str, rank: int, path: Path, progress: Progress) -> Outcome:
-    """Write a rank's file in DeepSpeed's own layout, with its state."""
+def _write_deepspeed_file(folder: str, rank: int, path: Path, progress: Progress) -> Outcome:
+    """Write a rank's file in DeepSpeed's own layout, with its state.
+
+    The checkpoint's `extra` holds that file without the bytes of state (a `Frame`), and where they belong in it.
+    """
     with Checkpoint(folder) as opened:
         manifest = opened.manifests[rank]
-        frame, pieces = in_place.Frame.decode(opened.extra(rank)), manifest.layout.parameters
+        parameters = manifest.layout.parameters
+        frame = in_place.Frame.decode(opened.extra(rank))
         frame.write(str(path))
-        whole, done = sum(piece.numel for piece in pieces) * 12, 0
+        total = ITEM_BYTES * sum(parameter.numel for parameter in parameters)
+        done = 0
         with writable(str(path)) as file:
 
-            def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+            def write_piece(number: int, first: int, tensors: Mapping[str, torch.Tensor]) -> None:
+                """Write elements of a parameter's state, from the `first` on, to their places in the file."""
                 nonlocal done
-                for name, start in frame.pieces[pieces[number].name].items():
-                    write_at(file, bytes_of(views[name]), start + first * views[name].itemsize)
-                    done += views[name].nbytes
-                progress("writing", done, whole)
+                for name, start in frame.pieces[parameters[number].name].items():
+                    write_at(file, bytes_of(tensors[name]), start + first * tensors[name].itemsize)
+                    done += tensors[name].nbytes
+                progress("writing", done, total)
 
-            opened.read_pieces(pieces, take)
+            opened.read_pieces(parameters, write_piece)
             os.fsync(file)
-        return Outcome(f"rank {rank}'s AdamW", [len(pieces)], manifest.step, has_masters=False)
+        return Outcome(f"rank {rank}'s AdamW", [len(parameters)], manifest.step, has_masters=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -23,15 +24,15 @@ from offload.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.measure import RatesFile
-    from offload.plan import Rates
+    from offload.plan import GpuRates, Rates
 
 GB = 10**9
 WORDS = ("gpu", "link", "host", "drive", "cores")
 """The options that describe a machine."""
 MOST_GPUS, MOST_DRIVES = 64, 64
 
-LINK_PART = 0.7
-REACHED_PART = 0.4
+LINK_FRACTION, FLOPS_FRACTION = 0.7, 0.4
+"""Fractions of what data sheets promise that are reached; `_SOURCES` says where they are from."""
 CORE_BYTES_PER_S = 10.6e9
 USUAL_MEMORY_BYTES_PER_S = 51.2e9
 USUAL_GPU_BYTES_PER_S = 360e9
@@ -157,20 +158,21 @@ def parse_speed(field: str, value: str) -> float:
     Raises:
         ConfigError: It is none.
     """
-    allowed = 'give bytes a second, such as "3.5GB/s" (a network\'s 25 Gb/s are "3.125GB/s")'
+    advice = 'give bytes a second, such as "3.5GB/s" (a network\'s 25 Gb/s are "3.125GB/s")'
     size, slash, unit = value.strip().rpartition("/")
     if not slash or unit.lower() != "s":
-        raise ConfigError(field, value, allowed)
+        raise ConfigError(field, value, advice)
     try:
         speed = parse_bytes(field, size)
     except ConfigError as error:
-        raise ConfigError(field, value, allowed) from error
+        raise ConfigError(field, value, advice) from error
     if not speed:
         raise ConfigError(field, value, "give more than 0 bytes a second")
     return float(speed)
 
 
 def _parse_size(field: str, value: str) -> int:
+    """Return the bytes of a size that is not 0."""
     size = parse_bytes(field, value)
     if not size:
         raise ConfigError(field, value, "give more than 0 bytes")
@@ -187,40 +189,45 @@ def _check_order(field: str, value: str) -> None:
 
 
 def _parse_memory(field: str, value: str) -> Memory:
+    """Return what "64GiB" or "80GB/s:64GiB" says."""
     _check_order(field, value)
     speed, colon, size = value.rpartition(":")
     return Memory(_parse_size(field, size), parse_speed(field, speed) if colon else None)
 
 
 def _parse_gpus(field: str, value: str) -> Gpus:
+    """Return what "8xh100", "24GiB" or "1TB/s:24GiB" says."""
     counted = re.fullmatch(r"\s*(\d{1,9})\s*x\s*(.*)", value, re.ASCII | re.IGNORECASE)
     count = parse_count(field, counted[1], most=MOST_GPUS) if counted else 1
     name = (counted[2] if counted else value).strip()
-    plain = re.sub(r"nvidia|geforce|[\s_-]+", "", name.lower())
+    plain = re.sub(r"nvidia|geforce|[\s_-]+", "", name.lower())  # "NVIDIA GeForce RTX 4090": rtx4090
     cards = {known.replace("-", ""): known for known in CARDS}
     if plain in cards:
         card = CARDS[cards[plain]]
         return Gpus(count, card, Memory(card.memory_bytes, card.bytes_per_s))
-    near = [cards[known] for known in difflib.get_close_matches(plain, cards, 1, 0.7)]
+    similar = [cards[known] for known in difflib.get_close_matches(plain, cards, 1, 0.7)]
     if re.match(r"[\d.]", name):
         try:
             return Gpus(count, None, _parse_memory(field, name))
         except ConfigError:
-            if not near:
+            if not similar:
                 raise
-    allowed = "".join(f"did you mean {known}? " for known in near) + f"name a card ({', '.join(CARDS)}) or its memory"
+    guess = f"did you mean {similar[0]}? " if similar else ""
     assumes = 'its bandwidth is then assumed ("1TB/s:24GiB" says it), and its FLOP/s are unknown (--flops)'
-    raise ConfigError(field, value, f'{allowed}, such as "24GiB": {assumes}')
+    advice = f'{guess}name a card ({", ".join(CARDS)}) or its memory, such as "24GiB": {assumes}'
+    raise ConfigError(field, value, advice)
 
 
 def _parse_drive(field: str, value: str) -> Drive:
+    """Return what "3.5GB/s:2TB" or "7GB/s,5GB/s:2TB" says."""
     _check_order(field, value)
     speeds, colon, size = value.rpartition(":")
     if not colon:
         raise ConfigError(field, value, 'give its speed and size, such as "3.5GB/s:2TB"')
     read, comma, write = speeds.partition(",")
     read_bytes_per_s = parse_speed(field, read)
-    return Drive(read_bytes_per_s, parse_speed(field, write) if comma else read_bytes_per_s, _parse_size(field, size))
+    write_bytes_per_s = parse_speed(field, write) if comma else read_bytes_per_s
+    return Drive(read_bytes_per_s, write_bytes_per_s, _parse_size(field, size))
 
 
 def _parse_cores(field: str, value: str) -> int:
@@ -235,7 +242,7 @@ def described(arguments: argparse.Namespace) -> RatesFile:
     """
     from offload.formats import EXACT
     from offload.measure import RatesFile
-    from offload.plan import NO_GPU, GpuRates, PathRates, Rates
+    from offload.plan import NO_GPU, PathRates, Rates
     from offload.plan.rates import UPDATE_MEMORY_COST
 
     host, gpus, drives = arguments.host, arguments.gpu, arguments.drive
@@ -245,61 +252,42 @@ def described(arguments: argparse.Namespace) -> RatesFile:
         raise ConfigError("--link", f"{format_bytes(arguments.link)}/s", "describe the GPU, too: --gpu 24GiB")
     if len(drives) > MOST_DRIVES:
         raise ConfigError("--drive", len(drives), f"give {MOST_DRIVES} at most")
-    source: dict[str, str] = {}
-    assumed: list[str] = []
-
-    def figure(name: str, given: float | None, usual: float, why: str, words: str = "") -> float:
-        """Note where a figure is from, and return it."""
-        if given is not None:
-            source[name] = f"given: {format_bytes(given)}/s"
-            return given
-        source[name] = why
-        assumed.append(words)
-        return usual
-
-    cores = USUAL_CORES if arguments.cores is None else arguments.cores
-    if arguments.cores is None:
-        assumed.append(f"{USUAL_CORES} cores (--cores)")
-    usual = f"{USUAL_MEMORY_BYTES_PER_S / GB:g} GB/s of host memory (--host 80GB/s:64GiB)"
-    why = "assumed: two channels of DDR4-3200"
-    memory_bytes_per_s = figure("memory_bytes_per_s", host.bytes_per_s, USUAL_MEMORY_BYTES_PER_S, why, usual)
-    source["cpu_bytes_per_s"] = _SOURCES["cores"]
-    source["operation_s"] = _SOURCES["operation"]
-    gpu, flops_per_s = NO_GPU, 0.0
+    notes = _Notes({}, [])
+    cores = arguments.cores
+    if cores is None:
+        cores = USUAL_CORES
+        notes.assumed.append(f"{USUAL_CORES} cores (--cores)")
+    memory_bytes_per_s = notes.given_or_usual(
+        "memory_bytes_per_s",
+        host.bytes_per_s,
+        USUAL_MEMORY_BYTES_PER_S,
+        why="assumed: two channels of DDR4-3200",
+        text=f"{USUAL_MEMORY_BYTES_PER_S / GB:g} GB/s of host memory (--host 80GB/s:64GiB)",
+    )
+    notes.source["cpu_bytes_per_s"] = _SOURCES["cores"]
+    notes.source["operation_s"] = _SOURCES["operation"]
+    gpu = NO_GPU
+    flops_per_s = 0.0
+    gpu_name = None
     if gpus is not None:
-        card, sheet = gpus.card, gpus.card.source if gpus.card else "given"
-        gpu_bytes_per_s = gpus.memory.bytes_per_s
-        if gpu_bytes_per_s is None:
-            gpu_bytes_per_s = USUAL_GPU_BYTES_PER_S
-            assumed.append(f"{USUAL_GPU_BYTES_PER_S / GB:g} GB/s of GPU memory (--gpu 1TB/s:24GiB)")
-            sheet = "assumed: as an RTX 3060 has"
-        usual_link = LINK_PART * PCIE_BYTES_PER_S[card.pcie if card else 4]
-        words = f"a link of {usual_link / GB:.3g} GB/s each way (--link)"
-        link = figure("gpu.h2d_bytes_per_s", arguments.link, usual_link, _SOURCES["link"], words)
-        source["gpu.d2h_bytes_per_s"] = source["gpu.h2d_bytes_per_s"]
-        source |= {"gpu.update_bytes_per_s": f"{sheet}; {_SOURCES['update']}", "gpu.call_s": _SOURCES["call"]}
-        source["gpu.memory_bytes"] = card.source if card else "given"
-        update_bytes_per_s = gpu_bytes_per_s / UPDATE_MEMORY_COST
-        gpu = GpuRates(update_bytes_per_s, link, link, memory_bytes=gpus.memory.nbytes, call_s=CALL_S)
-        if card is not None:
-            flops_per_s = REACHED_PART * card.flops_per_s
-            source["compute_flops_per_s"] = f"{card.source}; {_SOURCES['flops']}"
-            if getattr(arguments, "flops", None) is None:  # `machine` has no such option
-                assumed.append(f"{flops_per_s / 1e12:.3g} TFLOP/s of each GPU in forward and backward (--flops)")
-    for number in range(len(drives)):
-        for way in ("read", "write"):
-            source[f"paths[{number}].{way}_bytes_per_s"] = "half of what it does alone: one bandwidth for both ways"
-            source[f"paths[{number}].{way}_alone_bytes_per_s"] = "given"
+        gpu = _gpu_rates(gpus, arguments.link, notes)
+        has_flops = getattr(arguments, "flops", None) is not None  # an option of `plan` alone
+        flops_per_s = _flops_per_s(gpus.card, notes, is_given=has_flops)
+        gpu_name = f"{gpus.count} x {gpus.card.name if gpus.card else format_bytes(gpus.memory.nbytes)}"
+    half = "half of what it does alone: one bandwidth for both ways"
+    for number, way in itertools.product(range(len(drives)), ("read", "write")):
+        notes.source[f"paths[{number}].{way}_bytes_per_s"] = half
+        notes.source[f"paths[{number}].{way}_alone_bytes_per_s"] = "given"
     rates = Rates(
         cpu_bytes_per_s=min(cores * CORE_BYTES_PER_S, memory_bytes_per_s / UPDATE_MEMORY_COST),
         paths=tuple(
             PathRates(
-                d.read_bytes_per_s / 2,
-                d.write_bytes_per_s / 2,
-                read_alone_bytes_per_s=d.read_bytes_per_s,
-                write_alone_bytes_per_s=d.write_bytes_per_s,
+                drive.read_bytes_per_s / 2,
+                drive.write_bytes_per_s / 2,
+                read_alone_bytes_per_s=drive.read_bytes_per_s,
+                write_alone_bytes_per_s=drive.write_bytes_per_s,
             )
-            for d in drives
+            for drive in drives
         ),
         gpu=gpu,
         memory_bytes_per_s=memory_bytes_per_s,
@@ -309,18 +297,61 @@ def described(arguments: argparse.Namespace) -> RatesFile:
     return RatesFile(
         rates=rates,
         cpu_bytes_per_s={EXACT: {0: rates.cpu_bytes_per_s}},
-        machine={
-            "cpu": f"{cores} cores",
-            "cores": cores,
-            "memory_bytes": host.nbytes,
-            "gpu": f"{gpus.count} x {gpus.card.name if gpus.card else format_bytes(gpus.memory.nbytes)}"
-            if gpus
-            else None,
-        },
-        paths=tuple({"path": f"/mnt/drive{n}", "bytes": d.nbytes} for n, d in enumerate(drives)),
-        warnings=(f"a machine in words; assumed: {'; '.join(assumed)}",) if assumed else (),
-        source=source,
+        machine={"cpu": f"{cores} cores", "cores": cores, "memory_bytes": host.nbytes, "gpu": gpu_name},
+        paths=tuple({"path": f"{STAND_IN}{number}", "bytes": drive.nbytes} for number, drive in enumerate(drives)),
+        warnings=(f"a machine in words; assumed: {'; '.join(notes.assumed)}",) if notes.assumed else (),
+        source=notes.source,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """Where each figure of a described machine is from, by its name; and what was assumed, in words."""
+
+    source: dict[str, str]
+    assumed: list[str]
+
+    def given_or_usual(self, name: str, given: float | None, usual: float, *, why: str, text: str) -> float:
+        """Return a speed that was given, else the usual one; note which, with `why` and `text` if it is assumed."""
+        if given is not None:
+            self.source[name] = f"given: {format_bytes(given)}/s"
+            return given
+        self.source[name] = why
+        self.assumed.append(text)
+        return usual
+
+
+def _gpu_rates(gpus: Gpus, link: float | None, notes: _Notes) -> GpuRates:
+    """Return the rates of a described GPU, and note where they are from."""
+    from offload.plan import GpuRates
+    from offload.plan.rates import UPDATE_MEMORY_COST
+
+    memory_source = gpus.card.source if gpus.card else "given"
+    gpu_bytes_per_s = gpus.memory.bytes_per_s
+    if gpu_bytes_per_s is None:
+        gpu_bytes_per_s = USUAL_GPU_BYTES_PER_S
+        notes.assumed.append(f"{USUAL_GPU_BYTES_PER_S / GB:g} GB/s of GPU memory (--gpu 1TB/s:24GiB)")
+        memory_source = "assumed: as an RTX 3060 has"
+    usual_link = LINK_FRACTION * PCIE_BYTES_PER_S[gpus.card.pcie if gpus.card else 4]
+    text = f"a link of {usual_link / GB:.3g} GB/s each way (--link)"
+    link = notes.given_or_usual("gpu.h2d_bytes_per_s", link, usual_link, why=_SOURCES["link"], text=text)
+    notes.source["gpu.d2h_bytes_per_s"] = notes.source["gpu.h2d_bytes_per_s"]
+    notes.source["gpu.update_bytes_per_s"] = f"{memory_source}; {_SOURCES['update']}"
+    notes.source["gpu.call_s"] = _SOURCES["call"]
+    notes.source["gpu.memory_bytes"] = gpus.card.source if gpus.card else "given"
+    update_bytes_per_s = gpu_bytes_per_s / UPDATE_MEMORY_COST
+    return GpuRates(update_bytes_per_s, link, link, memory_bytes=gpus.memory.nbytes, call_s=CALL_S)
+
+
+def _flops_per_s(card: Card | None, notes: _Notes, *, is_given: bool) -> float:
+    """Return the FLOP/s that forward and backward reach on a card, 0 if it is unknown; note where they are from."""
+    if card is None:
+        return 0.0
+    flops_per_s = FLOPS_FRACTION * card.flops_per_s
+    notes.source["compute_flops_per_s"] = f"{card.source}; {_SOURCES['flops']}"
+    if not is_given:  # else what is given takes its place
+        notes.assumed.append(f"{flops_per_s / 1e12:.3g} TFLOP/s of each GPU in forward and backward (--flops)")
+    return flops_per_s
 
 
 _EPILOG = """\
@@ -334,14 +365,19 @@ be changed there. `offload probe` measures the machine that it runs on.
 """
 
 
-_COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)
+_COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)  # "4 x A100 40GB"
 
 
-def node_of(file: RatesFile) -> tuple[int | None, int | None]:
-    """Return the bytes of host memory and the number of GPUs of a machine; None for what its rates do not say."""
-    nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
-    gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
-    return parse_bytes("machine.memory_bytes", nbytes) if nbytes is not None else None, gpus
+def _memory_bytes_of(file: RatesFile) -> int | None:
+    """Return the bytes of a machine's host memory; None if its rates do not say."""
+    nbytes = file.machine.get("memory_bytes")
+    return None if nbytes is None else parse_bytes("machine.memory_bytes", nbytes)
+
+
+def _gpu_count_of(file: RatesFile) -> int | None:
+    """Return the number of a machine's GPUs; None if its rates do not say."""
+    gpu = file.machine.get("gpu")
+    return sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +406,7 @@ class Machine:
         return self.nodes * self.ranks
 
     def _path(self, number: int) -> Mapping[str, Any]:
+        """Return what the rates file says about a path; empty if nothing."""
         known = self.file.paths if self.file else ()
         return known[number] if number < len(known) else {}
 
@@ -402,24 +439,28 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
     from offload.plan import NO_GPU
 
     file = _file_of(arguments)
-    rates, (node_memory, gpus) = file.rates, node_of(file)
+    rates = file.rates
+    memory_bytes = _memory_bytes_of(file)
+    if arguments.node_memory is not None:
+        memory_bytes = arguments.node_memory
+    gpus = _gpu_count_of(file) if arguments.gpus is None else arguments.gpus
     if arguments.gpus == 0 and rates.gpu.weights_on == "gpu":
         rates = replace(rates, gpu=NO_GPU, compute_flops_per_s=0.0)  # which are the GPU's
-    gpus = gpus if arguments.gpus is None else arguments.gpus
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
-    named = [text.partition("=")[0].strip() for text in arguments.shared_path]
-    if len(set(named)) < len(named):
-        raise ConfigError("--shared-path", ", ".join(named), "give each path once")
+    shared_paths = [text.partition("=")[0].strip() for text in arguments.shared_path]
+    if len(set(shared_paths)) < len(shared_paths):
+        raise ConfigError("--shared-path", ", ".join(shared_paths), "give each path once")
     for text in arguments.shared_path:
         rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, "--path-count", arguments.path_count)
+    one_rank_per_gpu = gpus if gpus and is_described(arguments) else 1
     return Machine(
         rates=rates,
         nodes=arguments.nodes,
-        ranks=arguments.ranks or (gpus if gpus and is_described(arguments) else 1),
-        memory_bytes=node_memory if arguments.node_memory is None else arguments.node_memory,
+        ranks=arguments.ranks or one_rank_per_gpu,
+        memory_bytes=memory_bytes,
         gpus=gpus,
         file=file,
     )
@@ -445,6 +486,7 @@ def _file_of(arguments: argparse.Namespace) -> RatesFile:
 
 
 def _first_paths(rates: Rates, field: str, value: str) -> Rates:
+    """Return rates without further paths than the first so many, as `--path-count` says."""
     known = len(rates.paths)
     count = parse_count(field, value, least=0, most=known, why=f"the rates know {known} paths: ")
     return replace(rates, paths=rates.paths[:count])
@@ -465,9 +507,9 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
     total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
     if not total:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
-    part = min(1.0, total / nodes / path.each_way_bytes_per_s)
+    share = min(1.0, total / nodes / path.each_way_bytes_per_s)
     paths = [*rates.paths]
-    paths[number] = path.scaled(part)
+    paths[number] = path.scaled(share)
     return replace(rates, paths=tuple(paths))
 
 
@@ -517,15 +559,15 @@ def describe(found: RatesFile) -> str:
 
 def _figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return every number by its name, as in `source`; zeros, which say nothing, are left out."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, value in values.items():
         if name == "memory_cost":  # of plain DMA, whatever the machine
             continue
         if isinstance(value, Mapping):
-            found |= _figures(value, f"{prefix}{name}.")
+            figures |= _figures(value, f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
-            for number, each in enumerate(value):
-                found |= _figures(each, f"{prefix}{name}[{number}].")
+            for number, item in enumerate(value):
+                figures |= _figures(item, f"{prefix}{name}[{number}].")
         elif value and f"{prefix}{name}".rpartition(".")[2] != "at_once":
-            found[f"{prefix}{name}"] = value
-    return found
+            figures[f"{prefix}{name}"] = value
+    return figures

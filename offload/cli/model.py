@@ -62,8 +62,8 @@ def choose_shape(target_numel: int, *, layers: int | None = None, hidden: int | 
         for width in ([hidden] if hidden is not None else _widths(target_numel, count))
     ]
     best = min(candidates, key=lambda shape: _distance(shape, target_numel))
-    fixed = layers is not None and hidden is not None
-    if not fixed and abs(math.log(best.numel / target_numel)) > math.log(2):
+    is_fixed = layers is not None and hidden is not None
+    if not is_fixed and abs(math.log(best.numel / target_numel)) > math.log(2):
         raise ConfigError(
             "--params", target_numel, f"the nearest model has {best.numel} parameters; change --params or the shape"
         )
@@ -80,6 +80,7 @@ def _widths(target_numel: int, layers: int) -> list[int]:
 
 
 def _distance(shape: Shape, target_numel: int) -> float:
+    """Return how far a shape is from the target's size and from the usual proportions."""
     size = abs(math.log(shape.numel / target_numel))
     proportion = abs(math.log(shape.hidden / shape.layers / _HIDDEN_PER_LAYER))
     # Missing the target by 10% is as bad as proportions that are off by a factor of 2.7.
@@ -106,9 +107,9 @@ def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed
     )
     torch.manual_seed(seed)
     # In its own dtype from the start: in fp32 it would take the memory of a model twice as large.
-    asked = {"dtype" if hasattr(config, "dtype") else "torch_dtype": dtype}  # transformers 4.56 has renamed it
+    dtype_argument = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # transformers 4.56 has renamed it
     with torch.device(device):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, **asked)  # type: ignore[no-untyped-call]
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, **{dtype_argument: dtype})  # type: ignore[no-untyped-call]
     return model.train()
 
 

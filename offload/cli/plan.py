@@ -15,16 +15,16 @@ from offload.cli import advise
 from offload.cli.machine import add_machine_options, machine_of
 from offload.cli.progress import Progress
 from offload.cli.scenario import (
-    FASTEST,
-    GPU,
+    FASTEST_PATH_NAME,
+    GPU_NAME,
     Answer,
     Scenario,
     ask,
-    computed_s,
-    least,
+    compute_s,
+    least_memory_use,
     missing_option_line,
     node_lines,
-    shares,
+    uses_text,
 )
 from offload.cli.shapes import MODELS, model_of, parse_model
 from offload.cli.streamed import path_of
@@ -50,14 +50,13 @@ from offload.units import DAY_S, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from offload.pictures.draw import Tier
-    from offload.plan import Plan
+    from offload.plan import Plan, Rates
 
 MOST_DRAWN = 50_000
-"""Operations of a step that is drawn."""
+"""Most operations of a step whose lanes are drawn."""
 
 WORTH_SWITCHING = 0.02
-"""Part of a rank's least host memory below which one switch more is not worth it."""
-
+"""Fraction of a rank's least host memory that one more switch has to save to be named."""
 
 _EPILOG = """\
 examples:
@@ -140,10 +139,12 @@ def add_parser(commands: Any) -> None:
 
 
 def _parse_ranks(field: str, value: str) -> int:
+    """Return the value of `--ranks` or `--nodes`."""
     return parse_count(field, value, most=MAX_RANKS)
 
 
 def _parse_placement(field: str, value: str) -> str | float:
+    """Return the value of `--placement`, which takes a stride, too, unlike the setting."""
     if value in ("auto", "cpu", "gpu"):
         return value
     if value.startswith("stride:"):
@@ -151,26 +152,26 @@ def _parse_placement(field: str, value: str) -> str | float:
     return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
 
 
-def _picture(answer: Answer, text: str, file: str) -> None:
-    """Draw a plan's tiers and lanes to a file; on a page, with the text that was printed."""
+def _draw_picture(answer: Answer, text: str, file: str) -> None:
+    """Draw a plan's tiers and lanes to a file; in an .html page, with the text that was printed."""
     from offload.pictures.draw import LANES_TITLE, draw_plan, lanes_figure, svg, tiers_figure
     from offload.pictures.page import Page
 
     scenario = answer.scenario
-    tiers = _tiers(answer)
+    tiers = _drawn_tiers(answer)
     timeline = answer.prediction.timeline if answer.prediction else ()
     if len(timeline) > MOST_DRAWN:
         timeline = ()
-    names = [scenario.machine.path_label(number) or "unknown" for number in range(len(answer.rates.paths))]
+    paths = [scenario.machine.path_label(number) or "unknown" for number in range(len(answer.rates.paths))]
     title = f"{scenario.model.params:,} parameters, predicted"
     try:
         if not file.lower().endswith(".html"):
-            draw_plan(file, title, tiers, timeline, names)
+            draw_plan(file, title, tiers, timeline, paths)
             return
         page = Page(title)
         page.picture(svg(tiers_figure(tiers, title="What lies where")), "what lies where")
         if timeline:
-            page.picture(svg(lanes_figure(timeline, names, title=LANES_TITLE)), "what each lane does during a step")
+            page.picture(svg(lanes_figure(timeline, paths, title=LANES_TITLE)), "what each lane does during a step")
         page.lines(text)
         Path(file).write_text(str(page), encoding="utf-8")
     except ImportError as cause:
@@ -179,20 +180,22 @@ def _picture(answer: Answer, text: str, file: str) -> None:
         raise ConfigError("--picture", file, f"the picture cannot be written there: {cause}") from cause
 
 
-def _tiers(answer: Answer) -> list[Tier]:
+def _drawn_tiers(answer: Answer) -> list[Tier]:
     """Return what lies in each tier: on one GPU, in host memory of all ranks of a node, on each path."""
     from offload.pictures.draw import Tier
 
-    scenario, plan, ranks = answer.scenario, answer.plan, answer.scenario.machine.ranks
-    host = {name: ranks * nbytes for name, nbytes in answer.use.host.items()}
-    tiers = [Tier("host memory", host, scenario.machine.memory_bytes)]
+    plan, machine = answer.plan, answer.scenario.machine
+    ranks = machine.ranks
+    tiers = []
     if answer.use.gpu_bytes:
-        name, size = "each GPU" if ranks > 1 else "GPU", scenario.machine.rates.gpu.memory_bytes or None
-        tiers.insert(0, Tier(name, dict(answer.use.gpu), size))
-    for number, share in enumerate(plan.path_shares(answer.rates) if plan.storage_bytes else ()):
-        size = scenario.machine.path_bytes(number)
-        stored = {"state": int(ranks * share * plan.storage_bytes)}
-        tiers.append(Tier(scenario.machine.path_name(number), stored, size))
+        gpu_name = "each GPU" if ranks > 1 else "GPU"
+        tiers.append(Tier(gpu_name, dict(answer.use.gpu), machine.rates.gpu.memory_bytes or None))
+    host = {purpose: ranks * nbytes for purpose, nbytes in answer.use.host.items()}
+    tiers.append(Tier("host memory", host, machine.memory_bytes))
+    if plan.storage_bytes:
+        for number, share in enumerate(plan.path_shares(answer.rates)):
+            stored = {"state": int(ranks * share * plan.storage_bytes)}
+            tiers.append(Tier(machine.path_name(number), stored, machine.path_bytes(number)))
     return tiers
 
 
@@ -205,21 +208,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OffloadError: A value cannot be used, or the state does not fit.
     """
-    if arguments.params is None and arguments.config is None and arguments.model is None:
-        arguments.refuse("give a model, by --model NAME, --params N or --config FILE")
-    options = {"--target": arguments.target, "--advise": arguments.advise}
-    searches = [name for name, value in options.items() if value not in (None, False)]
-    if len(searches) > 1:
-        arguments.refuse(f"give {searches[0]} or {searches[1]}, not both")
-    if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
-        raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
-    if arguments.picture is not None and searches:
-        raise ConfigError("--picture", arguments.picture, f"a picture is drawn of one plan: leave {searches[0]} out")
+    searches = _check_options(arguments)
     was_collecting = gc.isenabled()
     gc.disable()  # millions of small objects without cycles: collections take a sixth of the time
     try:
         with naming_options("plan"):
-            scenario, choices = _asked(arguments)
+            scenario, choices = _scenario_from_options(arguments)
             if searches:
                 _search(arguments, scenario, choices)
             else:
@@ -230,34 +224,57 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
+def _check_options(arguments: argparse.Namespace) -> bool:
+    """Refuse options that do not go together; return whether settings are to be searched."""
+    if arguments.params is None and arguments.config is None and arguments.model is None:
+        arguments.refuse("give a model, by --model NAME, --params N or --config FILE")
+    search_options = {"--target": arguments.target, "--advise": arguments.advise}
+    searches = [name for name, value in search_options.items() if value not in (None, False)]
+    if len(searches) > 1:
+        arguments.refuse(f"give {searches[0]} or {searches[1]}, not both")
+    if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
+        raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
+    if arguments.picture is not None and searches:
+        raise ConfigError("--picture", arguments.picture, f"a picture is drawn of one plan: leave {searches[0]} out")
+    return bool(searches)
+
+
+def _scenario_from_options(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
     """Return the scenario of the command's options, and the choices that they leave open."""
-    machine, given = machine_of(arguments), given_settings(arguments, "plan")
-    rates, known_nodes = machine.rates, [f"node{node.node}" for node in machine.rates.nodes]
+    machine = machine_of(arguments)
+    settings = given_settings(arguments, "plan")
+    _check_places(arguments, machine.rates)
+    model = model_of(arguments, weights_on=arguments.weights_on or machine.rates.gpu.weights_on)
+    # Several ranks are planned as in ZeRO, where gradients leave the GPU during backward.
+    usual = {"keep_grads": machine.all_ranks == 1}
+    scenario = Scenario.of(model, machine, arguments.path_bytes, arguments.gpu_staging, **{**usual, **settings})
+    return scenario, advise.Choices.of(scenario, settings, arguments.weights_on)
+
+
+def _check_places(arguments: argparse.Namespace, rates: Rates) -> None:
+    """Refuse weights on the CPU of a machine with a GPU, and memory nodes that the rates do not know."""
     if arguments.weights_on == "cpu" and rates.gpu.weights_on == "gpu":
-        allowed = (
+        advice = (
             "give host for weights in host memory that the GPU computes; for training on the CPU leave --gpu out, or "
             "give --gpus 0, and its --flops"
         )
-        raise ConfigError("--weights-on", "cpu", allowed)
+        raise ConfigError("--weights-on", "cpu", advice)
+    known_nodes = [f"node{node.node}" for node in rates.nodes]
     for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
         if name not in known_nodes:
-            allowed = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
-            raise ConfigError("--host-memory", name, allowed)
-    model = model_of(arguments, weights_on=arguments.weights_on or rates.gpu.weights_on)
-    settings = {"keep_grads": machine.all_ranks == 1, **given}
-    scenario = Scenario.of(model, machine, arguments.path_bytes, arguments.gpu_staging, **settings)
-    return scenario, advise.Choices.of(scenario, given, arguments.weights_on)
+            advice = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
+            raise ConfigError("--host-memory", name, advice)
 
 
 def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
+    """Find the best settings, or the cheapest that meets `--target`, and print them."""
     with contextlib.closing(progress_of(arguments, "setting")) as progress:
         if arguments.advise:
-            settings = advise.best(scenario, choices, progress.show)
+            settings = advise.best_settings(scenario, choices, progress.show)
         else:
-            settings = [advise.cheapest(scenario, choices, arguments.target, progress.show)]
+            settings = [advise.cheapest_setting(scenario, choices, arguments.target, progress.show)]
     outcome = {"params": scenario.model.params, "settings": [advise.as_dict(setting) for setting in settings]}
-    notes = "".join(f"\n{text}" for text in scenario.warnings if text != scenario.guessed)
+    notes = "".join(f"\n{text}" for text in scenario.warnings if text != scenario.guess_warning)
     tell(arguments, outcome, f"{advise.describe(settings)}{notes}")
 
 
@@ -268,51 +285,59 @@ def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
 
 def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
     """Predict an iteration with the scenario, print it, and draw it if asked; say what would fit if it does not."""
-    settled = choices.fix_budgets(scenario)
+    planned = choices.fix_budgets(scenario)
     draws = arguments.picture is not None
     with contextlib.closing(progress_of(arguments, "visit")) as progress:
         try:
-            answer = ask(settled, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
+            answer = ask(planned, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
         except InfeasiblePlanError as error:
-            least_text = "" if {GPU, FASTEST} & {*error.available_bytes} else f"; {_say_least(settled, choices)}"
-            switches = advise.what_fits(settled, choices)
-            fits = f"; it fits with {switches}" if switches else ""
-            raise PlanError(f"{in_options(str(error), 'plan')}{least_text}{fits}") from error
-        wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
+            raise PlanError(f"{in_options(str(error), 'plan')}{_remedies(error, planned, choices)}") from error
+        wear = _path_wear(answer, arguments.endurance, arguments.steps_per_day)
         advice = advise.advice(answer)
     text = "" if arguments.json and not draws else _describe(answer, wear, advice)
     tell(arguments, _as_dict(answer, wear, advice), text)
     if draws:
-        _picture(answer, text, arguments.picture)
+        _draw_picture(answer, text, arguments.picture)
 
 
-def _say_least(scenario: Scenario, choices: advise.Choices) -> str:
+def _remedies(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choices) -> str:
+    """Return what to add to the error of a plan that does not fit: the least host memory, switches that help."""
+    lacks_host_memory = not {GPU_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}
+    least = f"; {_least_memory_text(scenario, choices)}" if lacks_host_memory else ""
+    switches = advise.fitting_switches_text(scenario, choices)
+    return least + (f"; it fits with {switches}" if switches else "")
+
+
+def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
     """Return the least host memory that a rank takes, with whatever of the switches takes less."""
-    memory_bytes = scenario.machine.memory_bytes
-    each = [(taken, other) for other in choices.variants(scenario) if (taken := least(other)) is not None]
-    if not each:
+    machine = scenario.machine
+    uses = [(least_memory_use(variant), variant) for variant in choices.variants(scenario)]
+    planned = [(use, variant) for use, variant in uses if use is not None]
+    if not planned:
         return "no --host-memory would be enough"
-    enough = (1 + WORTH_SWITCHING) * min(taken.host_bytes for taken, _ in each)
-    fewest, leanest = next((taken, other) for taken, other in each if taken.host_bytes <= enough)
-    why = "" if scenario.machine.rates.paths else "these rates have no paths (--rates, --drive), so "
-    how = " and ".join(advise.switches(scenario, leanest, choices))
-    words = f"{why}at the least a rank takes {format_bytes(fewest.host_bytes)} of host memory ({shares(fewest.host)})"
-    words += f", with {how}" if how else ""
-    if memory_bytes is not None and scenario.machine.ranks * fewest.host_bytes > memory_bytes:
-        words += f", more than the {format_bytes(memory_bytes / scenario.machine.ranks)} that this node has for each"
-    return words
+    # Of variants with about the least memory, the first asks least of the user.
+    near_least = (1 + WORTH_SWITCHING) * min(use.host_bytes for use, _ in planned)
+    least, leanest = next((use, variant) for use, variant in planned if use.host_bytes <= near_least)
+    why = "" if machine.rates.paths else "these rates have no paths (--rates, --drive), so "
+    text = f"{why}at the least a rank takes {format_bytes(least.host_bytes)} of host memory ({uses_text(least.host)})"
+    if switches := advise.switch_texts(scenario, leanest, choices):
+        text += f", with {' and '.join(switches)}"
+    if machine.memory_bytes is not None and machine.ranks * least.host_bytes > machine.memory_bytes:
+        text += f", more than the {format_bytes(machine.memory_bytes / machine.ranks)} that this node has for each"
+    return text
 
 
-def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
+def _path_wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
     """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts."""
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
+    lane_bytes = answer.prediction.lane_bytes if answer.prediction else {}
     rows = []
-    lanes = answer.prediction.lane_bytes if answer.prediction else {}
     for number, share in enumerate(answer.plan.path_shares(answer.rates)):
-        gradients = round(share * answer.plan.path_gradient_bytes)  # in backward
-        weights = answer.passes.written_bytes * (number == path_of(answer.rates)) if answer.passes is not None else 0
-        written = answer.scenario.machine.ranks * (lanes.get(f"write:{number}", 0) + gradients + weights)
+        rank_bytes = lane_bytes.get(f"write:{number}", 0) + round(share * answer.plan.path_gradient_bytes)
+        if answer.weight_transfers is not None and number == path_of(answer.rates):
+            rank_bytes += answer.weight_transfers.written_bytes
+        written = answer.scenario.machine.ranks * rank_bytes
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)
@@ -321,7 +346,8 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
 
 
 def _gpu_fraction(plan: Plan) -> float:
-    nbytes = sum(size for n, size in enumerate(plan.layout.subgroup_bytes) if plan.updates_on_gpu(n))
+    """Return the fraction of the state that the GPU updates."""
+    nbytes = sum(size for number, size in enumerate(plan.layout.subgroup_bytes) if plan.updates_on_gpu(number))
     return nbytes / plan.state_bytes
 
 
@@ -333,13 +359,16 @@ def _as_dict(
 
     plan, cost, prediction, machine = answer.plan, answer.estimate, answer.prediction, answer.scenario.machine
     figures = answer.figures
+    hiding_memory_bytes, hiding_storage_bytes = answer.hiding_bytes
     return {
         "params": answer.scenario.model.params,
         "nodes": machine.nodes,
         "ranks": machine.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
-            "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.layout.formats.items()},
+            "formats": {
+                name: {"params": numel, "bytes": nbytes} for name, (numel, nbytes) in plan.layout.formats.items()
+            },
             "gpu_bytes": plan.home_bytes[Home.GPU],
             "host_bytes": plan.home_bytes[Home.HOST],
             "node_bytes": {f"node{number}": nbytes for number, nbytes in plan.node_bytes.items()},
@@ -363,7 +392,7 @@ def _as_dict(
         "step_s": answer.step_s,
         "iteration_s": answer.iteration_s,
         "hidden_iteration_s": dict(answer.overlapped_s),
-        "speculation": dict(zip(("memory_bytes", "storage_bytes"), answer.hiding_bytes, strict=True)),
+        "speculation": {"memory_bytes": hiding_memory_bytes, "storage_bytes": hiding_storage_bytes},
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
         "bound_by": cost.bound_by,
@@ -379,7 +408,7 @@ def _as_dict(
         "activations_on_paths": activations_on_paths(answer),
         "weights": {
             "on": answer.scenario.model.weights_on,
-            **(answer.passes.as_dict() if answer.passes is not None else {}),
+            **(answer.weight_transfers.as_dict() if answer.weight_transfers is not None else {}),
         },
         "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in advice],
@@ -388,38 +417,19 @@ def _as_dict(
 
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]) -> str:
     """Return an answer as text."""
-    plan, cost, machine = answer.plan, answer.estimate, answer.scenario.machine
-    ranks, nodes = machine.ranks, machine.nodes
-    by_all = "all ranks of a node" if nodes > 1 else "all ranks"
-    on_ranks = f"{format_count(ranks, 'rank')}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
-    lines = [f"{answer.scenario.model.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
-    mark = answer.scenario.mark
-    lines += ["", *node_lines(answer), *answer.scenario.marked(answer.warnings), ""]
-    if answer.forward_s is None:
-        lines.append(missing_option_line(answer.scenario))
-    else:
-        lines.append(
-            f"forward {format_seconds(answer.forward_s)}, backward {format_seconds(answer.backward_s or 0.0)}"
-        )
-    if answer.passes is not None:
-        lines += answer.passes.lines(answer.rates, computed_s(answer.scenario, answer.rates))
-    gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
-    lines.append(
-        f"step {format_seconds(answer.step_s)}{mark}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
-        f"(the step takes {f'{gap:.1%}' if gap >= 0.0005 else 'nothing'} more)"
-    )
-    if answer.forward_s is not None:
-        line = f"iteration {format_seconds(answer.iteration_s)}{mark}"
-        if answer.overlapped_s:
-            hidden = ", ".join(f"in {where} {format_seconds(s)}{mark}" for where, s in answer.overlapped_s.items())
-            line += f"; with the step hidden {hidden}"
-        lines.append(line)
+    machine = answer.scenario.machine
+    on_nodes = f" on each of {machine.nodes:,} nodes" if machine.nodes > 1 else ""
+    on_ranks = f"{format_count(machine.ranks, 'rank')}{on_nodes}"
+    lines = [f"{answer.scenario.model.params:,} parameters on {on_ranks}; each rank has:", str(answer.plan)]
+    lines += ["", *node_lines(answer), *answer.scenario.mark_guess_warning(answer.warnings), ""]
+    lines += _time_lines(answer)
     lines += _activation_lines(answer)
     if "backward" in answer.overlapped_s:
         memory, storage = map(format_bytes, answer.hiding_bytes)
         lines.append(f"hidden in backward, a step takes {memory} more of a rank's memory and {storage} of its paths")
     if answer.prediction is not None:
-        lines += str(answer.prediction).splitlines()[1:]
+        lines += str(answer.prediction).splitlines()[1:]  # without the step's seconds, which are said above
+    by_all = "all ranks of a node" if machine.nodes > 1 else "all ranks"
     for number, row in enumerate(wear):
         if row["written_bytes_per_step"]:
             name = machine.path_name(number)
@@ -432,6 +442,33 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Seque
     return "\n".join(lines)
 
 
+def _time_lines(answer: Answer) -> list[str]:
+    """Return lines about the seconds of forward, backward, step and iteration."""
+    mark = answer.scenario.guess_mark
+    cost = answer.estimate
+    lines = []
+    if answer.forward_s is None:
+        lines.append(missing_option_line(answer.scenario))
+    else:
+        backward = format_seconds(answer.backward_s or 0.0)
+        lines.append(f"forward {format_seconds(answer.forward_s)}, backward {backward}")
+    if answer.weight_transfers is not None:
+        lines += answer.weight_transfers.lines(answer.rates, compute_s(answer.scenario, answer.rates))
+    gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
+    more = f"{gap:.1%}" if gap >= 0.0005 else "nothing"
+    lines.append(
+        f"step {format_seconds(answer.step_s)}{mark}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
+        f"(the step takes {more} more)"
+    )
+    if answer.forward_s is not None:
+        line = f"iteration {format_seconds(answer.iteration_s)}{mark}"
+        if answer.overlapped_s:
+            hidden = ", ".join(f"in {where} {format_seconds(s)}{mark}" for where, s in answer.overlapped_s.items())
+            line += f"; with the step hidden {hidden}"
+        lines.append(line)
+    return lines
+
+
 def activations_on_paths(answer: Answer) -> dict[str, Any]:
     """Return the further seconds of an iteration whose activations are written to the paths, recomputed, or both.
 
@@ -439,22 +476,30 @@ def activations_on_paths(answer: Answer) -> dict[str, Any]:
     Writes that take longer than forward, and reads that take longer than backward, are waited for.
     """
     model, paths = answer.scenario.model, answer.rates.paths
-    forward_s, backward_s = answer.forward_s, answer.backward_s
-    if model.shape is None or model.tokens is None or not paths or forward_s is None or backward_s is None:
+    if model.shape is None or model.tokens is None or not paths:
         return {}
-    tokens, again_s = math.ceil(model.tokens / model.accumulate), 0.0 if model.recompute else forward_s
-    write, read = sum(path.write.alone for path in paths), sum(path.read.alone for path in paths)
-    forward_s, backward_s = forward_s / model.accumulate, backward_s / model.accumulate
+    if answer.forward_s is None or answer.backward_s is None:
+        return {}
+    forward_s = answer.forward_s / model.accumulate  # of a micro-step, as what follows
+    backward_s = answer.backward_s / model.accumulate
+    write_bytes_per_s = sum(path.write.alone for path in paths)
+    read_bytes_per_s = sum(path.read.alone for path in paths)
 
-    def longer_s(nbytes: int, more_s: float) -> float:
-        waits_s = max(0.0, nbytes / write - forward_s) + max(0.0, nbytes / read - backward_s - more_s)
-        return model.accumulate * waits_s
+    def waited_s(nbytes: int, recompute_s: float) -> float:
+        """Return the seconds of an iteration that wait for this many bytes of each micro-step."""
+        writes_s = max(0.0, nbytes / write_bytes_per_s - forward_s)
+        reads_s = max(0.0, nbytes / read_bytes_per_s - backward_s - recompute_s)
+        return model.accumulate * (writes_s + reads_s)
 
-    whole, inputs = (model.shape.activation_bytes(tokens, recompute=again) for again in (model.recompute, True))
-    ways = {"paths_s": longer_s(whole, 0.0)}
+    tokens = math.ceil(model.tokens / model.accumulate)
+    nbytes = model.shape.activation_bytes(tokens, recompute=model.recompute)
+    ways = {"paths_s": waited_s(nbytes, 0.0)}
     if not model.recompute:
-        ways |= {"recompute_s": again_s, "both_s": again_s + longer_s(inputs, again_s / model.accumulate)}
-    return {"bytes": whole, **ways, "advice": min(ways, key=ways.__getitem__).removesuffix("_s")}
+        recompute_s = answer.forward_s
+        inputs_bytes = model.shape.activation_bytes(tokens, recompute=True)
+        ways["recompute_s"] = recompute_s
+        ways["both_s"] = recompute_s + waited_s(inputs_bytes, recompute_s / model.accumulate)
+    return {"bytes": nbytes, **ways, "advice": min(ways, key=ways.__getitem__).removesuffix("_s")}
 
 
 def _activation_lines(answer: Answer) -> list[str]:

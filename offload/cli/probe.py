@@ -58,29 +58,29 @@ def run(arguments: argparse.Namespace) -> int:
 
     is_named = arguments.out is not None
     file = Path(arguments.out) if is_named else default_rates_file()
-    keeps = _can_write(file, makes_folder=not is_named)
-    if is_named and not keeps:
+    is_kept = _can_write(file, makes_folder=not is_named)
+    if is_named and not is_kept:
         raise ConfigError("--out", str(file), "name a file in a folder that is there and can be written")
-    if not keeps:
+    if not is_kept:
         _say_unkept(f"{file} cannot be written")
     with closing(Progress(1, title="probe", quiet=arguments.quiet, unit="run")) as progress:
         found = full_probe(arguments.paths, seconds=arguments.seconds, report=progress.show)
     try:
-        if keeps:
+        if is_kept:
             save_rates(file, found)
     except OffloadError as error:
         if is_named:
             raise
-        keeps = False
+        is_kept = False
         _say_unkept(str(error))
-    tell(arguments, found.to_dict(), describe(found) + (f"\nwritten to {file}" if keeps else ""))
+    tell(arguments, found.to_dict(), describe(found) + (f"\nwritten to {file}" if is_kept else ""))
     for warning in found.warnings:
         print(f"offload probe: warning: {warning}", file=sys.stderr)
     return 0
 
 
 def _can_write(file: Path, *, makes_folder: bool) -> bool:
-    """Return whether a file can be written when all is measured, as far as that can be seen before."""
+    """Return whether a file can probably be written when all is measured."""
     folder = file.parent
     while makes_folder and not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
@@ -95,7 +95,7 @@ def _say_unkept(why: str) -> None:
 def gpu_of(machine: Mapping[str, Any]) -> str:
     """Return what a machine's GPU is called, in words."""
     name = machine["gpu"]
-    return {None: "no GPU", "": "no GPU"}.get(name, str(name))
+    return "no GPU" if name in (None, "") else str(name)
 
 
 def describe(found: RatesFile) -> str:
@@ -107,25 +107,26 @@ def describe(found: RatesFile) -> str:
     ]
     lines += [f"path {number}: {facts['path']} ({facts['io']})" for number, facts in enumerate(found.paths)]
     rows = [
-        (f"  {name}", _value(each), f"{each.runs} runs, {each.spread:.0%} apart")
+        (f"  {name}", _median_text(each), f"{each.runs} runs, {each.spread:.0%} apart")
         for name, each in found.measurements.items()
     ]
     lines.append(in_columns(rows, right=[1]))
     lines.append(f"host memory gives {format_bytes(found.rates.memory_bytes_per_s)}/s")
     for node in found.rates.nodes:
-        reached = node.update_bytes_per_s, node.read_bytes_per_s, node.write_bytes_per_s, node.link_bytes_per_s
-        named = zip(("update", "reads", "writes", "GPU"), reached, strict=True)
-        rates = ", ".join(f"{name} {format_bytes(rate)}/s" for name, rate in named if rate)
+        by_use = {"update": node.update_bytes_per_s, "reads": node.read_bytes_per_s}
+        by_use |= {"writes": node.write_bytes_per_s, "GPU": node.link_bytes_per_s}
+        rates = ", ".join(f"{use} {format_bytes(rate)}/s" for use, rate in by_use.items() if rate)
         lines.append(f"  memory node{node.node}: {rates}")
     for number, path in enumerate(found.rates.paths):
         lines.append(f"path {number} takes {path.memory_cost:.2g} bytes of that from updates for each byte moved")
-    for lane, (_, cost) in found.rates.gpu.lanes.items():
-        if lane == "h2d":  # and the other way as much
-            lines.append(f"GPU copies take {cost:.2g} bytes of that for each byte moved")
+    for lane, (_, memory_cost) in found.rates.gpu.lanes.items():
+        if lane == "h2d":  # copies the other way take as much
+            lines.append(f"GPU copies take {memory_cost:.2g} bytes of that for each byte moved")
     return "\n".join(lines)
 
 
-def _value(measurement: Measurement) -> str:
+def _median_text(measurement: Measurement) -> str:
+    """Return the median of a measurement in its unit."""
     if measurement.unit == "bytes/s":
         return f"{format_bytes(measurement.median)}/s"
     return format_seconds(measurement.median) if measurement.unit == "s" else f"{measurement.median:.0%}"

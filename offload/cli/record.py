@@ -23,7 +23,8 @@ LAST_STEPS = 20
 OPTIMIZERS = "optimizer/"
 """Prefix of the optimizer's own metrics in a row."""
 
-_OWN = ("tokens_per_s", "forward_s", "backward_s", "step_s", "iteration_s")
+_LOOP_TIMES = ("tokens_per_s", "forward_s", "backward_s", "step_s", "iteration_s")
+"""What the training loop has measured, of which the summary has medians."""
 _METRICS = {
     "optimizer_step_s": metrics.STEP_S,
     **{name: name for name in (metrics.PREDICTED_STEP_S, metrics.PREDICTED_ITERATION_S, metrics.WAITED_S)},
@@ -57,8 +58,8 @@ class RunRecord:
         """The loss of each step."""
         return [row["loss"] for row in self.rows]
 
-    def shown(self, notes: Sequence[str]) -> Report | None:
-        """Return the report for a page, with the run's last steps; None if it has no report."""
+    def report_with_steps(self, notes: Sequence[str]) -> Report | None:
+        """Return the optimizer's report with the run's last steps and with notes; None if there is none."""
         from offload.pictures.report import MOST_STEPS, Step
 
         if self.report is None:
@@ -76,37 +77,40 @@ class RunRecord:
         """Return medians and totals; medians are without the first step, if there are others."""
         if not self.rows:
             return {"steps": 0, "seconds": self.seconds}
-        warm = self.rows[1:] or self.rows
+        warm_rows = self.rows[1:] or self.rows
 
-        def metric(name: str) -> float | None:
-            values = [row[name] for row in warm if row.get(name) is not None]
+        def median(name: str) -> float | None:
+            values = [row[name] for row in warm_rows if row.get(name) is not None]
             return statistics.median(values) if values else None
 
-        def numbered(kind: str, ending: str) -> list[str]:
-            parts = [name.removeprefix(OPTIMIZERS).split("/") for name in warm[-1]]
-            return list(dict.fromkeys(part[1] for part in parts if part[0] == kind and part[-1].endswith(ending)))
+        def keys_of(kind: str, ending: str) -> list[str]:
+            """Return X of the optimizer's metrics "<kind>/X/...<ending>", each once."""
+            names = [name.removeprefix(OPTIMIZERS).split("/") for name in warm_rows[-1]]
+            return list(dict.fromkeys(parts[1] for parts in names if parts[0] == kind and parts[-1].endswith(ending)))
 
-        lanes = {lane: f"{OPTIMIZERS}lane/{lane}/" for lane in numbered("lane", "predicted_s")}
-        paths = [f"{OPTIMIZERS}path/{number}/" for number in sorted(numbered("path", ""), key=int)]
+        lanes = {lane: f"{OPTIMIZERS}lane/{lane}/" for lane in keys_of("lane", "predicted_s")}
+        paths = [f"{OPTIMIZERS}path/{number}/" for number in sorted(keys_of("path", ""), key=int)]
         losses = self.losses
-        last = losses[-LAST_STEPS:]
+        last_losses = losses[-LAST_STEPS:]
         return {
             "steps": len(self.rows),
             "seconds": self.seconds,
             "first_loss": losses[0],
-            "final_loss": sum(last) / len(last),
-            "final_loss_steps": len(last),
-            **{name: metric(name) for name in _OWN},
-            **{name: metric(OPTIMIZERS + theirs) for name, theirs in _METRICS.items()},
+            "final_loss": sum(last_losses) / len(last_losses),
+            "final_loss_steps": len(last_losses),
+            **{name: median(name) for name in _LOOP_TIMES},
+            **{name: median(OPTIMIZERS + metric) for name, metric in _METRICS.items()},
             "lanes": {
-                lane: {"predicted_s": metric(f"{of}predicted_s"), "measured_s": metric(f"{of}busy_s")}
-                for lane, of in lanes.items()
+                lane: {"predicted_s": median(f"{prefix}predicted_s"), "measured_s": median(f"{prefix}busy_s")}
+                for lane, prefix in lanes.items()
             },
-            "path_bytes": [{way: metric(of + way) for way in ("read_bytes", "write_bytes")} for of in paths],
+            "path_bytes": [
+                {name: median(f"{prefix}{name}") for name in ("read_bytes", "write_bytes")} for prefix in paths
+            ],
         }
 
 
-def in_short(row: Mapping[str, Any]) -> str:
+def progress_text(row: Mapping[str, Any]) -> str:
     """Return a step's loss and speed in words, for the progress bar."""
     seconds = ", ".join(f"{name} {format_seconds(row[f'{name}_s'])}" for name in ("forward", "backward", "step"))
     return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s, {seconds}"
@@ -147,7 +151,7 @@ class Comparison:
         different = {}
         for name, weight in ours.items():
             bits = torch.int16 if weight.element_size() == 2 else torch.int32
-            # As integers: as numbers, NaN would differ from itself and -0.0 would equal 0.0.
+            # Bits are compared as integers: as numbers, NaN would differ from itself and -0.0 would equal 0.0.
             different[name] = int((weight.view(bits) != theirs[name].view(bits)).sum())
         losses_identical = np.array_equal(our_losses, their_losses, equal_nan=True)
         return cls(

@@ -78,17 +78,17 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return "unknown" if summary[name] is None else format_seconds(summary[name])
 
     yield "steps", f"{summary['steps']} in {seconds('seconds')}"
-    first, final, entropy = summary["first_loss"], summary["final_loss"], summary["text"]["byte_entropy"]
-    last = f"{final:.3f} over the last {summary['final_loss_steps']} steps"
-    yield "loss", f"{first:.3f} at first, {last}; single bytes alone {entropy:.3f}"
+    last = f"{summary['final_loss']:.3f} over the last {summary['final_loss_steps']} steps"
+    entropy = summary["text"]["byte_entropy"]
+    yield "loss", f"{summary['first_loss']:.3f} at first, {last}; single bytes alone {entropy:.3f}"
     yield "throughput", f"{summary['tokens_per_s']:,.0f} tokens/s (median)"
     yield "forward", f"{seconds('forward_s')} (median)"
     yield "backward", f"{seconds('backward_s')} (median)"
     yield "step", f"{seconds('step_s')} (median; clipping and zero_grad included)"
-    what, predicted, measured = "the step alone", "predicted_step_s", "optimizer_step_s"
+    what, predicted, measured = ("the step alone", "predicted_step_s", "optimizer_step_s")
     if summary["predicted_iteration_s"]:  # the step is hidden in forward or backward
         yield "waited", f"{seconds('waited_s')} for the step, in it and after it (median)"
-        what, predicted, measured = "an iteration", "predicted_iteration_s", "iteration_s"
+        what, predicted, measured = ("an iteration", "predicted_iteration_s", "iteration_s")
     if summary[predicted] and summary[measured]:
         apart = format_apart(summary[predicted], summary[measured])
         yield "prediction", f"{seconds(predicted)} for {what}, measured {seconds(measured)}{apart}"

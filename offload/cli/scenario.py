@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from offload import combinations
 from offload.cli.machine import Machine
 from offload.cli.shapes import Model
-from offload.cli.streamed import GRADIENT_BYTES, WEIGHT_BYTES, Passes, gradients_bytes, path_of, window_bytes
+from offload.cli.streamed import (
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    PerPass,
+    WeightTransfers,
+    gradients_bytes,
+    path_of,
+    window_bytes,
+)
 from offload.cli.values import settings_of
 from offload.config import OffloadConfig, PathConfig, Size
 from offload.errors import ConfigError, InfeasiblePlanError
@@ -26,9 +34,9 @@ if TYPE_CHECKING:
     from offload.plan import Budgets, Estimate, GpuRates, Plan, Rates
     from offload.predict import Prediction
 
-GPU = "the GPU"
-FASTEST = "the fastest path"
-"""Names, in errors, of what is too small."""
+GPU_NAME = "the GPU"
+FASTEST_PATH_NAME = "the fastest path"
+"""What `InfeasiblePlanError` calls them where they are too small."""
 
 SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
 """Part, and least bytes, of host memory left to the system and its page cache."""
@@ -106,55 +114,46 @@ class Scenario:
         """
         from offload.plan.planner import STRIDE
 
-        paths = []
-        for number in range(len(machine.rates.paths)):
-            size = machine.path_bytes(number)
-            most = path_bytes if size is None else min(path_bytes, size // machine.ranks)
-            paths.append(PathConfig(path=machine.path_place(number), max_bytes=most))
+        paths = _path_configs(machine, path_bytes)
         if model.is_streamed:
-            has_place = machine.rates.paths if model.weights_on == "path" else machine.rates.gpu.lanes
-            if not has_place:
-                needed = "a path (--drive)" if model.weights_on == "path" else "a GPU that computes them (--gpu)"
-                raise ConfigError("--weights-on", model.weights_on, f"have {needed}")
-            for name, by_cpu in (("placement", ("auto", "cpu", 0)), ("gpu_memory", ("auto", 0))):
-                if settings.get(name, 0) not in by_cpu:
-                    least = '"cpu"' if name == "placement" else 0
-                    combinations.WEIGHTS_ON_CPU.refuse(name, settings[name], least=least)
+            _check_streamed(model, machine, settings)
         usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "checkpoints_kept": 0, "keep_grads": False}
         placement = settings.get("placement", "auto")
         if model.weights_on_gpu and settings.get("gradient_memory") is not None:  # the CPU updates all then
             if placement not in ("auto", "cpu", 0):
                 combinations.GRADIENTS_ON_PATHS.refuse("--placement", placement, least='"cpu"')
-            placement, settings["keep_grads"] = "cpu", False
-        strides = isinstance(placement, str) and placement.startswith(STRIDE)
-        stride = int(placement.removeprefix(STRIDE)) if strides else 0
+            placement = "cpu"
+            settings["keep_grads"] = False
+        stride = 0
+        if isinstance(placement, str) and placement.startswith(STRIDE):
+            stride = int(placement.removeprefix(STRIDE))
+            placement = "auto"  # a config knows no strides
         if not model.weights_on_gpu:
-            settings["keep_grads"] = True  # in slots: the setting is of a GPU
-        config = OffloadConfig(**{**usual, "paths": paths, **settings, "placement": "auto" if strides else placement})
-        return cls(
-            config=config, model=model, machine=machine, stride=stride, gpu_staging=gpu_staging
-        )._at_its_rates()
+            settings["keep_grads"] = True  # gradients are in slots: the setting is for weights on a GPU
+        config = OffloadConfig(**{**usual, "paths": paths, **settings, "placement": placement})
+        scenario = cls(config=config, model=model, machine=machine, stride=stride, gpu_staging=gpu_staging)
+        return scenario._with_own_update_rate()
 
-    def given(self, **settings: Any) -> Scenario:
-        """Return this with other settings of the config, at the rates of its format of state."""
+    def with_settings(self, **settings: Any) -> Scenario:
+        """Return this with other settings of the config; a new state format changes the update rate, too."""
         changed = replace(self, config=replace(self.config, **settings))
-        return changed if changed.config.format is self.config.format else changed._at_its_rates()
+        return changed if changed.config.format is self.config.format else changed._with_own_update_rate()
 
-    def _at_its_rates(self) -> Scenario:
-        """Return this with the rate of the update of its own format of state."""
+    def _with_own_update_rate(self) -> Scenario:
+        """Return this with the CPU's update rate for its own state formats, if a rates file knows rates by format."""
         if self.machine.file is None:
             return self
         cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels)
         return self.at_rates(replace(self.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
 
-    def lying(self, weights_on: str) -> Scenario:
-        """Return this with weights elsewhere; see `Model`."""
-        if weights_on == self.model.weights_on:
+    def with_weights_on(self, place: str) -> Scenario:
+        """Return this with weights elsewhere: a value of `Model.weights_on`."""
+        if place == self.model.weights_on:
             return self
-        model = replace(self.model, weights_on=weights_on)
+        model = replace(self.model, weights_on=place)
         if not self.model.weights_on_gpu:
             return replace(self, model=model)
-        config = replace(self.config, keep_grads=True, placement="auto", gpu_memory=0)  # the CPU updates all
+        config = replace(self.config, keep_grads=True, placement="auto", gpu_memory=0)  # now the CPU updates all
         return replace(self, model=model, config=config, stride=0)
 
     def at_rates(self, rates: Rates) -> Scenario:
@@ -163,14 +162,16 @@ class Scenario:
 
     def with_host_memory(self, nbytes: int) -> Scenario:
         """Return this with other host memory: less on the slowest of its memory nodes, or more on the fastest."""
-        named, left = self.config.node_bytes, nbytes
-        sizes: dict[str, int] = {}
-        for number in self.machine.rates.fastest_first(named):
-            sizes[f"node{number}"] = min(left, named[number])
-            left -= sizes[f"node{number}"]
-        for fastest in [*sizes][:1]:
-            sizes[fastest] += left
-        return self.given(host_memory=sizes or nbytes)
+        node_bytes = self.config.node_bytes
+        fastest_first = [*self.machine.rates.fastest_first(node_bytes)]
+        left = nbytes
+        sizes: dict[int, int] = {}
+        for number in fastest_first:
+            sizes[number] = min(left, node_bytes[number])
+            left -= sizes[number]
+        if fastest_first:
+            sizes[fastest_first[0]] += left
+        return self.with_settings(host_memory={f"node{number}": size for number, size in sizes.items()} or nbytes)
 
     @property
     def placement(self) -> str | float:
@@ -198,10 +199,10 @@ class Scenario:
         return self.model.exact_params if self.config.format.shares_scales else 0
 
     def value(self, name: str) -> Any:
-        """Return the value of a setting, as a plan is made with it."""
+        """Return the value of a setting a plan is made with: a stride if there is one, host memory in bytes."""
         return getattr(self, name) if name in ("placement", "host_memory") else getattr(self.config, name)
 
-    def pasted(self, name: str) -> Any:
+    def value_to_paste(self, name: str) -> Any:
         """Return the value of a setting as a user would write it, or its default if that has the same effect."""
         value = self.value(name)
         if name == "paths":
@@ -210,39 +211,43 @@ class Scenario:
             return None
         return budget_text(value) if isinstance(ADVISED[name].metadata["check"], Size) else value
 
-    def takes(self, name: str) -> bool:
-        """Return whether a user can give a setting here; with several ranks only one that DeepSpeed has a key for."""
-        said = ADVISED[name].metadata
-        has_place = said["advised"].weights_on != "gpu" or self.model.weights_on_gpu
-        return has_place and (self.machine.all_ranks == 1 or said["deepspeed"] is None)
+    def can_be_given(self, name: str) -> bool:
+        """Return whether a user can give a setting here; with several ranks, if DeepSpeed's config takes it."""
+        metadata = ADVISED[name].metadata
+        needs_weights_on_gpu = metadata["advised"].weights_on == "gpu"
+        if needs_weights_on_gpu and not self.model.weights_on_gpu:
+            return False
+        return self.machine.all_ranks == 1 or metadata["deepspeed"] is None
 
-    def tries(self, name: str) -> bool:
-        """Return whether other values of a setting may make a difference."""
-        where = "gpu" if self.model.weights_on_gpu else "cpu"
-        return self.takes(name) and ADVISED[name].metadata["advised"].weights_on in ("", where)
+    def is_worth_trying(self, name: str) -> bool:
+        """Return whether other values of a setting may make a difference where this scenario's weights lie."""
+        weights_on = "gpu" if self.model.weights_on_gpu else "cpu"
+        return self.can_be_given(name) and ADVISED[name].metadata["advised"].weights_on in ("", weights_on)
 
-    def admits(self, name: str, value: Any) -> bool:
-        """Return whether the other settings allow a value of a setting."""
+    def is_valid(self, name: str, value: Any) -> bool:
+        """Return whether a setting may have this value beside the other settings."""
         try:
-            self.given(**{name: value})
+            self.with_settings(**{name: value})
         except ConfigError:
             return False
         return True
 
     @property
-    def decided(self) -> frozenset[str]:
+    def implied_settings(self) -> frozenset[str]:
         """Settings whose values follow from others: with gradients on paths the CPU updates all."""
-        follows = self.model.weights_on_gpu and self.gradient_memory is not None
-        return frozenset({"placement", "gpu_memory"} if follows else ())
+        cpu_updates_all = self.model.weights_on_gpu and self.gradient_memory is not None
+        return frozenset({"placement", "gpu_memory"} if cpu_updates_all else ())
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a rank's state."""
-        return _budgets(self)[0].state_bytes
+        layout, _ = _layout_and_budgets(self)
+        return layout.state_bytes
 
     def __str__(self) -> str:
         """Return the settings that matter, in words."""
-        words = [f"state {self.config.format.name}{' (rounded)' * self.config.format.rounds}"]
+        rounded = " (rounded)" if self.config.format.rounds else ""
+        words = [f"state {self.config.format.name}{rounded}"]
         if self.model.weights_on_gpu:
             words.append("keep_grads" if self.config.keep_grads else "keep_grads=False")
         if self.placement != "auto":
@@ -258,28 +263,30 @@ class Scenario:
 
     @property
     def _numels(self) -> dict[StateFormat, int]:
-        exact = {EXACT: self.exact_params} if self.exact_params else {}
-        return {self.config.format: self.model.params - self.exact_params} | exact
+        """Parameters by the format of their state."""
+        numels = {self.config.format: self.model.params - self.exact_params}
+        return {**numels, EXACT: self.exact_params} if self.exact_params else numels
 
     @property
-    def guessed(self) -> str:
-        """The warning that the rate of the format is only a guess; "" if it was measured."""
+    def guess_warning(self) -> str:
+        """The warning that the update rate of a state format is only a guess; "" if it was measured."""
         return self.machine.file.guesses(self._numels) if self.machine.file else ""
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about the rates."""
+        """Warnings about the rates: of a file that says where its figures are from, and about a guess."""
         file = self.machine.file
-        return [*(file.warnings if file and file.source else ()), *filter(None, [self.guessed])]
+        warnings = [*file.warnings] if file is not None and file.source else []
+        return [*warnings, self.guess_warning] if self.guess_warning else warnings
 
     @property
-    def mark(self) -> str:
+    def guess_mark(self) -> str:
         """The mark after times that rest on a guessed rate: "*", or "" if none does."""
-        return "*" if self.guessed else ""
+        return "*" if self.guess_warning else ""
 
-    def marked(self, warnings: Sequence[str]) -> list[str]:
-        """Return warnings as text; the one about a guessed rate begins with the mark."""
-        return [f"* {text}" if text == self.guessed else text for text in warnings]
+    def mark_guess_warning(self, warnings: Sequence[str]) -> list[str]:
+        """Return warnings, with the mark before the one that says that a rate is guessed."""
+        return [f"* {text}" if text == self.guess_warning else text for text in warnings]
 
     @property
     def numel(self) -> int:
@@ -302,57 +309,88 @@ class Scenario:
         return window_bytes(self.model.shape) if self.model.shape is not None else 0
 
     @property
-    def beside(self) -> dict[str, int]:
-        """Bytes that forward and backward take on their device, by purpose; empty if unknown."""
+    def forward_backward_bytes(self) -> dict[str, int]:
+        """Bytes that forward and backward take on the device that computes them, by purpose; empty if unknown."""
         model = self.model
         if model.shape is None or model.tokens is None:
             return {}
         tokens = math.ceil(model.tokens / model.accumulate)
-        uses = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
+        nbytes = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
         if model.is_streamed and self.computes_on_gpu:
-            uses["gathered weights"] = self.window_bytes
+            nbytes["gathered weights"] = self.window_bytes
         elif self.machine.all_ranks > 1:
-            uses["gathered weights"] = model.shape.gathered_bytes
+            nbytes["gathered weights"] = model.shape.gathered_bytes
         if self.computes_on_gpu:
-            uses["driver"] = DRIVER_BYTES
+            nbytes["driver"] = DRIVER_BYTES
             if not model.weights_on_gpu:
-                uses["gradients on their way"] = gradients_bytes(model.shape)
-            elif not self.config.keep_grads:  # a gradient is copied to the host when it is whole
-                uses["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
-        return uses
+                nbytes["gradients on their way"] = gradients_bytes(model.shape)
+            elif not self.config.keep_grads:  # a gradient is copied to the host once it is whole
+                nbytes["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
+        return nbytes
 
-    def passes(self, use: Use) -> Passes | None:
+    def weight_transfers(self, use: MemoryUse) -> WeightTransfers | None:
         """Return the transfers of streamed weights; None if weights are not streamed.
 
         Args:
             use: A rank's use of memory. In the rest of the node's memory the kernel keeps weights of a file.
         """
-        model, machine, kept = self.model, self.machine, None
+        model = self.model
+        machine = self.machine
         if not model.is_streamed:
             return None
+        kept_bytes = None
         if model.weights_on == "path":
             left = 0
             if machine.memory_bytes is not None:
                 left = machine.memory_bytes - reserved_bytes(machine.memory_bytes, machine.ranks)
-            kept = max(0, left // machine.ranks - use.host_bytes) + use.host["weights"]
-        rest = math.ceil(model.shape.rest_params / machine.all_ranks) if model.shape is not None else 0
-        return Passes(self.numel, rest, model.accumulate, self.card if self.computes_on_gpu else None, kept)
+            kept_bytes = max(0, left // machine.ranks - use.host_bytes) + use.host["weights"]
+        return WeightTransfers(
+            numel=self.numel,
+            rest=math.ceil(model.shape.rest_params / machine.all_ranks) if model.shape is not None else 0,
+            accumulate=model.accumulate,
+            gpu=self.rank_gpu if self.computes_on_gpu else None,
+            kept_bytes=kept_bytes,
+        )
 
     @property
-    def card(self) -> GpuRates:
-        """A rank's GPU and its part of the links, also where it updates nothing."""
+    def rank_gpu(self) -> GpuRates:
+        """A rank's GPU with its share of the links' bandwidth, also where the GPU updates nothing."""
         return self.machine.rates.shared_by(self.machine.ranks).gpu
 
     @property
     def least_gpu_bytes(self) -> int:
-        """Bytes of GPU memory that a rank takes whose weights are computed there, wherever its state lies."""
+        """Bytes that a rank's computing GPU holds even if no state is at home there and the CPU updates all."""
+        nbytes = sum(self.forward_backward_bytes.values())
         if not self.model.weights_on_gpu:
-            return sum(self.beside.values())
-        return (WEIGHT_BYTES + self.config.keep_grads * GRADIENT_BYTES) * self.numel + sum(self.beside.values())
+            return nbytes
+        item_bytes = WEIGHT_BYTES + (GRADIENT_BYTES if self.config.keep_grads else 0)
+        return item_bytes * self.numel + nbytes
+
+
+def _path_configs(machine: Machine, path_bytes: int) -> list[PathConfig]:
+    """Return a config for each of the machine's paths, which offers a rank at most `path_bytes` of it."""
+    paths = []
+    for number in range(len(machine.rates.paths)):
+        size = machine.path_bytes(number)
+        most = path_bytes if size is None else min(path_bytes, size // machine.ranks)
+        paths.append(PathConfig(path=machine.path_place(number), max_bytes=most))
+    return paths
+
+
+def _check_streamed(model: Model, machine: Machine, settings: Mapping[str, Any]) -> None:
+    """Refuse streamed weights without a place for them, and settings by which the GPU would update state."""
+    has_place = machine.rates.paths if model.weights_on == "path" else machine.rates.gpu.lanes
+    if not has_place:
+        needed = "a path (--drive)" if model.weights_on == "path" else "a GPU that computes them (--gpu)"
+        raise ConfigError("--weights-on", model.weights_on, f"have {needed}")
+    if settings.get("placement", 0) not in ("auto", "cpu", 0):
+        combinations.WEIGHTS_ON_CPU.refuse("placement", settings["placement"], least='"cpu"')
+    if settings.get("gpu_memory", 0) not in ("auto", 0):
+        combinations.WEIGHTS_ON_CPU.refuse("gpu_memory", settings["gpu_memory"], least=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class MemoryUse:
     """Memory that each rank of a plan uses; the rest of the process comes on top.
 
     Attributes:
@@ -384,37 +422,53 @@ def gpu_room(memory_bytes: int) -> int:
     return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
 
 
-def use_of(plan: Plan, scenario: Scenario) -> Use:
-    """Return the memory that a rank uses; its part of weights and gradients is that of its state, as in ZeRO-3."""
+def plan_memory_use(plan: Plan, scenario: Scenario) -> MemoryUse:
+    """Return the memory that a rank of a plan uses. Weights and gradients are cut over ranks like state (ZeRO-3)."""
     from offload.plan import Home
+
+    weight_bytes = WEIGHT_BYTES * sum(parameter.numel for parameter in plan.layout.parameters)
+    if scenario.model.weights_on == "path":
+        weight_bytes = min(weight_bytes, scenario.window_bytes)
+    state_bytes = plan.home_bytes[Home.HOST]
+    gradient_bytes = plan.budgets.gradient_bytes
+    host = {
+        "state": state_bytes,
+        "gradients": gradient_bytes,
+        "buffers and tables": plan.host_bytes - state_bytes - gradient_bytes,
+    }
+    forward_backward = scenario.forward_backward_bytes
+    if plan.weights_on_gpu:
+        return MemoryUse(host, {**_gpu_bytes_by_purpose(plan, weight_bytes), **forward_backward})
+    host = {"weights": weight_bytes, **host}
+    if scenario.computes_on_gpu:
+        return MemoryUse(host, forward_backward)
+    return MemoryUse({**host, **forward_backward}, {})
+
+
+def _gpu_bytes_by_purpose(plan: Plan, weight_bytes: int) -> dict[str, int]:
+    """Return what a rank with weights on its GPU has there beside what forward and backward take."""
     from offload.plan.budget import PIECE_BUFFERS
 
-    numel, beside = sum(parameter.numel for parameter in plan.layout.parameters), scenario.beside
-    weights, gradients = WEIGHT_BYTES * numel, plan.budgets.gradient_bytes
-    state = plan.home_bytes[Home.HOST]
-    host = {"state": state, "gradients": gradients, "buffers and tables": plan.host_bytes - state - gradients}
-    if scenario.model.weights_on == "path":
-        weights = min(weights, scenario.window_bytes)
-    if not plan.weights_on_gpu:
-        host = {"weights": weights, **host}
-        return Use(host, beside) if scenario.computes_on_gpu else Use({**host, **beside}, {})
-    leaving = 0 if plan.budgets.gradients_on_gpu else gradients  # copied to the host during backward
-    leaving = GRADIENT_BYTES * numel if plan.gradient_buffers else leaving
-    gpu = {
-        "weights": weights,
-        "gradients": max(0, GRADIENT_BYTES * numel - leaving),  # padding may have been counted
+    all_gradient_bytes = GRADIENT_BYTES * sum(parameter.numel for parameter in plan.layout.parameters)
+    if plan.gradient_buffers:
+        leaving_bytes = all_gradient_bytes  # copied to the host during backward
+    else:
+        leaving_bytes = 0 if plan.budgets.gradients_on_gpu else plan.budgets.gradient_bytes
+    nbytes = {
+        "weights": weight_bytes,
+        "gradients": max(0, all_gradient_bytes - leaving_bytes),  # budgets may count padding, too: not below 0
         **plan.device_bytes,
     }
     if plan.piece_buffer_bytes:
-        gpu["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
-    return Use(host, {**gpu, **beside})
+        nbytes["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
+    return nbytes
 
 
-def check_fits(scenario: Scenario, node_memory: int | None, use: Use, *, leaves: bool = False) -> None:
-    """Raise if a plan uses more memory than the node has.
+def check_fits(scenario: Scenario, node_memory: int | None, use: MemoryUse, *, leaves: bool = False) -> None:
+    """Raise if a plan uses more memory than there is.
 
     Args:
-        node_memory: Bytes of host memory; None if unknown.
+        node_memory: Bytes of host memory of the node; None if unknown.
         use: The memory that each rank uses.
         leaves: Whether to keep `reserved_bytes` of the host free, and all but `gpu_room` of each GPU.
 
@@ -422,37 +476,53 @@ def check_fits(scenario: Scenario, node_memory: int | None, use: Use, *, leaves:
         InfeasiblePlanError: All ranks use more host memory, or one more GPU memory, than there is, or the path has no
             room for a file of weights.
     """
-    ranks, rates = scenario.machine.ranks, scenario.machine.rates
     if scenario.model.weights_on == "path":
-        most, nbytes = scenario.config.path_configs[path_of(rates)].max_bytes, WEIGHT_BYTES * scenario.numel
+        most = scenario.config.path_configs[path_of(scenario.machine.rates)].max_bytes
+        nbytes = WEIGHT_BYTES * scenario.numel
         if most is not None and nbytes > most:
-            raise InfeasiblePlanError("a rank's weights", nbytes, {FASTEST: most}, "give a larger --drive")
+            raise InfeasiblePlanError("a rank's weights", nbytes, {FASTEST_PATH_NAME: most}, "give a larger --drive")
     if node_memory is not None:
-        room = node_memory - reserved_bytes(node_memory, ranks) if leaves else node_memory
-        if ranks * use.host_bytes > room:
-            less = "lower --host-memory, or " if use.host["state"] and rates.paths else ""
-            raise InfeasiblePlanError(
-                f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
-                ranks * use.host_bytes,
-                {f"the node{', less the part of the system' * leaves}": room},
-                f"{less}give --node-memory for another node",
-            )
-    if size := rates.gpu.memory_bytes:
-        room = gpu_room(size) if leaves else size
-        if use.gpu_bytes > room:
-            less = "lower --gpu-memory, or " if use.gpu.get("state") else ""
-            raise InfeasiblePlanError(
-                f"a rank's GPU memory ({shares(use.gpu)})",
-                use.gpu_bytes,
-                {f"{GPU}{', less what has to stay free' * leaves}": room},
-                f"{less}{STREAMED_WEIGHTS if use.gpu.get('weights') else FEWER_TOKENS}",
-            )
+        _check_fits_host(scenario, node_memory, use, leaves=leaves)
+    if gpu_memory := scenario.machine.rates.gpu.memory_bytes:
+        _check_fits_gpu(gpu_memory, use, leaves=leaves)
 
 
-def shares(parts: Mapping[str, int]) -> str:
-    """Return the parts of a sum of bytes in words, the largest first."""
-    most_first = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in most_first if nbytes)
+def _check_fits_host(scenario: Scenario, node_memory: int, use: MemoryUse, *, leaves: bool) -> None:
+    """Raise if all ranks use more host memory than their node has; see `check_fits`."""
+    ranks = scenario.machine.ranks
+    room = node_memory - reserved_bytes(node_memory, ranks) if leaves else node_memory
+    if ranks * use.host_bytes <= room:
+        return
+    can_stream_more = use.host["state"] and scenario.machine.rates.paths
+    less = "lower --host-memory, or " if can_stream_more else ""
+    reserve = ", less the part of the system" if leaves else ""
+    raise InfeasiblePlanError(
+        f"the host memory of {format_count(ranks, 'rank')} (each {uses_text(use.host)})",
+        ranks * use.host_bytes,
+        {f"the node{reserve}": room},
+        f"{less}give --node-memory for another node",
+    )
+
+
+def _check_fits_gpu(gpu_memory: int, use: MemoryUse, *, leaves: bool) -> None:
+    """Raise if a rank uses more of its GPU's memory than there is; see `check_fits`."""
+    room = gpu_room(gpu_memory) if leaves else gpu_memory
+    if use.gpu_bytes <= room:
+        return
+    less = "lower --gpu-memory, or " if use.gpu.get("state") else ""
+    reserve = ", less what has to stay free" if leaves else ""
+    raise InfeasiblePlanError(
+        f"a rank's GPU memory ({uses_text(use.gpu)})",
+        use.gpu_bytes,
+        {f"{GPU_NAME}{reserve}": room},
+        f"{less}{STREAMED_WEIGHTS if use.gpu.get('weights') else FEWER_TOKENS}",
+    )
+
+
+def uses_text(bytes_by_purpose: Mapping[str, int]) -> str:
+    """Return uses of memory in words, the largest first: "2.0 GiB state, 1.0 GiB gradients"."""
+    largest_first = sorted(bytes_by_purpose.items(), key=lambda use: -use[1])
+    return ", ".join(f"{format_bytes(nbytes)} {purpose}" for purpose, nbytes in largest_first if nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +539,7 @@ class Answer:
         prediction: The simulated step, or None.
         forward_s: Seconds of forward; None if unknown.
         backward_s: Seconds of backward, including copies and writes of gradients; None if unknown.
-        passes: The transfers of streamed weights; None if weights are not streamed.
+        weight_transfers: The transfers of streamed weights; None if weights are not streamed.
         overlapped_s: Seconds of an iteration whose step is hidden in "forward" (`overlap_forward`), "backward"
             (`overlap="backward"`) or "both", as far as that is possible.
     """
@@ -477,13 +547,13 @@ class Answer:
     scenario: Scenario
     rates: Rates
     plan: Plan
-    use: Use
+    use: MemoryUse
     estimate: Estimate
     step_s: float
     prediction: Prediction | None
     forward_s: float | None
     backward_s: float | None
-    passes: Passes | None
+    weight_transfers: WeightTransfers | None
     overlapped_s: Mapping[str, float]
 
     @property
@@ -493,12 +563,9 @@ class Answer:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The memory that a rank uses, and that it gives back between phases, for `--json`."""
-        return {
-            "host_memory_bytes": dict(self.use.host),
-            "gpu_memory_bytes": dict(self.use.gpu),
-            "parked": parked(self),
-        }
+        """For `--json`: the memory that a rank uses, and that it gives back between phases."""
+        memory = {"host_memory_bytes": dict(self.use.host), "gpu_memory_bytes": dict(self.use.gpu)}
+        return {**memory, "parked": park_figures(self)}
 
     @property
     def hiding_bytes(self) -> tuple[int, int]:
@@ -510,27 +577,28 @@ class Answer:
         """Warnings: about rates, too little free memory, and what was left out to bound the work."""
         from offload.plan.budget import AUTO_SUBGROUP_NUMEL
 
+        machine, use = self.scenario.machine, self.use
         warnings = [*self.scenario.warnings]
-        most = max(subgroup.numel for subgroup in self.plan.layout.subgroups)
-        if self.scenario.config.subgroup_numel is None and most > max(AUTO_SUBGROUP_NUMEL):
+        largest = max(subgroup.numel for subgroup in self.plan.layout.subgroups)
+        if self.scenario.config.subgroup_numel is None and largest > max(AUTO_SUBGROUP_NUMEL):
             warnings.append(
-                f"planned with subgroups of {most:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
+                f"planned with subgroups of {largest:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
                 "session chooses smaller ones, with smaller buffers"
             )
-        memory_bytes, ranks = self.scenario.machine.memory_bytes, self.scenario.machine.ranks
-        if memory_bytes is not None:
-            left, reserved = memory_bytes - ranks * self.use.host_bytes, reserved_bytes(memory_bytes, ranks)
-            if left < reserved:
+        if machine.memory_bytes is not None:
+            left = machine.memory_bytes - machine.ranks * use.host_bytes
+            advisable = reserved_bytes(machine.memory_bytes, machine.ranks)
+            if left < advisable:
                 how = "lower --host-memory" if self.rates.paths else "give paths that state streams from (--drive)"
                 warnings.append(
                     f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
-                    f"{format_bytes(reserved)} are advisable: {how}"
+                    f"{format_bytes(advisable)} are advisable: {how}"
                 )
-        size, taken = self.scenario.machine.rates.gpu.memory_bytes, self.use.gpu_bytes
-        if taken and size and taken > gpu_room(size):
+        gpu_memory = machine.rates.gpu.memory_bytes
+        if gpu_memory and use.gpu_bytes > gpu_room(gpu_memory):
             warnings.append(
-                f"{format_bytes(size - taken)} of the GPU are left free; {format_bytes(size - gpu_room(size))} are "
-                "advisable, as activations are an estimate"
+                f"{format_bytes(gpu_memory - use.gpu_bytes)} of the GPU are left free; "
+                f"{format_bytes(gpu_memory - gpu_room(gpu_memory))} are advisable, as activations are an estimate"
             )
         if self.prediction is None:
             warnings.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
@@ -551,36 +619,33 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) ->
 
 
 def _least_subgroup_numel(numel: int) -> int:
-    """Return the least elements of a subgroup, aligned, with which there are at most `MOST_SUBGROUPS`."""
+    """Return the fewest elements of a subgroup, a multiple of 4096, that make at most `MOST_SUBGROUPS`."""
     return math.ceil(numel / MOST_SUBGROUPS / 4096) * 4096
 
 
-def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
+def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and the bytes that each tier has for it."""
     from offload.layout import Layout
-    from offload.plan import PathBudget, choose_subgroup_numel
+    from offload.plan import PathBudget
     from offload.plan.budget import GPU_STAGING_SLOTS
     from offload.plan.planner import fastest_nodes_first
 
-    config, model, machine, numel = scenario.config, scenario.model, scenario.machine, scenario.numel
+    config, model, machine = scenario.config, scenario.model, scenario.machine
+    numel = scenario.numel
     if numel > MOST_NUMEL:
-        allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
-        raise ConfigError("--params", model.params, allowed)
+        advice = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
+        raise ConfigError("--params", model.params, advice)
     empty = Layout((), (), config.state_of(RULES[model.rule]))
-    subgroup_numel, least_numel = config.subgroup_numel, _least_subgroup_numel(numel)
-    if subgroup_numel is None:
-        subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, empty), least_numel)
-    elif subgroup_numel < least_numel:
-        allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
-        raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {least_numel:,} or more")
-    layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, empty)
+    exact_numel = math.ceil(scenario.exact_params / machine.all_ranks)
+    layout = _layout(numel, exact_numel, _subgroup_numel(config, numel, empty), empty)
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
-    rooms = [1 << 60 if path.max_bytes is None else path.max_bytes for path in config.path_configs]
+    path_room = [1 << 60 if path.max_bytes is None else path.max_bytes for path in config.path_configs]
     if model.weights_on == "path":
-        rooms[path_of(machine.rates)] = max(0, rooms[path_of(machine.rates)] - WEIGHT_BYTES * numel)
+        weights_path = path_of(machine.rates)
+        path_room[weights_path] = max(0, path_room[weights_path] - WEIGHT_BYTES * numel)
     budgets = config.budgets(
         scenario.host_memory,
-        [PathBudget(machine.path_name(n), room) for n, room in enumerate(rooms)],
+        [PathBudget(machine.path_name(number), room) for number, room in enumerate(path_room)],
         on_gpu=model.weights_on_gpu,
         gpu_bytes=scenario.gpu_memory,
         gpu_staging_bytes=gpu_staging if scenario.gpu_staging is None else scenario.gpu_staging,
@@ -588,6 +653,19 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
         gradients_kept_bytes=scenario.gradient_memory if scenario.gradients_leave else None,
     )
     return layout, fastest_nodes_first(budgets, machine.rates)
+
+
+def _subgroup_numel(config: OffloadConfig, numel: int, empty: Layout) -> int:
+    """Return the elements of a subgroup: as given, or as a session chooses, but no more than `MOST_SUBGROUPS`."""
+    from offload.plan import choose_subgroup_numel
+
+    least_numel = _least_subgroup_numel(numel)
+    if config.subgroup_numel is None:
+        return max(choose_subgroup_numel(numel, config.staging_bytes, empty), least_numel)
+    if config.subgroup_numel < least_numel:
+        why = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
+        raise ConfigError("subgroup_numel", config.subgroup_numel, f"{why}give {least_numel:,} or more")
+    return config.subgroup_numel
 
 
 def rank_rates(scenario: Scenario) -> Rates:
@@ -598,13 +676,16 @@ def rank_rates(scenario: Scenario) -> Rates:
     """
     from offload.plan import NO_GPU
 
-    rates, gpus = scenario.machine.rates.shared_by(scenario.machine.ranks), scenario.machine.gpus
-    if gpus is None or scenario.machine.ranks <= gpus:
+    ranks, gpus = scenario.machine.ranks, scenario.machine.gpus
+    rates = scenario.machine.rates.shared_by(ranks)
+    if gpus is None or ranks <= gpus:
         return replace(rates, gpu=NO_GPU) if scenario.model.is_streamed else rates
-    if scenario.computes_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu"):
+    needs_gpu = scenario.computes_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu")
+    if needs_gpu:
         rates.gpu.check_used(planned=True)
-        allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
-        raise ConfigError("--ranks", scenario.machine.ranks, allowed)
+        raise ConfigError(
+            "--ranks", ranks, f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
+        )
     return replace(rates, gpu=NO_GPU)
 
 
@@ -612,17 +693,22 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
     """Return one rank's plan, at its part of the rates."""
     from offload.plan import choose_plan
 
-    layout, budgets = _budgets(scenario)
+    layout, budgets = _layout_and_budgets(scenario)
     plan = choose_plan(layout, budgets, rates, scenario.placement)
     if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there
-        on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
-        plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
-    return plan.with_buffer_bytes(int(scenario.model.weights_on_gpu))
+        plan = replace(plan, budgets=replace(budgets, gradient_bytes=_cpu_gradient_bytes(plan)))
+    return plan.with_buffer_bytes(bounces=1 if scenario.model.weights_on_gpu else 0)
 
 
-def use(scenario: Scenario) -> Use:
+def _cpu_gradient_bytes(plan: Plan) -> int:
+    """Return the bytes of gradients of the subgroups that the CPU updates."""
+    on_cpu = [subgroup for subgroup in plan.layout.subgroups if not plan.updates_on_gpu(subgroup.index)]
+    return GRADIENT_BYTES * sum(subgroup.numel for subgroup in on_cpu)
+
+
+def memory_use(scenario: Scenario) -> MemoryUse:
     """Return the memory that a rank uses, even if the node has less; `InfeasiblePlanError` if there is no plan."""
-    return use_of(_plan(scenario, rank_rates(scenario)), scenario)
+    return plan_memory_use(_plan(scenario, rank_rates(scenario)), scenario)
 
 
 def ask(
@@ -632,11 +718,12 @@ def ask(
     timeline: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
-    """Plan and predict.
+    """Make one rank's plan for a scenario, and predict an iteration with it.
 
     Args:
         simulate: Whether to run the simulator rather than the closed form alone.
         timeline: Whether the simulated step has a timeline even if forward and backward are unknown.
+        report: Called with the visits that have been simulated, and all visits.
 
     Raises:
         ConfigError: If a value makes no sense, or there are more ranks than GPUs.
@@ -644,94 +731,122 @@ def ask(
     """
     from offload.plan import estimate
     from offload.predict import predict
-    from offload.predict.predict import with_backward_s, with_forward_s
 
     rates = rank_rates(scenario)
     plan = _plan(scenario, rates)
-    taken = use_of(plan, scenario)
-    check_fits(scenario, scenario.machine.memory_bytes, taken)
+    use = plan_memory_use(plan, scenario)
+    check_fits(scenario, scenario.machine.memory_bytes, use)
     cost = estimate(plan, rates)
-    passes = scenario.passes(taken)
-    forward_s, backward_s = _forward_backward_s(scenario, rates, plan, passes)
-    follows = forward_s is not None
-    simulate = simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES
-    prediction = predict(plan, rates, steps=2, timeline=timeline or follows, report=report) if simulate else None
-    step_s, of_weights_s = prediction.step_s if prediction else cost.step_s, passes.step_s(rates) if passes else 0.0
+    transfers = scenario.weight_transfers(use)
+    forward_s, backward_s = _forward_backward_s(scenario, rates, plan, transfers) or (None, None)
+    prediction = None
+    if simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES:
+        needs_timeline = timeline or forward_s is not None  # hidden steps are predicted from it
+        prediction = predict(plan, rates, steps=2, timeline=needs_timeline, report=report)
+    step_s = prediction.step_s if prediction else cost.step_s
+    weights_s = transfers.step_s(rates) if transfers else 0.0
     # The drive with the weights moves state and weights one after the other; if no state is streamed, only weights.
-    step_s = step_s + of_weights_s if plan.storage_bytes else max(step_s, of_weights_s)
-    overlapped_s: dict[str, float] = {}
-    if prediction is not None and forward_s is not None and backward_s is not None:
-        apart = scenario.computes_on_gpu
-        least_s = step_s + passes.read_s(rates) if passes and plan.storage_bytes else step_s  # of one drive
-        overlapped_s = {
-            "forward": backward_s + max(with_forward_s(prediction, plan, forward_s, apart=apart), least_s)
-        }
-        if not plan.gradient_buffers and scenario.model.weights_on != "path":  # which is refused
-            ahead = plan.with_updates_in_backward(GRADIENT_BYTES)
-            for hidden_in, follows in (("backward", False), ("both", True)):
-                overlapped_s[hidden_in] = with_backward_s(
-                    prediction, ahead, rates, forward_s, backward_s, follows=follows, apart=apart
-                )
-    return Answer(scenario, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, passes, overlapped_s)
+    step_s = step_s + weights_s if plan.storage_bytes else max(step_s, weights_s)
+    answer = Answer(
+        scenario=scenario,
+        rates=rates,
+        plan=plan,
+        use=use,
+        estimate=cost,
+        step_s=step_s,
+        prediction=prediction,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_transfers=transfers,
+        overlapped_s={},
+    )
+    return replace(answer, overlapped_s=_overlapped_s(answer))
 
 
-def computed_s(scenario: Scenario, rates: Rates) -> tuple[float, float] | None:
-    """Return the seconds that forward and backward compute."""
+def _overlapped_s(answer: Answer) -> dict[str, float]:
+    """Return `Answer.overlapped_s`; empty if the step was not simulated, or forward and backward are unknown."""
+    from offload.predict.predict import with_backward_s, with_forward_s
+
+    plan, rates, prediction = answer.plan, answer.rates, answer.prediction
+    forward_s, backward_s = answer.forward_s, answer.backward_s
+    if prediction is None or forward_s is None or backward_s is None:
+        return {}
+    on_gpu = answer.scenario.computes_on_gpu
+    least_s = answer.step_s
+    if answer.weight_transfers and plan.storage_bytes:  # one drive reads weights for forward and moves state
+        least_s += answer.weight_transfers.read_s(rates)
+    with_step_s = with_forward_s(prediction, plan, forward_s, apart=on_gpu)
+    overlapped_s = {"forward": backward_s + max(with_step_s, least_s)}
+    if plan.gradient_buffers or answer.scenario.model.weights_on == "path":  # sessions refuse updates in backward
+        return overlapped_s
+    speculative = plan.with_updates_in_backward(GRADIENT_BYTES)
+    for hidden_in, goes_on_in_forward in (("backward", False), ("both", True)):
+        overlapped_s[hidden_in] = with_backward_s(
+            prediction, speculative, rates, forward_s, backward_s, follows=goes_on_in_forward, apart=on_gpu
+        )
+    return overlapped_s
+
+
+def compute_s(scenario: Scenario, rates: Rates) -> PerPass | None:
+    """Return the seconds that forward and backward compute; None if tokens or FLOP/s are unknown."""
     if scenario.model.tokens is None or not rates.compute_flops_per_s:
         return None
-    unit_s = scenario.model.params * scenario.model.tokens / rates.compute_flops_per_s
-    forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
-    return forward_s, FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if scenario.model.recompute else 0.0)
+    flop_s = scenario.model.params * scenario.model.tokens / rates.compute_flops_per_s  # one FLOP a weight and token
+    forward_s = FLOPS_PER_WEIGHT["forward"] * flop_s
+    repeated_s = forward_s if scenario.model.recompute else 0.0
+    return PerPass(forward_s, FLOPS_PER_WEIGHT["backward"] * flop_s + repeated_s)
 
 
 def _forward_backward_s(
-    scenario: Scenario, rates: Rates, plan: Plan, passes: Passes | None
-) -> tuple[float | None, float | None]:
-    """Return the seconds of forward and backward, each with the transfers that it waits for."""
-    computed = computed_s(scenario, rates)
+    scenario: Scenario, rates: Rates, plan: Plan, transfers: WeightTransfers | None
+) -> PerPass | None:
+    """Return the seconds of forward and backward, each with the transfers that it waits for; None if unknown."""
+    computed = compute_s(scenario, rates)
     if computed is None:
-        return None, None
+        return None
     forward_s, backward_s = computed
     if scenario.model.weights_on_gpu and not scenario.config.keep_grads:
         # Gradients that the CPU needs are copied from the GPU during backward.
-        subgroups = plan.layout.subgroups
-        nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
-        backward_s = max(backward_s, nbytes / rates.gpu.d2h.alone)
-    written_s = [0.0] * len(rates.paths)
+        backward_s = max(backward_s, _cpu_gradient_bytes(plan) / rates.gpu.d2h.alone)
+    path_busy_s = [0.0] * len(rates.paths)  # in backward
     if plan.gradient_buffers:
-        each = zip(plan.path_shares(rates), rates.paths, strict=True)
-        written_s = [plan.path_gradient_bytes * part / path.write.alone for part, path in each]
-    if passes is not None:
-        links_s, read_s = passes.link_s, passes.read_s(rates)
-        forward_s, backward_s = max(forward_s, links_s[0], read_s), max(backward_s, links_s[1])
+        shares = zip(plan.path_shares(rates), rates.paths, strict=True)
+        path_busy_s = [plan.path_gradient_bytes * share / path.write.alone for share, path in shares]
+    if transfers is not None:
+        link_s = transfers.link_s
+        read_s = transfers.read_s(rates)
+        forward_s = max(forward_s, link_s.forward, read_s)
+        backward_s = max(backward_s, link_s.backward)
         if read_s:
-            written_s[path_of(rates)] += read_s
-    return forward_s, max(backward_s, *written_s, 0.0)
+            path_busy_s[path_of(rates)] += read_s
+    return PerPass(forward_s, max(backward_s, *path_busy_s, 0.0))
 
 
-def least(scenario: Scenario) -> Use | None:
+def least_memory_use(scenario: Scenario) -> MemoryUse | None:
     """Return the memory that a rank uses with the least `host_memory` with which there is a plan; None if none is."""
     from offload.plan import make_plan
 
-    layout, _ = _budgets(scenario)
-    ends = [0, *itertools.accumulate(layout.subgroup_bytes)]
+    layout, _ = _layout_and_budgets(scenario)
+    # Host memory is tried that holds exactly the state of the first n subgroups.
+    budgets = [0, *itertools.accumulate(layout.subgroup_bytes)]
 
-    def planned(resident: int) -> Plan:
-        return make_plan(*_budgets(scenario.with_host_memory(ends[resident])))
+    def plan_with(resident: int) -> Plan:
+        return make_plan(*_layout_and_budgets(scenario.with_host_memory(budgets[resident])))
 
-    def works(resident: int) -> bool:
+    def has_plan(resident: int) -> bool:
+        """Return whether there is a plan with the state of so many subgroups in memory."""
         try:
-            planned(resident)
+            plan_with(resident)
         except InfeasiblePlanError:
             return False
         return True
 
-    few = bisect.bisect_left(range(len(ends)), True, key=works)
-    if few == len(ends):
+    fewest = bisect.bisect_left(range(len(budgets)), True, key=has_plan)
+    if fewest == len(budgets):
         return None
-    if not scenario.model.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(planned(few).with_buffer_bytes(0), scenario)
-    return use(scenario.with_host_memory(ends[few]))
+    if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there, which `_plan` counts
+        return memory_use(scenario.with_host_memory(budgets[fewest]))
+    return plan_memory_use(plan_with(fewest).with_buffer_bytes(0), scenario)
 
 
 def missing_option_line(scenario: Scenario) -> str:
@@ -740,42 +855,42 @@ def missing_option_line(scenario: Scenario) -> str:
     return f"forward and backward: unknown ({reason})"
 
 
-def parked(answer: Answer) -> dict[str, float]:
+def park_figures(answer: Answer) -> dict[str, float]:
     """Return the bytes of a rank's memory that `park` gives back, and its seconds; empty if paths have no room."""
     from offload.plan import Home
 
-    plan, rates, host = answer.plan, answer.rates, answer.use.host
+    plan, host, gpu = answer.plan, answer.use.host, answer.use.gpu
     moved_bytes = plan.home_bytes[Home.HOST] + plan.home_bytes[Home.GPU] + plan.staging_bytes
-    room = sum(path.available_bytes for path in plan.budgets.paths) - plan.storage_bytes
-    if not rates.paths or room < moved_bytes:
+    path_room = sum(path.available_bytes for path in plan.budgets.paths) - plan.storage_bytes
+    if not answer.rates.paths or path_room < moved_bytes:
         return {}
     return {
         "host_bytes": host["state"] + host["gradients"] + host["buffers and tables"],
-        "gpu_bytes": answer.use.gpu.get("state", 0) + answer.use.gpu.get("staging", 0),
-        "seconds": moved_bytes / sum(path.write.alone for path in rates.paths),
+        "gpu_bytes": gpu.get("state", 0) + gpu.get("staging", 0),
+        "seconds": moved_bytes / sum(path.write.alone for path in answer.rates.paths),
     }
 
 
 def node_lines(answer: Answer) -> list[str]:
     """Return lines about the memory that all ranks use of their node, and the least that would work."""
     scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
-    memory_bytes = machine.memory_bytes
-    of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
-    taken = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"
-    lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
+    of_node = "" if machine.memory_bytes is None else f" of the node's {format_bytes(machine.memory_bytes)}"
+    used = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"
+    lines = [f"host memory: all ranks take {used}, each {uses_text(use.host)}"]
     if use.gpu_bytes:
         size = machine.rates.gpu.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""
-        on_top = "" if scenario.beside else "; activations come on top (known with --model and --tokens)"
-        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}{on_top}")
-    fewest = least(scenario)
-    if fewest is not None and fewest.host_bytes < use.host_bytes:
-        most = max(fewest.host, key=lambda what: fewest.host[what])
-        lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
-    if given := parked(answer):
-        gpu = f" and {format_bytes(given['gpu_bytes'])} of its GPU's" if given["gpu_bytes"] else ""
+        knows_activations = bool(scenario.forward_backward_bytes)
+        on_top = "" if knows_activations else "; activations come on top (known with --model and --tokens)"
+        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {uses_text(use.gpu)}{on_top}")
+    least = least_memory_use(scenario)
+    if least is not None and least.host_bytes < use.host_bytes:
+        most = max(least.host, key=lambda purpose: least.host[purpose])
+        lines.append(f"it would also work, slower, with {format_bytes(least.host_bytes)} a rank, most of it {most}")
+    if park := park_figures(answer):
+        gpu = f" and {format_bytes(park['gpu_bytes'])} of its GPU's" if park["gpu_bytes"] else ""
         lines.append(
-            f"between phases, park() gives back up to {format_bytes(given['host_bytes'])} of a rank's host memory"
-            f"{gpu}, in about {format_seconds(given['seconds'])}"
+            f"between phases, park() gives back up to {format_bytes(park['host_bytes'])} of a rank's host memory"
+            f"{gpu}, in about {format_seconds(park['seconds'])}"
         )
     return lines

@@ -52,6 +52,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_training(model: Any, training: Any) -> None:
+    """Add the options of the groups "model" and "training"."""
     size = "parameters to aim for, such as 25e6 or 1.5B; picks depth and width (default: 25M)"
     add_value(model, "--params", parse_count, size, metavar="COUNT", default=25_000_000)
     add_value(model, "--layers", _count(10_000), "layers (default: picked for --params)")
@@ -77,6 +78,7 @@ def _add_training(model: Any, training: Any) -> None:
 
 
 def _add_checkpoints(checkpoints: Any) -> None:
+    """Add the options of the group "checkpoints"."""
     add = partial(add_value, checkpoints)
     kept = "keep a checkpoint in this folder, of the last step and of those between"
     add("--save", parse_path, kept, metavar="DIR")
@@ -86,6 +88,7 @@ def _add_checkpoints(checkpoints: Any) -> None:
 
 
 def _count(most: int, *, least: int = 1) -> Any:
+    """Return a reader of counts in this range, for `add_value`."""
     return partial(parse_count, least=least, most=most)
 
 

@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.cli.values import read_values
@@ -20,7 +20,7 @@ MOST_LAYERS, MOST_MODULES = 1_000, 70_000
 """Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
 
 LOGIT_BYTES = 10
-"""Of each logit: in 16 bits, its fp32 copy, and that one's gradient."""
+"""Bytes that are kept of each logit: in 16 bits, its fp32 copy, and the copy's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Shape:
         hidden: Width.
         layers: How many.
         inner: Width of the feed-forward layers.
-        shared: Width of keys, and of values.
+        shared: Width of keys, and of values, which query heads share.
         vocabulary: Tokens.
         tied: Whether the output layer is the embedding.
         biased: Whether queries, keys and values have a bias.
@@ -53,10 +53,12 @@ class Shape:
 
     @property
     def _small_params(self) -> int:
+        """Parameters of a layer's norms and biases."""
         return 2 * self.hidden + self.biased * (self.hidden + 2 * self.shared)
 
     @property
     def _embedding_params(self) -> int:
+        """Parameters of the embedding and of the output layer."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     @property
@@ -90,9 +92,12 @@ class Shape:
             tokens: Of one rank, in a micro-step.
             recompute: Whether activations are recomputed in backward (gradient checkpointing).
         """
-        layer = 2 * (6 * self.hidden + 2 * self.shared + 4 * self.inner)
-        kept = 2 * self.hidden * self.layers + layer if recompute else layer * self.layers
-        return tokens * (kept + LOGIT_BYTES * self.vocabulary)
+        layer_bytes = 2 * (6 * self.hidden + 2 * self.shared + 4 * self.inner)
+        kept_bytes = layer_bytes * self.layers
+        if recompute:
+            input_bytes = 2 * self.hidden
+            kept_bytes = input_bytes * self.layers + layer_bytes
+        return tokens * (kept_bytes + LOGIT_BYTES * self.vocabulary)
 
     @property
     def gathered_bytes(self) -> int:
@@ -162,11 +167,11 @@ def parse_model(field: str, value: str) -> str:
     name = value.strip().lower()
     if name not in MODELS:
         published = re.fullmatch(r"(?:.*/)?(?:meta-)?([a-z]+)[\d.]*(?:-[\d.]+)?-([\d.]+b)\b.*", name)
-        known = f"{published[1]}-{published[2]}" if published else name  # Qwen/Qwen2.5-7B-Instruct: qwen-7b
-        near = [known] if known in MODELS else difflib.get_close_matches(name, MODELS, 1)
-        nearest = f"did you mean {near[0]}? " if near else ""
-        allowed = f"{nearest}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
-        raise ConfigError(field, value, allowed)
+        short = f"{published[1]}-{published[2]}" if published else name  # Qwen/Qwen2.5-7B-Instruct: qwen-7b
+        similar = [short] if short in MODELS else difflib.get_close_matches(name, MODELS, 1)
+        guess = f"did you mean {similar[0]}? " if similar else ""
+        advice = f"{guess}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
+        raise ConfigError(field, value, advice)
     return name
 
 
@@ -183,7 +188,7 @@ def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
         shape = MODELS[arguments.model]
         params, exact_params = shape.params, shape.exact_params
     else:
-        params, exact_params, shape = _params_of(arguments.config)
+        params, exact_params, shape = _read_hf_config(arguments.config)
     return Model(
         params=params,
         exact_params=exact_params,
@@ -193,7 +198,7 @@ def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
     )
 
 
-def _params_of(file: str) -> tuple[int, int, Shape | None]:
+def _read_hf_config(file: str) -> tuple[int, int, Shape | None]:
     """Return the parameters of the model that a Hugging Face configuration describes, without making it.
 
     Returns:
@@ -216,12 +221,12 @@ def _params_of(file: str) -> tuple[int, int, Shape | None]:
         config = transformers.AutoConfig.for_model(**{name: values[name] for name in values if name != "auto_map"})
         if not 0 <= (layers := getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
             raise ValueError(f"it has {layers} layers, and {MOST_LAYERS:,} are the most")
-        with torch.device("meta"), _at_most(MOST_MODULES):
+        with torch.device("meta"), _limit_modules(MOST_MODULES):
             from_config: Any = transformers.AutoModelForCausalLM.from_config
             model = from_config(config)
     except Exception as cause:  # whatever a model's code makes of values that it was not written for
-        allowed = f"transformers {transformers.__version__} makes no model of it: {cause!r}"
-        raise ConfigError("--config", file, allowed) from cause
+        advice = f"transformers {transformers.__version__} makes no model of it: {cause!r}"
+        raise ConfigError("--config", file, advice) from cause
     parameters = keep_exact(
         [
             Parameter(name, parameter.numel(), DtypeCode.BFLOAT16, 0, shape=tuple(parameter.shape))
@@ -237,22 +242,29 @@ def _shape_of(config: Any, params: int) -> Shape | None:
     """Return the shape of a model that has as many parameters as its configuration's shape has; else None."""
     try:
         heads = config.num_attention_heads
-        width = (getattr(config, "head_dim", None) or config.hidden_size // heads) * config.num_key_value_heads
-        known = (config.hidden_size, config.num_hidden_layers, config.intermediate_size, width, config.vocab_size)
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = Shape(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            inner=config.intermediate_size,
+            shared=head_width * config.num_key_value_heads,
+            vocabulary=config.vocab_size,
+        )
     except (AttributeError, TypeError, ZeroDivisionError):
         return None
-    shapes = [Shape(*known, tied=bool(config.tie_word_embeddings), biased=biased) for biased in (False, True)]
+    shapes = [replace(shape, tied=bool(config.tie_word_embeddings), biased=biased) for biased in (False, True)]
     return next((shape for shape in shapes if shape.params == params), None)
 
 
 @contextlib.contextmanager
-def _at_most(count: int) -> Iterator[None]:
+def _limit_modules(count: int) -> Iterator[None]:
     """Let torch raise `ValueError` when more than `count` modules and parameters are made in this block."""
     from torch.nn.modules import module
 
     numbers = itertools.count(1)
 
     def refuse_more(parent: object, name: str, child: object) -> None:
+        """Torch's hook, called for each module or parameter that a module gets."""
         if next(numbers) > count:
             raise ValueError(f"it has more than {count:,} modules and parameters")
 

@@ -10,7 +10,7 @@ is read from the drive. The step reads that rest once more, and writes all weigh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.units import format_bytes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WEIGHT_BYTES = GRADIENT_BYTES = 2
 """Bytes of a parameter's weight, and of its gradient, in 16-bit training."""
 
-REDUCED = 3
+GRADIENT_COPIES = 3
 """Copies on the GPU of the gradients of a layer: backward's, and the input and the output of FSDP2's reduction."""
 
 PAGEABLE_PART = 1 / 6.56
@@ -37,25 +37,32 @@ def window_bytes(shape: Shape) -> int:
 
 def gradients_bytes(shape: Shape) -> int:
     """Return the bytes of gradients that are on the GPU at once: a layer's, or those in no layer if more."""
-    return REDUCED * GRADIENT_BYTES * max(shape.layer_params, shape.rest_params)
+    return GRADIENT_COPIES * GRADIENT_BYTES * max(shape.layer_params, shape.rest_params)
+
+
+class PerPass(NamedTuple):
+    """Seconds (or bytes) of all forward passes of an iteration, and of all backward passes."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """The transfers of one rank's passes in an iteration, all micro-steps together.
+class WeightTransfers:
+    """The transfers of one rank's streamed weights in an iteration, all micro-steps together.
 
     Attributes:
         numel: The rank's parameters.
         rest: How many of them are in no layer; 0 where unknown.
         accumulate: Micro-steps.
-        card: The GPU that computes, and its link; None for the CPU.
+        gpu: The GPU that computes, and its link; None for the CPU.
         kept_bytes: Bytes of weights in a file for which memory has room; None if the weights lie in host memory.
     """
 
     numel: int
     rest: int
     accumulate: int
-    card: GpuRates | None
+    gpu: GpuRates | None
     kept_bytes: int | None
 
     @property
@@ -64,17 +71,17 @@ class Passes:
         return WEIGHT_BYTES * self.numel
 
     @property
-    def down_bytes(self) -> tuple[int, int]:
+    def to_gpu_bytes(self) -> PerPass:
         """Bytes of weights that forward and backward copy to the GPU."""
-        if self.card is None:
-            return 0, 0
-        in_layers = WEIGHT_BYTES * (self.numel - self.rest)
-        return self.accumulate * self.weight_bytes, self.accumulate * in_layers
+        if self.gpu is None:
+            return PerPass(0, 0)
+        in_layers = WEIGHT_BYTES * (self.numel - self.rest)  # the rest stays on the GPU from forward to backward
+        return PerPass(forward=self.accumulate * self.weight_bytes, backward=self.accumulate * in_layers)
 
     @property
-    def up_bytes(self) -> int:
+    def from_gpu_bytes(self) -> int:
         """Bytes of gradients that backward copies from the GPU."""
-        return self.accumulate * GRADIENT_BYTES * self.numel if self.card is not None else 0
+        return self.accumulate * GRADIENT_BYTES * self.numel if self.gpu is not None else 0
 
     @property
     def missing_bytes(self) -> int:
@@ -87,15 +94,17 @@ class Passes:
         return 0 if self.kept_bytes is None else self.weight_bytes
 
     @property
-    def link_s(self) -> tuple[float, float]:
-        """Return the seconds that the link works in forward and in backward."""
-        part = 1.0 if self.kept_bytes is None else PAGEABLE_PART
-        (forward, backward), up = self.down_bytes, self.up_bytes
-        if self.card is None:
-            return 0.0, 0.0
-        link = self.card.times(part)
-        both = link.copying(backward, up)
-        return forward / link.h2d.alone, max(backward / both.h2d.alone, up / both.d2h.alone)
+    def link_s(self) -> PerPass:
+        """Seconds that the link to the GPU works in forward and in backward."""
+        if self.gpu is None:
+            return PerPass(0.0, 0.0)
+        to_gpu = self.to_gpu_bytes
+        is_pinned = self.kept_bytes is None  # in host memory; a mapped file's is not
+        link = self.gpu.times(1.0 if is_pinned else PAGEABLE_PART)
+        both_ways = link.copying(to_gpu.backward, self.from_gpu_bytes)
+        weights_s = to_gpu.backward / both_ways.h2d.alone
+        gradients_s = self.from_gpu_bytes / both_ways.d2h.alone
+        return PerPass(forward=to_gpu.forward / link.h2d.alone, backward=max(weights_s, gradients_s))
 
     def read_s(self, rates: Rates) -> float:
         """Return the seconds that the drive reads in forward, and as many in backward."""
@@ -112,39 +121,44 @@ class Passes:
 
     def as_dict(self) -> dict[str, Any]:
         """Return this for `--json`."""
+        to_gpu = self.to_gpu_bytes
         read = self.accumulate * self.missing_bytes
         return {
-            "link_bytes": {"forward": self.down_bytes[0], "backward": self.down_bytes[1], "gradients": self.up_bytes},
+            "link_bytes": {"forward": to_gpu.forward, "backward": to_gpu.backward, "gradients": self.from_gpu_bytes},
             "drive_bytes": {"forward": read, "backward": read, "step": self.missing_bytes + self.written_bytes},
         }
 
-    def lines(self, rates: Rates, computed_s: tuple[float, float] | None) -> list[str]:
+    def lines(self, rates: Rates, computed_s: PerPass | None) -> list[str]:
         """Describe each transfer, and whether it takes no longer than forward and backward compute (hidden).
 
         Args:
             rates: The rank's.
             computed_s: Seconds for which forward and backward compute, if known.
         """
-        (forward, backward), up, lines = self.down_bytes, self.up_bytes, []
-
-        def hidden(seconds: tuple[float, float]) -> str:
-            if computed_s is None:
-                return ""
-            names = ("forward", "backward")
-            longer = [name for name, s, compute_s in zip(names, seconds, computed_s, strict=True) if s > compute_s]
-            return f"; not hidden in {' and '.join(longer)}" if longer else "; hidden"
-
-        if self.card is not None:
-            moved = f"link: {format_bytes(forward)} of weights to the GPU in forward, {format_bytes(backward)} in"
-            moved += f" backward, {format_bytes(up)} of gradients from it"
-            lines.append(f"{moved}{hidden(self.link_s)}")
+        lines = []
+        if self.gpu is not None:
+            to_gpu = self.to_gpu_bytes
+            moved = (
+                f"link: {format_bytes(to_gpu.forward)} of weights to the GPU in forward, "
+                f"{format_bytes(to_gpu.backward)} in backward, "
+                f"{format_bytes(self.from_gpu_bytes)} of gradients from it"
+            )
+            lines.append(f"{moved}{_hidden_text(self.link_s, computed_s)}")
         if self.kept_bytes is not None:
             if read := self.accumulate * self.missing_bytes:
                 moved = f"{format_bytes(read)} of weights are read in forward, and in backward"
-                both_s = 2 * (self.read_s(rates),)  # the drive reads as long in backward as in forward
-                lines.append(f"path {path_of(rates)}: {moved}{hidden(both_s)}")
+                read_s = PerPass(forward=self.read_s(rates), backward=self.read_s(rates))
+                lines.append(f"path {path_of(rates)}: {moved}{_hidden_text(read_s, computed_s)}")
             lines.append(f"path {path_of(rates)}: a step writes {format_bytes(self.written_bytes)} of weights")
         return lines
+
+
+def _hidden_text(transfer_s: PerPass, computed_s: PerPass | None) -> str:
+    """Return in words in which passes a transfer takes longer than the pass computes; "" if that is unknown."""
+    if computed_s is None:
+        return ""
+    longer = [name for name in PerPass._fields if getattr(transfer_s, name) > getattr(computed_s, name)]
+    return f"; not hidden in {' and '.join(longer)}" if longer else "; hidden"
 
 
 def path_of(rates: Rates) -> int:

@@ -19,10 +19,10 @@ TIMELINE_NAME = "timeline.json"
 """What `offload train` leaves of its last step in a run's folder."""
 
 MOST_OPERATIONS = 50_000
-"""Of a timeline that is drawn."""
+"""Most operations of a timeline that is read and drawn."""
 MOST_LANES = 100
 MOST_S = 1e10
-"""Of a monotonic clock: three centuries."""
+"""Largest time on a monotonic clock: three centuries."""
 
 _Name = Annotated[str, msgspec.Meta(max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as cause:
         raise ConfigError("--out", str(out), f"it cannot be written: {cause.strerror}") from cause
     outcome = {"trace": str(out), "picture": str(picture), "operations": len(timeline)}
-    said = f"{len(timeline)} operations of step {step}: {out} (open it at ui.perfetto.dev) and {picture}"
-    tell(arguments, outcome, said)
+    text = f"{len(timeline)} operations of step {step}: {out} (open it at ui.perfetto.dev) and {picture}"
+    tell(arguments, outcome, text)
     return 0
 
 

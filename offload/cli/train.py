@@ -17,8 +17,9 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ from offload.backends import accelerator
 from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
-from offload.cli.record import LAST_STEPS, OPTIMIZERS, Comparison, RunRecord, in_short
+from offload.cli.record import LAST_STEPS, OPTIMIZERS, Comparison, RunRecord, progress_text
 from offload.cli.report import PAGE_NAME, REPORT_NAME, table
 from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
 from offload.cli.trace import TIMELINE_NAME
@@ -46,7 +47,7 @@ from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")
 _NO_SETTINGS = ("command", "refuse")
-"""Arguments that are no options."""
+"""Attributes of the parsed arguments that are no options."""
 
 
 def run(settings: Namespace) -> int:
@@ -85,18 +86,23 @@ def run(settings: Namespace) -> int:
             raise
         finally:
             summary = training.write(paths)
-    different = training.comparison is not None and not training.comparison.identical
+    return _print_outcome(settings, training, summary, folder)
+
+
+def _print_outcome(settings: Namespace, training: _Run, summary: Mapping[str, Any], folder: Path) -> int:
+    """Print how a run has ended, and its summary; return the exit status."""
+    is_different = training.comparison is not None and not training.comparison.identical
     if training.interrupted:
         done = format_count(len(training.main.rows), "step")
         print(f"offload train: interrupted after {done}; results so far are in {folder}", file=sys.stderr)
         if settings.save is not None and is_checkpoint(settings.save):
             print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
-    elif different and settings.quiet:
+    elif is_different and settings.quiet:
         print(f"offload train: {summary['verdict']}", file=sys.stderr)
     if settings.json:
         print(to_json(summary, indent=2))
     _say(settings, table(summary))
-    return 130 if training.interrupted else int(different)
+    return 130 if training.interrupted else int(is_different)
 
 
 def _say(settings: Namespace, text: str) -> None:
@@ -122,7 +128,10 @@ class _Run:
         self._weights: dict[str, torch.Tensor] = {}
 
     def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
-        """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison."""
+        """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison.
+
+        The file `metrics_name` in the run's folder gets a line a step; `title` is for the progress bar.
+        """
         settings = self.settings
         started_s = time.perf_counter()
         dtype = DTYPES[settings.dtype]
@@ -139,32 +148,20 @@ class _Run:
                 _say(settings, str(optimizer.plan))
                 if settings.overlap in ("forward", "both", "auto"):
                     optimizer.overlap_forward(model)
-                first = self._resume(optimizer, draws)
-
-                def note() -> None:
-                    """Record the optimizer's metrics of the last step; wait for it if it goes on in forward."""
-                    if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
-                        return
-                    record.timeline = optimizer.timeline()  # waits for the step; `metrics` does not
-                    metrics = optimizer.metrics()
-                    row = record.rows[-1]
-                    row["norm"] = float(metrics.get("gradient_norm", math.nan))
-                    row |= {f"{OPTIMIZERS}{name}": value for name, value in metrics.items()}
-                    lines.write(to_json(row) + "\n")
-                    lines.flush()
-
+                first_step = self._resume(optimizer, draws)
+                note_metrics = partial(_note_metrics, optimizer, record, lines)
                 try:
-                    for index in range(first, settings.steps):
-                        row = self._iterate(model, optimizer, draws, index, note)
+                    for index in range(first_step, settings.steps):
+                        row = self._iterate(model, optimizer, draws, index, note_metrics)
                         record.rows.append(row)
-                        progress.show(row["step"], settings.steps, in_short(row))
+                        progress.show(row["step"], settings.steps, progress_text(row))
                         if record is self.main and self._is_saved(index + 1):
                             extra = {"step": index + 1, "batches": draws.get_state()}
                             optimizer.save_checkpoint(settings.save, extra=extra)
-                    note()
+                    note_metrics()
                 except BaseException:
                     with contextlib.suppress(OffloadError):  # so that an interrupted run has all its steps
-                        note()
+                        note_metrics()
                     raise
                 if record is self.main and settings.save is not None:
                     optimizer.wait_checkpoint()
@@ -191,18 +188,21 @@ class _Run:
         return int(extra["step"])
 
     def _is_saved(self, step: int) -> bool:
-        save, every, last = self.settings.save, self.settings.save_every, self.settings.steps
-        return save is not None and (step == last or (every is not None and step % every == 0))
+        """Return whether a checkpoint is saved after a step: the last, and every `--save-every`-th."""
+        settings = self.settings
+        if settings.save is None:
+            return False
+        return step == settings.steps or (settings.save_every is not None and step % settings.save_every == 0)
 
     def _iterate(
-        self, model: Any, optimizer: Any, draws: torch.Generator, index: int, note: Callable[[], None]
+        self, model: Any, optimizer: Any, draws: torch.Generator, index: int, note_metrics: Callable[[], None]
     ) -> dict[str, Any]:
         """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
 
         Args:
             draws: Draws its batches.
             index: Number of steps before this one.
-            note: Called after backward, when the step before has ended, to record its metrics.
+            note_metrics: Called after backward, when the step before has ended, to record its metrics.
 
         Returns:
             The row of `RunRecord`, without the optimizer's metrics.
@@ -227,7 +227,7 @@ class _Run:
             forward_s += forward_done_s - started_s
             backward_s += backward_done_s - forward_done_s
             started_s = backward_done_s
-        note()
+        note_metrics()
         started_s = _now_s(settings.device)
         if settings.clip:
             optimizer.clip_grad_norm_(settings.clip)
@@ -248,10 +248,10 @@ class _Run:
 
     def compare(self, config: offload.OffloadConfig) -> None:
         """Train again with all state in memory and compare."""
-        ours = self._weights
+        offloaded_weights = self._weights
         gc.collect()  # The first model is in reference cycles; its memory is needed now.
         self.train(config.in_memory(), self.in_memory, "metrics-in-memory.jsonl", "in memory")
-        self.comparison = Comparison.of(ours, self._weights, self.main.losses, self.in_memory.losses)
+        self.comparison = Comparison.of(offloaded_weights, self._weights, self.main.losses, self.in_memory.losses)
         self._weights = {}
 
     def write(self, paths: Sequence[str]) -> dict[str, Any]:
@@ -281,8 +281,9 @@ class _Run:
         }
         if self.main.rows:
             timeline, step = self.main.timeline, self.main.rows[-1]["step"]
-            operations = {"step": step, "paths": paths, "operations": [interval[:5] for interval in timeline]}
-            for name, content in (("summary.json", to_json(summary, indent=2)), (TIMELINE_NAME, to_json(operations))):
+            operations = [(each.lane, each.label, each.started_s, each.finished_s, each.nbytes) for each in timeline]
+            timeline_json = to_json({"step": step, "paths": paths, "operations": operations})
+            for name, content in (("summary.json", to_json(summary, indent=2)), (TIMELINE_NAME, timeline_json)):
                 (self._folder / name).write_text(content + "\n", encoding="utf-8")
             self._write_report(summary, timeline, paths, step)
             draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"], LAST_STEPS)
@@ -294,10 +295,23 @@ class _Run:
     ) -> None:
         """Write the data and the page of the report, if the run got as far as to have one."""
         notes = filter(None, [f"{summary['steps']} steps in {self._folder}", summary["verdict"], summary["error"]])
-        shown = self.main.shown([*notes])
-        if shown is not None:
-            (self._folder / REPORT_NAME).write_bytes(msgspec.json.encode(shown))
-            (self._folder / PAGE_NAME).write_text(page(shown, timeline, paths, step=step), encoding="utf-8")
+        report = self.main.report_with_steps([*notes])
+        if report is not None:
+            (self._folder / REPORT_NAME).write_bytes(msgspec.json.encode(report))
+            (self._folder / PAGE_NAME).write_text(page(report, timeline, paths, step=step), encoding="utf-8")
+
+
+def _note_metrics(optimizer: Any, record: RunRecord, lines: IO[str]) -> None:
+    """Add the optimizer's metrics to the last row, and write the row, unless that is done; wait for the last step."""
+    if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
+        return
+    record.timeline = optimizer.timeline()  # waits for the step; `metrics` does not
+    metrics = optimizer.metrics()
+    row = record.rows[-1]
+    row["norm"] = float(metrics.get("gradient_norm", math.nan))
+    row |= {f"{OPTIMIZERS}{name}": value for name, value in metrics.items()}
+    lines.write(to_json(row) + "\n")
+    lines.flush()
 
 
 def _learning_rate(settings: Namespace, step: int) -> float:
@@ -306,8 +320,8 @@ def _learning_rate(settings: Namespace, step: int) -> float:
     warmup: int = min(100, max(1, settings.steps // 10))
     if step < warmup:
         return peak * (step + 1) / warmup
-    share: float = (step - warmup) / max(1, settings.steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+    progress: float = (step - warmup) / max(1, settings.steps - warmup)  # from 0 to 1
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def _now_s(device: str) -> float:
@@ -319,24 +333,29 @@ def _now_s(device: str) -> float:
 
 def _check_memory(settings: Namespace, shape: Shape) -> None:
     """Refuse a model whose weights, gradients and logits alone do not fit, before anything is built."""
+    item_bytes = 4 if settings.dtype == "fp32" else 2
+    weights_and_gradients_bytes = 2 * item_bytes * shape.numel
     logits_bytes = 3 * 4 * VOCABULARY * settings.batch * settings.seq  # fp32: themselves, softmax, gradient
-    needed = 2 * (4 if settings.dtype == "fp32" else 2) * shape.numel + logits_bytes
+    needed = weights_and_gradients_bytes + logits_bytes
     available = available_bytes()
     if needed > available:
-        allowed = (
+        advice = (
             f"its weights, gradients and logits need {format_bytes(needed)} and {format_bytes(available)} of memory "
             "are available; choose a smaller model, or a smaller --batch or --seq"
         )
-        raise ConfigError("--params", f"{shape.numel:,}", allowed)
+        raise ConfigError("--params", f"{shape.numel:,}", advice)
 
 
 def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> offload.OffloadConfig:
     """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
-    in_backward = settings.overlap in ("backward", "both", "auto")
+    updates_in_backward = settings.overlap in ("backward", "both", "auto")
+    # For updates in backward with weights on a GPU, gradients leave the GPU during backward.
+    gradients_leave_gpu = updates_in_backward and not _is_host(settings.device)
+    has_checkpoints = settings.save is not None or settings.resume is not None
     config = offload.OffloadConfig(
         **{**given_settings(settings, "train"), "paths": list(paths)},
-        checkpoints_kept=0 if settings.save is None and settings.resume is None else 1,
-        keep_grads=not (in_backward and not _is_host(settings.device)),
+        checkpoints_kept=1 if has_checkpoints else 0,
+        keep_grads=not gradients_leave_gpu,
     )
     if config.host_memory is not None:
         return config
@@ -358,16 +377,16 @@ def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("--output", settings.output, "give a folder that is new or empty")
     state = folder / "state"
-    wanted = folder if settings.paths else state
-    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    deepest = folder if settings.paths else state
+    missing = [path for path in (deepest, *deepest.parents) if not path.exists()]
     try:
-        wanted.mkdir(parents=True, exist_ok=True)
+        deepest.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--output", str(folder), f"the folder cannot be made: {error.strerror}") from error
     try:
         yield folder, settings.paths or [str(state)]
     finally:
-        for leftover in made:
+        for leftover in missing:
             with contextlib.suppress(OSError):
                 leftover.rmdir()  # Fails, as it should, unless the folder is empty.
 
@@ -379,21 +398,22 @@ def _reproducible(threads: int | None) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     threads_before = torch.get_num_threads()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    # A debugging aid that deterministic algorithms switch on, and which costs a pass over memory.
-    aid: Any = torch.utils.deterministic
-    fill_before = aid.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fill_before = deterministic.fill_uninitialized_memory
     torch.set_num_threads(threads or threads_before)
     torch.use_deterministic_algorithms(True)
-    aid.fill_uninitialized_memory = False
+    # A debugging aid that deterministic algorithms switch on, and which costs a pass over memory.
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(was_deterministic)
-        aid.fill_uninitialized_memory = fill_before
+        deterministic.fill_uninitialized_memory = fill_before
 
 
 def _check_device(device: str) -> None:
+    """Refuse a device that torch does not know, or whose accelerator cannot be used."""
     try:
         on_host = _is_host(device)
     except RuntimeError as error:

@@ -30,7 +30,7 @@ from offload.config import (
 from offload.errors import ConfigError, check_text
 from offload.units import DAY_S, format_seconds, read_number
 
-_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 MAX_COUNT = 10**15
 """Nothing that is counted here is more: parameters, tokens."""
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {one_line(message)} (see `{self.prog} --help`)\n")
 
 
-class _Reading(argparse.Action):
+class _ReadAction(argparse.Action):
     """Reads values as they are given. A `ConfigError` comes through; argparse would reword one of a `type`."""
 
     def __init__(self, *, reads: Callable[[str, str], Any], **rest: Any) -> None:
@@ -72,10 +72,11 @@ class _Reading(argparse.Action):
         """See `argparse.Action`."""
         name = self.option_strings[0] if self.option_strings else str(self.metavar)
         if isinstance(values, list):
-            found: Any = [*(getattr(namespace, self.dest) or ()), *(self._reads(name, value) for value in values)]
+            earlier = getattr(namespace, self.dest) or ()  # the option may be given several times
+            result: Any = [*earlier, *(self._reads(name, value) for value in values)]
         else:
-            found = self._reads(name, values)
-        setattr(namespace, self.dest, found)
+            result = self._reads(name, values)
+        setattr(namespace, self.dest, result)
 
 
 def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: str, **more: Any) -> None:
@@ -89,12 +90,15 @@ def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: s
         help: What it is, for `--help`.
         more: Further arguments of `add_argument`. Where there may be several values, they are a list.
     """
-    metavar = (
-        "SIZE" if reads in (parse_bytes, parse_memory) else "FILE" if reads in (parse_path, parse_output) else "N"
-    )
+    metavar = "N"
+    if reads in (parse_bytes, parse_memory):
+        metavar = "SIZE"
+    elif reads in (parse_path, parse_output):
+        metavar = "FILE"
     if name.isupper():
-        name, metavar = name.lower(), name
-    options.add_argument(name, action=_Reading, reads=reads, help=help, **{"metavar": metavar, **more})
+        metavar = name
+        name = name.lower()
+    options.add_argument(name, action=_ReadAction, reads=reads, help=help, **{"metavar": metavar, **more})
 
 
 def add_settings(options: Any, command: str, *, defaults: bool = False, **readers: Callable[[str, str], Any]) -> None:
@@ -106,23 +110,24 @@ def add_settings(options: Any, command: str, *, defaults: bool = False, **reader
         defaults: Whether what is not given has the setting's default; else it is None.
         readers: What reads a setting's value, where its option takes more than the setting does.
     """
-    for one in settings_of(command):
-        flag, check, default = one.metadata[command], one.metadata["check"], one.default if defaults else None
+    for field in settings_of(command):
+        option = option_of(field.name)
+        flag, check = field.metadata[command], field.metadata["check"]
+        shared = {"help": flag.help, "default": field.default if defaults else None}
         if isinstance(check, OneOf):
-            options.add_argument(option_of(one.name), choices=check.choices, help=flag.help, default=default)
+            options.add_argument(option, choices=check.choices, **shared)
         elif check is check_bool:
-            options.add_argument(
-                option_of(one.name), action=argparse.BooleanOptionalAction, help=flag.help, default=default
-            )
+            options.add_argument(option, action=argparse.BooleanOptionalAction, **shared)
         else:
-            several = {"nargs": "+"} if check is check_paths else {}
-            named = {"metavar": flag.metavar} if flag.metavar else {}
-            reads = readers.get(one.name) or _reader(check)
-            add_value(options, option_of(one.name), reads, flag.help, default=default, **several, **named)
+            if flag.metavar:
+                shared["metavar"] = flag.metavar
+            if check is check_paths:
+                shared["nargs"] = "+"
+            add_value(options, option, readers.get(field.name) or _parser_for(check), **shared)
 
 
-def _reader(check: Any) -> Callable[[str, str], Any]:
-    """Return what reads, from a command line, a value of settings that have a check."""
+def _parser_for(check: Any) -> Callable[[str, str], Any]:
+    """Return the function that reads a setting's value from the command line, by the setting's check."""
     if isinstance(check, Size):
         return parse_bytes
     if isinstance(check, Count):
@@ -138,12 +143,12 @@ def _reader(check: Any) -> Callable[[str, str], Any]:
 
 def settings_of(command: str) -> list[Field[Any]]:
     """Return the settings of `OffloadConfig` that a command takes."""
-    return [one for one in fields(OffloadConfig) if one.metadata[command] is not None]
+    return [field for field in fields(OffloadConfig) if field.metadata[command] is not None]
 
 
 def given_settings(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the settings that a command was given, by their names."""
-    values = {one.name: getattr(arguments, one.name) for one in settings_of(command)}
+    values = {field.name: getattr(arguments, field.name) for field in settings_of(command)}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -153,18 +158,18 @@ def option_of(setting: str) -> str:
 
 
 def in_options(text: str, command: str) -> str:
-    """Return an error's text with the settings that a command takes called as its options."""
-    names = "|".join(one.name for one in settings_of(command))
+    """Return an error's text with a command's options in place of the names of settings: --host-memory."""
+    names = "|".join(field.name for field in settings_of(command))
     return re.sub(rf"\b({names})\b", lambda found: option_of(found[0]), text)
 
 
 @contextmanager
 def naming_options(command: str) -> Iterator[None]:
-    """Have errors about a setting name the option of the command that it is taken by."""
+    """Let errors about a setting name the command's option for it instead."""
     try:
         yield
     except ConfigError as error:
-        if not any(one.name == error.field for one in settings_of(command)):
+        if not any(field.name == error.field for field in settings_of(command)):
             raise
         raise ConfigError(option_of(error.field), error.value, error.allowed) from error.__cause__
 
@@ -186,21 +191,22 @@ def tell(arguments: argparse.Namespace, outcome: Any, text: str) -> None:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Return JSON that every parser reads: a number that is not finite becomes null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(_without_infinities(value), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _without_infinities(value: Any) -> Any:
+    """Return a value for JSON with None in place of numbers that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: _without_infinities(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_without_infinities(item) for item in value]
     return value
 
 
 def in_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Return rows of as many cells as lines of text, each column as wide as its widest cell.
+    """Return rows as lines of text, each column as wide as its widest cell; all rows have as many cells.
 
     Args:
         rows: The cells.
@@ -209,8 +215,11 @@ def in_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) ->
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        sized = enumerate(zip(cells, widths, strict=True))
-        return "  ".join(cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in sized).rstrip()
+        """Return a row as a line, its cells padded to the widths of their columns."""
+        padded = []
+        for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            padded.append(cell.rjust(width) if number in right else cell.ljust(width))
+        return "  ".join(padded).rstrip()
 
     return "\n".join(map(line, rows))
 
@@ -222,36 +231,25 @@ def one_line(error: object) -> str:
 
 
 def parse_count(field: str, value: str, *, least: int = 1, most: int = MAX_COUNT, why: str = "") -> int:
-    """Return a count written as 25000000, 25e6, "25M" or "1.5B", rounded.
-
-    Args:
-        field: The option, for the message.
-        value: What the user wrote.
-        least: What it has to be at least.
-        most: What it may be at most.
-        why: Where these come from, for the message.
+    """Return a count written as 25000000, 25e6, "25M" or "1.5B", rounded; `why` says where the limits come from.
 
     Raises:
         ConfigError: It is not a count, or out of range.
     """
     found = read_number(value)
-    number = found[0] * _FACTORS[found[1]] if found is not None and found[1] in _FACTORS else None
-    # An integer only when it is known to be one of few digits.
+    number = None
+    if found is not None:
+        digits, unit = found
+        number = digits * _COUNT_FACTORS[unit] if unit in _COUNT_FACTORS else None
+    # It becomes an integer below, when it is known to have few digits.
     if number is None or not least <= number <= most:
         like = ", such as 25e6, 25M or 1.5B" if most >= MAX_COUNT else ""
-        raise ConfigError(field, value, f"{why}give a count from {least:,} to {_short(most)}{like}")
+        raise ConfigError(field, value, f"{why}give a count from {least:,} to {_count_text(most)}{like}")
     return round(number)
 
 
 def parse_number(field: str, value: str, *, least: float, most: float, what: str = "a number") -> float:
-    """Return a number such as 0.5 or 1e-3.
-
-    Args:
-        field: The option, for the message.
-        value: What the user wrote.
-        least: What it has to be at least.
-        most: What it may be at most.
-        what: What is to be given.
+    """Return a number such as 0.5 or 1e-3; `what` is to be given, for the message.
 
     Raises:
         ConfigError: It is not a number, or out of range.
@@ -271,8 +269,8 @@ def parse_seconds(field: str, value: str) -> float:
     Raises:
         ConfigError: It is none, or out of range.
     """
-    found = read_number(value)
-    seconds = float(found[0]) * _SECONDS[found[1]] if found is not None and found[1] in _SECONDS else 0.0
+    number, unit = read_number(value) or (0, "")
+    seconds = float(number) * _SECONDS.get(unit, 0.0)
     if not 1e-6 <= seconds <= MOST_S:
         raise ConfigError(field, value, f"give a duration up to {format_seconds(MOST_S)}, such as 10s, 500ms or 2min")
     return seconds
@@ -303,8 +301,9 @@ def parse_path(field: str, value: str) -> str:
     """
     name = os.path.expanduser(value)
     check_text(field, name)
-    parts = [len(os.fsencode(part)) for part in name.split("/")]
-    if not name or sum(parts) + len(parts) - 1 > _MAX_PATH_BYTES or max(parts) > _MAX_NAME_BYTES:
+    name_bytes = [len(os.fsencode(part)) for part in name.split("/")]
+    path_bytes = sum(name_bytes) + len(name_bytes) - 1
+    if not name or path_bytes > _MAX_PATH_BYTES or max(name_bytes) > _MAX_NAME_BYTES:
         allowed = f"name a path of 1 to {_MAX_PATH_BYTES} bytes, each part at most {_MAX_NAME_BYTES}"
         raise ConfigError(field, value, allowed)
     return name
@@ -338,5 +337,6 @@ def read_values(field: str, file: str) -> Any:
         raise ConfigError(field, file, f"it is not JSON: {cause}") from cause
 
 
-def _short(count: int) -> str:
+def _count_text(count: int) -> str:
+    """Return a count for an error's text: all digits of smaller ones."""
     return f"{count:,}" if count < 10**7 else f"{count:.3g}"

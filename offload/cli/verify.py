@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: There is neither a checkpoint nor a store.
         CheckpointError: The checkpoint cannot be opened.
     """
-    report = [_verify(folder, quiet=arguments.quiet) for folder in _folders(arguments.path)]
+    report = [_verify(folder, quiet=arguments.quiet) for folder in _checkpoints_of(arguments.path)]
     problems = [problem for row in report for problem in row["problems"]]
     whole = [row for row in report if not row["problems"] and "interrupted" not in row]
     lines = problems + [INTERRUPTED.format_map(row) for row in report if "interrupted" in row]
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems or not whole else 0
 
 
-def _folders(path: str) -> list[str]:
+def _checkpoints_of(path: str) -> list[str]:
     """Return `path` if it is a checkpoint; else checkpoints that need the stores there, and those below it."""
     from offload.checkpoint.contents import read_commit
     from offload.checkpoint.folder import open_folder
@@ -72,13 +72,13 @@ def _folders(path: str) -> list[str]:
         except ConfigError:
             stores = []
         pinned = {pin.folder for store in stores for pin in store.pins}
-        folders = [*sorted(pinned), *(folder for folder in _below(path) if folder not in pinned)]
+        folders = [*sorted(pinned), *(folder for folder in _checkpoints_below(path) if folder not in pinned)]
         if not folders:
             raise
         return folders
 
 
-def _below(path: str) -> list[str]:
+def _checkpoints_below(path: str) -> list[str]:
     """Return our checkpoints in a run's folder, and frameworks' folders whose save has not ended."""
     from offload.checkpoint.manifest import COMMIT_NAME
     from offload.checkpoint.marker import Mark, mark_of
@@ -89,11 +89,12 @@ def _below(path: str) -> list[str]:
         if is_checkpoint:
             folders.append(folder)
         is_deepest = len(Path(folder).relative_to(path).parts) == DEPTH
-        names[:] = [] if is_checkpoint or is_deepest else sorted(names, key=_by_numbers)
+        # In place: this is how os.walk learns which folders to enter, and in which order.
+        names[:] = [] if is_checkpoint or is_deepest else sorted(names, key=_natural_order_key)
     return folders
 
 
-def _by_numbers(name: str) -> list[tuple[int, str]]:
+def _natural_order_key(name: str) -> list[tuple[int, str]]:
     """Return the key by which names are sorted, with numbers in them by their size."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
@@ -112,17 +113,17 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
     try:
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
-            whole = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
+            total = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
             for rank, manifest in enumerate(checkpoint.manifests):
                 extra = checkpoint.extra(rank)
                 if manifest.metadata.get(MODEL_KEY):
                     SavedRest.read(checkpoint.path, checkpoint.id, rank, extra or b"").verify()
-            with closing(Progress(whole, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:
+            with closing(Progress(total, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:
                 for _, _, problem in checkpoint.verify():
                     tiles += 1
                     if problem is not None:
                         problems.append(str(problem))
-                    progress.show(tiles, whole, folder)
+                    progress.show(tiles, total, folder)
     except CheckpointError as error:
         problems.append(str(error))
     return {"checkpoint": folder, "parameters": parameters, "tiles": tiles, "problems": problems}

@@ -33,7 +33,7 @@ MOST_NAME = 40
 """Characters of a name beside a bar."""
 
 MOST_SHAPES = 300
-"""Bars of a lane that are shapes in a picture of vectors; of more, each a fraction of a pixel, the lane is pixels."""
+"""Most bars of a lane that a vector picture has as shapes; a lane of more, each less than a pixel wide, is pixels."""
 
 LANES_TITLE = "Lanes during a step, predicted"
 _SHADES = (0.55, 0.95)
@@ -42,13 +42,14 @@ _LIGHT = "#bbbbbb"
 
 
 def draw_losses(path: Path, losses: Sequence[float], byte_entropy: float, mean_of: int) -> None:
-    """Draw the loss over the steps, raw and averaged over so many, beside what needs no context."""
+    """Draw the loss of each step, means over `mean_of` steps, and the loss of a model that ignores all context."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_figure(8.0, 4.5)
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color=_LIGHT, linewidth=1, label="each step")
-    means = [sum(part) / len(part) for part in (losses[max(0, end - mean_of) : end] for end in steps)]
+    windows = [losses[max(0, end - mean_of) : end] for end in steps]
+    means = [sum(window) / len(window) for window in windows]
     axes.plot(steps, means, color=_LANE_COLOURS["cpu"], linewidth=2, label=f"mean of the last {mean_of} steps")
     axes.axhline(byte_entropy, color="#666666", linestyle=":", linewidth=1.2, label="entropy of single bytes")
     axes.set_title("Training loss", loc="left")
@@ -90,15 +91,18 @@ def lanes_into(
     lanes = sorted({interval.lane for interval in timeline}, key=lane_order)
     start_s = min((interval.started_s for interval in timeline), default=0.0)
     span_s = max((interval.finished_s for interval in timeline), default=0.0) - start_s or 1e-6
-    unit, factor = ("s", 1.0) if span_s >= 10 else ("ms", 1e3) if span_s >= 10e-3 else ("µs", 1e6)
+    unit, per_s = ("s", 1.0)
+    if span_s < 10:
+        unit, per_s = ("ms", 1e3) if span_s >= 10e-3 else ("µs", 1e6)
     in_row = axes.get_yaxis_transform()  # x: a share of the width; y: a lane's row
     for row, lane in enumerate(lanes):
-        intervals = sorted((interval for interval in timeline if interval.lane == lane), key=lambda item: item[2:4])
-        _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, factor=factor)
+        intervals = [interval for interval in timeline if interval.lane == lane]
+        intervals.sort(key=lambda interval: (interval.started_s, interval.finished_s))
+        _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, per_s=per_s)
         axes.text(1.01, row, _lane_figures(intervals, span_s), transform=in_row, va="center", fontsize=8)
     axes.set_yticks(range(len(lanes)), [_shortened(lane_title(lane)) for lane in lanes], parse_math=False)
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
-    axes.set_xlim(0, span_s * factor * 1.01)
+    axes.set_xlim(0, span_s * per_s * 1.01)
     axes.set_xlabel(f"time since the step's first operation ({unit})")
     axes.set_title(title, loc="left", parse_math=False)
     axes.tick_params(axis="y", length=0)
@@ -111,24 +115,27 @@ def lanes_into(
 
 
 def _draw_lane(
-    axes: Axes, row: int, intervals: Sequence[Interval], *, start_s: float, span_s: float, factor: float
+    axes: Axes, row: int, intervals: Sequence[Interval], *, start_s: float, span_s: float, per_s: float
 ) -> None:
+    """Draw a lane's operations, overlapping ones below each other; `per_s`: units of the time axis in a second."""
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
 
-    used = tracks(intervals)
-    depth = max(used, default=0) + 1
+    rows_in_lane = tracks(intervals)
+    depth = max(rows_in_lane, default=0) + 1
     height = 0.76 / depth
     colour = _LANE_COLOURS.get(intervals[0].lane.split(":")[0], "#888888")
     bars = []
-    for number, ((_, label, began_s, ended_s, *_), track) in enumerate(zip(intervals, used, strict=True)):
-        left, right = (began_s - start_s) * factor, (ended_s - start_s) * factor
-        top = row - 0.38 + height * track
+    for number, (interval, row_in_lane) in enumerate(zip(intervals, rows_in_lane, strict=True)):
+        left, right = (interval.started_s - start_s) * per_s, (interval.finished_s - start_s) * per_s
+        top = row - 0.38 + height * row_in_lane
         bars.append([(left, top), (right, top), (right, top + height), (left, top + height)])
         # About 105 characters of this size fit across.
-        if depth == 1 and 0 < len(label) < 105 * (ended_s - began_s) / span_s:
+        room = 105 * (interval.finished_s - interval.started_s) / span_s
+        if depth == 1 and 0 < len(interval.label) < room:
             style: Any = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False}
-            axes.text((left + right) / 2, top + height / 2, label, color=_TEXT_COLOURS[number % 2], **style)
+            middle = (left + right) / 2
+            axes.text(middle, top + height / 2, interval.label, color=_TEXT_COLOURS[number % 2], **style)
     # Two shades in turn, so that operations that follow each other without a gap can be told apart. All in one, as
     # each bar of its own takes a millisecond.
     shades = [to_rgba(colour, _SHADES[number % 2]) for number in range(min(2, len(bars)))]
@@ -139,7 +146,8 @@ def _draw_lane(
 
 def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
     """Return a lane's bytes, its rate while busy, and the share of the step that it was busy for."""
-    busy_s, nbytes = covered_s(intervals), sum(interval.nbytes for interval in intervals)
+    busy_s = covered_s(intervals)
+    nbytes = sum(interval.nbytes for interval in intervals)
     moved = f"{format_bytes(nbytes)} at {format_bytes(nbytes / busy_s)}/s\n" if nbytes and busy_s else ""
     return f"{moved}busy {busy_s / span_s:.0%}"
 
@@ -185,14 +193,14 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
     in_row = axes.get_yaxis_transform()  # x: a share of the width; y: a tier's row
     for row, tier in enumerate(tiers):
         used = sum(tier.parts.values())
-        whole = max(used, tier.nbytes or used, 1)
+        bar_bytes = max(used, tier.nbytes or used, 1)
         left = 0.0
         for name, nbytes in tier.parts.items():
             if nbytes:
-                label = None if name in labelled else _shortened(name)
+                label = None if name in labelled else _shortened(name)  # once in the legend
                 labelled.add(name)
-                axes.barh(row, nbytes / whole, left=left, color=colours[name], height=0.6, label=label)
-                left += nbytes / whole
+                axes.barh(row, nbytes / bar_bytes, left=left, color=colours[name], height=0.6, label=label)
+                left += nbytes / bar_bytes
         if tier.nbytes:
             axes.barh(row, 1.0, color="none", edgecolor="#888888", height=0.6)
         of_size = f" of {format_bytes(tier.nbytes)}" if tier.nbytes else ""
@@ -210,15 +218,14 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
 
 
 def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
-    """Return a picture of what each step took, and was predicted to take: number, seconds, seconds or None."""
+    """Return a picture of steps: for each its number, the seconds measured, and those predicted, if known."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_figure(10.0, 3.2)
     numbers = [number for number, _, _ in steps]
     marks: dict[str, Any] = {"marker": "."} if len(steps) < 100 else {}
-    axes.plot(
-        numbers, [measured_s for _, measured_s, _ in steps], color=_LANE_COLOURS["cpu"], label="measured", **marks
-    )
+    measured = [measured_s for _, measured_s, _ in steps]
+    axes.plot(numbers, measured, color=_LANE_COLOURS["cpu"], label="measured", **marks)
     predicted = [(number, predicted_s) for number, _, predicted_s in steps if predicted_s is not None]
     if predicted:
         axes.plot(*zip(*predicted, strict=True), color=_LANE_COLOURS["write"], linestyle="--", label="predicted")
@@ -231,7 +238,7 @@ def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
 
 
 def _shortened(name: str) -> str:
-    """Return a name that leaves room for what it is the name of; of a path its end tells most."""
+    """Return a name short enough to stand beside a bar; a long one loses its begin, as a path's end tells most."""
     return name if len(name) <= MOST_NAME else f"…{name[1 - MOST_NAME :]}"
 
 
@@ -250,7 +257,9 @@ def draw_plan(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [tiers_height(tiers), *([lanes_height(timeline, paths)] if timeline else [])]
+    heights = [tiers_height(tiers)]
+    if timeline:
+        heights.append(lanes_height(timeline, paths))
     figure = Figure(figsize=(10.0, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
@@ -267,8 +276,8 @@ def svg(figure: Figure) -> str:
     out = StringIO()
     with mpl.rc_context({"svg.fonttype": "none"}):
         figure.savefig(out, format="svg", dpi=140, metadata={"Date": None})
-    found = out.getvalue()
-    return found[found.index("<svg") :]
+    document = out.getvalue()
+    return document[document.index("<svg") :]
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -283,6 +292,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _axes(figure: Figure | SubFigure) -> Axes:
+    """Add axes without a frame above and at the right to a figure; return them."""
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return axes

@@ -96,40 +96,42 @@ def page(report: Report, timeline: Sequence[Interval], paths: Sequence[str], *, 
         paths: What the path numbers in the lanes' names stand for.
         step: Number of that step.
     """
-    found = Page(report.title)
+    html_page = Page(report.title)
     for note in report.notes:
-        found.text(note)
+        html_page.text(note)
     pictures = _pictures(report, timeline, paths, step)
     if pictures is None:
-        found.text("Pictures need matplotlib: pip install matplotlib")
-    found.heading("The plan")
-    _show(found, pictures, "tiers", "what lies in each tier")
-    found.lines(report.plan)
-    found.heading(f"Lanes during step {step}")
-    _show(found, pictures, "lanes", "what each lane did, and when")
+        html_page.text("Pictures need matplotlib: pip install matplotlib")
+    html_page.heading("The plan")
+    _add_picture(html_page, pictures, "tiers", "what lies in each tier")
+    html_page.lines(report.plan)
+    html_page.heading(f"Lanes during step {step}")
+    _add_picture(html_page, pictures, "lanes", "what each lane did, and when")
     if report.lanes:
-        found.table(("lane", "predicted", "measured", "apart", "bytes"), [_lane_row(lane) for lane in report.lanes])
-    found.heading("The last steps and their predictions")
-    _show(found, pictures, "steps", "what each step took, and was predicted to take")
-    found.table(
+        html_page.table(
+            ("lane", "predicted", "measured", "apart", "bytes"), [_lane_row(lane) for lane in report.lanes]
+        )
+    html_page.heading("The last steps and their predictions")
+    _add_picture(html_page, pictures, "steps", "what each step took, and was predicted to take")
+    html_page.table(
         ("step", "predicted", "measured", "apart"), [_step_row(each) for each in report.steps[-_SHOWN_STEPS:]]
     )
-    found.heading("Memory")
+    html_page.heading("Memory")
     rows = [("planned for the optimizer", format_bytes(report.planned_bytes))]
     rows.append(("peak of the whole process, with the model and its activations", format_bytes(report.peak_bytes)))
-    found.table(("host memory", ""), rows)
-    found.heading("Checkpoints")
+    html_page.table(("host memory", ""), rows)
+    html_page.heading("Checkpoints")
     if report.checkpoints:
-        found.table(("kept on the paths",), [(name,) for name in report.checkpoints])
+        html_page.table(("kept on the paths",), [(name,) for name in report.checkpoints])
     else:
-        found.text("This session keeps none on the paths; what it was resumed from may be needed all the same.")
-    found.heading("What would help")
+        html_page.text("This session keeps none on the paths; what it was resumed from may be needed all the same.")
+    html_page.heading("What would help")
     if report.advice:
         rows = [(what, f"-{format_seconds(saved_s)}") for what, saved_s in report.advice]
-        found.table(("by the closed form", "a step"), rows)
+        html_page.table(("by the closed form", "a step"), rows)
     else:
-        found.text("Nothing that is known of saves a hundredth of a step.")
-    return str(found)
+        html_page.text("Nothing that is known of saves a hundredth of a step.")
+    return str(html_page)
 
 
 def _pictures(
@@ -146,32 +148,32 @@ def _pictures(
         return None
 
 
-def _show(found: Page, pictures: dict[str, Figure] | None, name: str, alternative: str) -> None:
+def _add_picture(html_page: Page, pictures: dict[str, Figure] | None, name: str, alternative: str) -> None:
+    """Add a picture to the page, or words in its place without matplotlib."""
     if pictures is None:
-        found.text("(No picture: see above.)")
+        html_page.text("(No picture: see above.)")
     else:
-        found.picture(svg(pictures[name]), alternative)
+        html_page.picture(svg(pictures[name]), alternative)
 
 
-def _seconds(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
+    """Return seconds in words, or "unknown"."""
     return "unknown" if value is None else format_seconds(value)
 
 
-def _apart(predicted_s: float | None, measured_s: float) -> str:
+def _apart_text(predicted_s: float | None, measured_s: float) -> str:
+    """Return how far a measurement is from its prediction; "" without one."""
     return "" if not predicted_s else format_apart(predicted_s, measured_s).strip(" ()")
 
 
 def _lane_row(lane: Lane) -> tuple[str, ...]:
-    apart = _apart(lane.predicted_s, lane.measured_s)
-    return (
-        lane_title(lane.name),
-        _seconds(lane.predicted_s),
-        _seconds(lane.measured_s),
-        apart,
-        format_bytes(lane.nbytes),
-    )
+    """Return a row of the table of lanes: name, predicted, measured, how far apart, bytes."""
+    predicted, measured = _seconds_text(lane.predicted_s), _seconds_text(lane.measured_s)
+    apart = _apart_text(lane.predicted_s, lane.measured_s)
+    return lane_title(lane.name), predicted, measured, apart, format_bytes(lane.nbytes)
 
 
 def _step_row(step: Step) -> tuple[str, ...]:
-    apart = _apart(step.predicted_s, step.measured_s)
-    return f"{step.number:,}", _seconds(step.predicted_s), _seconds(step.measured_s), apart
+    """Return a row of the table of steps: number, predicted, measured, how far apart."""
+    apart = _apart_text(step.predicted_s, step.measured_s)
+    return f"{step.number:,}", _seconds_text(step.predicted_s), _seconds_text(step.measured_s), apart

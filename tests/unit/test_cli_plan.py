@@ -15,7 +15,7 @@ from offload import cli
 from offload.cli.advise import advice
 from offload.cli.machine import Machine
 from offload.cli.progress import Progress
-from offload.cli.scenario import Scenario, ask, least, reserved_bytes
+from offload.cli.scenario import Scenario, ask, least_memory_use, reserved_bytes
 from offload.cli.shapes import MODELS, Model
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
@@ -441,13 +441,14 @@ def test_another_node_than_that_of_the_rates(node, capsys):
 def test_the_least_budget_is_the_least_that_works(node):
     rates = Rates(40e9, (PathRates(6e9, 4e9),))
     scenario = Scenario.of(Model(params=GB), Machine(rates=rates), 9 * GB, placement="cpu")
-    use = least(scenario)
+    use = least_memory_use(scenario)
     assert use is not None
     state = use.host["state"]
     assert ask(scenario.with_host_memory(state), simulate=False).use == use
     with pytest.raises(InfeasiblePlanError):
         ask(scenario.with_host_memory(int(0.9 * state)), simulate=False)
-    assert least(scenario.given(staging_memory=4096, subgroup_numel=1 << 20)) is not None  # all of it in memory
+    all_resident = scenario.with_settings(staging_memory=4096, subgroup_numel=1 << 20)
+    assert least_memory_use(all_resident) is not None
 
 
 def test_advice_gives_no_more_than_the_node_has():
