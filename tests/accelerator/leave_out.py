@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m accelerator.leave_out [--all] [report]
 
-The calls are those of `follow`, `record_use` and `record_stream` in `offload/` and `integrations/`. Each is left out in
+The calls of `follow`, `record_use` and `record_stream` in `offload/` and `integrations/` are left out, one by one, in
 all of the trainings of `workloads.py`, over the seeds, until one of them does not end as on the CPU. What is found
 already is in the report, which is written after each call: run again, this goes on where it was. The report of this
 tree is `left_out.json`; calls that are new, or in another function, are tried again.
