@@ -77,7 +77,7 @@ UNNOTICED: dict[str, str] = {
     "GpuLanes.restore: self.device.follow(DeviceLane.CALLER, mark)": (
         "none of the trainings has activations on paths; test_activations.py has"
     ),
-    "Overlap._show: self._holder.device.record_use(copy)": (
+    "Overlap._copy_from_hidden: self._holder.device.record_use(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),
     "PieceCopies._take: device.follow(lane, device.mark(other, timed=False))": (
