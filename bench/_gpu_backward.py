@@ -171,7 +171,7 @@ class VirtualLanes(GpuLanes):
         self._memory = Memory(1 << 45)
         if plan.piece_buffer_bytes:
             nbytes = 4 * plan.piece_buffer_bytes
-            self.pieces.adopt(Block(nbytes, device.allocate(nbytes)))
+            self.pieces.replace_buffers(Block(nbytes, device.allocate(nbytes)))
         self.bind(plan)
 
     def arena(self, nbytes: int, **how: Any) -> Any:
@@ -240,7 +240,7 @@ def backward_s(
     memory: Any = Memory(1 << 44)
     store = kind(GradientSlots(None, True, True), tables, SimpleNamespace(), memory, lanes, limits or Limits())
     store.additions = adding = additions(lanes)
-    store.adopt(plan, Layout((), ()))
+    store.use_plan(plan, Layout((), ()))
     numel, begun_s = sum(parameter.numel for parameter in parameters), 0.0
     for _ in range(passes):
         begun_s = device.now_s
@@ -250,8 +250,8 @@ def backward_s(
             address = device.allocate(2 * each)
             mark = store.arrived(position, address, DtypeCode.BFLOAT16)
             if not store.stays(position):
-                store.hold(tensor_at(address, each, torch.bfloat16), mark, elsewhere=False)
-        store.leave()
+                store.keep_until_read(tensor_at(address, each, torch.bfloat16), mark, elsewhere=False)
+        store.send_bucket()
         adding.finish()
         device.end()
     return device.now_s - begun_s
@@ -266,7 +266,7 @@ def passing_s(plan: Plan, sizes: Sequence[int], calls: Calls, rates: Rates, gath
     device = VirtualDevice(calls, rates)
     lanes = VirtualLanes(device, plan)
     if not gathers:
-        lanes.pieces.adopt(Block())
+        lanes.pieces.replace_buffers(Block())
     places = itertools.accumulate((-(-size // PIECE_ALIGNMENT) * PIECE_ALIGNMENT for size in sizes), initial=1 << 44)
     there = itertools.count(1 << 41, 1 << 34)
     pieces = as_pieces(list(zip(there, places, sizes, strict=False)))

@@ -200,7 +200,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self._link_all_hp_params()
 
     def _lend_state(self, states: list[FlatState]) -> None:
-        super()._lend(states)
+        super()._lend_state(states)
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()

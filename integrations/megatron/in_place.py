@@ -25,7 +25,7 @@ import torch
 from offload import CheckpointError, SaveRequest
 from offload.combinations import MEGATRON_LOCAL
 from offload.integrations.shared import POINTER, WatchedFolder, is_to_copy, release
-from offload.optim.folders import begin_folder, end_folder
+from offload.optim.folders import begin_folder, directory_of, end_folder
 from offload.optim.ranks import on_all_ranks, world
 
 KEY, SHARDING = "distrib_optim_sharding_type", "offload_in_place"
@@ -36,7 +36,7 @@ FAILED = "another rank could not do its part of a checkpoint; its log says why"
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 
-_asked: dict[str, Any] = {}
+asked_states: dict[str, Any] = {}
 """The `DistributedOptimizer`s whose state dicts are to be saved next, by the checkpoints' ids."""
 
 _read: dict[str, str] = {}
@@ -51,9 +51,9 @@ def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
     ids = [uuid.uuid4().hex]
     if not is_loading:
         torch.distributed.broadcast_object_list(ids)
-        for known in [known for known, each in _asked.items() if each is distributed]:
-            del _asked[known]  # it was not saved
-        _asked[ids[0]] = distributed
+        for known in [known for known, each in asked_states.items() if each is distributed]:
+            del asked_states[known]  # it was not saved
+        asked_states[ids[0]] = distributed
     found = {**distributed.state_dict(), "param_state": {POINTER: ids[0]}}
     kind = import_module(f"{_CHECKPOINTING}.mapping").ShardedObject
     replica = distributed.distributed_optimizer_instance_id, 0, distributed.data_parallel_group.rank()
@@ -74,12 +74,12 @@ def save(
         CheckpointError: Ours could not be saved; raised on all ranks.
     """
     ids = [*_ids(sharded_state_dict)]
-    if unknown := [id for id in ids if id not in _asked]:
+    if unknown := [id for id in ids if id not in asked_states]:
         raise CheckpointError(f"state {unknown[0]} has been saved: make a state dict anew for each save")
-    asked = {id: _asked.pop(id) for id in ids}
+    asked = {id: asked_states.pop(id) for id in ids}
     if not asked:
         return original(sharded_state_dict, checkpoint_dir, *rest, **options)
-    place, inner = _directory(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
+    place, inner = directory_of(checkpoint_dir), [distributed.optimizer for distributed in asked.values()]
     if len({optimizer.folder for optimizer in inner}) < len(inner):
         raise CheckpointError("two optimizers would save to one folder: save each to a checkpoint of its own")
     begin_folder(place)
@@ -111,17 +111,6 @@ def _ids(state: Any) -> Iterator[str]:
             yield pointer[POINTER]
         else:
             yield from _ids(value)
-
-
-def _directory(place: Any) -> str:
-    """Return the absolute path of a checkpoint of Megatron's, which may also lie in an object store.
-
-    Raises:
-        CheckpointError: It is no directory's.
-    """
-    if "://" in str(place):
-        raise CheckpointError(f"{place} is no directory: checkpoints in place have a folder beside Megatron's files")
-    return os.path.abspath(str(place))
 
 
 def begin_saves(place: str, asked: Mapping[str, Any], ended: Collection[int] = ()) -> list[Future[None]]:
@@ -191,7 +180,7 @@ def load(
     found = original(sharded_state_dict, checkpoint_dir, *rest, **options)
     state = found[0] if isinstance(found, tuple) else found  # with names of what was missing, where these are wanted
     if ids := [*_ids(state)]:
-        _read.update(dict.fromkeys(ids, _directory(checkpoint_dir)))
+        _read.update(dict.fromkeys(ids, directory_of(checkpoint_dir)))
     return found
 
 

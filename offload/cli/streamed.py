@@ -71,9 +71,14 @@ class WeightTransfers:
         return WEIGHT_BYTES * self.numel
 
     @property
+    def _has_gpu(self) -> bool:
+        """Whether weights are copied to a GPU in each pass."""
+        return self.gpu is not None
+
+    @property
     def to_gpu_bytes(self) -> PerPass:
         """Bytes of weights that forward and backward copy to the GPU."""
-        if self.gpu is None:
+        if not self._has_gpu:
             return PerPass(0, 0)
         in_layers = WEIGHT_BYTES * (self.numel - self.rest)  # the rest stays on the GPU from forward to backward
         return PerPass(forward=self.accumulate * self.weight_bytes, backward=self.accumulate * in_layers)
@@ -81,7 +86,7 @@ class WeightTransfers:
     @property
     def from_gpu_bytes(self) -> int:
         """Bytes of gradients that backward copies from the GPU."""
-        return self.accumulate * GRADIENT_BYTES * self.numel if self.gpu is not None else 0
+        return self.accumulate * GRADIENT_BYTES * self.numel if self._has_gpu else 0
 
     @property
     def missing_bytes(self) -> int:
@@ -96,7 +101,7 @@ class WeightTransfers:
     @property
     def link_s(self) -> PerPass:
         """Seconds that the link to the GPU works in forward and in backward."""
-        if self.gpu is None:
+        if not self._has_gpu:
             return PerPass(0.0, 0.0)
         to_gpu = self.to_gpu_bytes
         is_pinned = self.kept_bytes is None  # in host memory; a mapped file's is not
@@ -136,7 +141,7 @@ class WeightTransfers:
             computed_s: Seconds for which forward and backward compute, if known.
         """
         lines = []
-        if self.gpu is not None:
+        if self._has_gpu:
             to_gpu = self.to_gpu_bytes
             moved = (
                 f"link: {format_bytes(to_gpu.forward)} of weights to the GPU in forward, "

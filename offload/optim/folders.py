@@ -20,17 +20,26 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
 
     See `StatefulOptimizer.checkpoint_folder`.
     """
-    given = folder
-    open_folder(given)  # raises if this cannot be a folder's name
-    folder = parse_place(given).name  # absolute: the working directory may have changed at the end
-    if not os.path.isabs(folder):
-        raise ConfigError("folder", given, "name a directory: the files in a bucket cannot be marked as whole")
+    folder = directory_of(folder)
     begin_folder(folder)
     with optimizer.engine.checkpoints.keeping_all():  # the folder before stays whole until this one is
         yield
         optimizer.wait_checkpoint()
         mark_folder(folder)
     mirror_folder(optimizer, folder)
+
+
+def directory_of(folder: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a folder: the working directory may have changed when it is whole.
+
+    Raises:
+        ConfigError: It is no directory's.
+    """
+    open_folder(folder)  # raises if this cannot be a folder's name
+    name = parse_place(os.fspath(folder)).name
+    if not os.path.isabs(name):
+        raise ConfigError("folder", folder, "name a directory: the files in a bucket cannot be marked as whole")
+    return name
 
 
 def begin_folder(folder: str, belongs: Marker = ALONE) -> bool:

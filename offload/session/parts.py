@@ -100,8 +100,9 @@ class SessionParts:
         check_nodes("host_memory", config.node_bytes)
         self.lanes = Lanes(device)
         self._make_store: Callable[..., GradientStore] = HostGradients
-        self.config = config = _config_for(config, rule, has_gpu=not isinstance(device, NoDevice))
-        if not isinstance(device, NoDevice):
+        has_gpu = not isinstance(device, NoDevice)
+        self.config = config = _config_for(config, rule, has_gpu=has_gpu)
+        if has_gpu:
             self.lanes = lanes = GpuLanes(
                 device,
                 self.queue,

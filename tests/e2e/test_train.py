@@ -106,7 +106,7 @@ from offload.session.thread import EngineThread
 waits, lines, clip, clipped = EngineThread.wait_pending, [], offload.AdamW.clip_grad_norm_, []
 def wait_pending(self):
     pending = self.pending
-    lines.append(pending is not None and not all(each.is_set() for each in pending._sweep_requests.values()))
+    lines.append(pending is not None and not all(each.is_set() for each in pending._visit_ends.values()))
     waits(self)
 def settled(self, limit):
     clipped.append(True)

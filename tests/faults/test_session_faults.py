@@ -465,7 +465,7 @@ def test_whoever_is_told_of_a_bug_may_free_what_updates_wrote_to(monkeypatch: py
         def learn(self: Any) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(visits.SweepRequests, "learn", learn)
+        monkeypatch.setattr(visits.SweepRequests, "refine_rates", learn)
         executor = optimizer.engine._parts.executor
         with pytest.raises(offload.StepAbortedError, match="a bug"):
             optimizer.step()

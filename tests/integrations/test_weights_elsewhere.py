@@ -369,7 +369,7 @@ PartialState._prepare_backend = lambda *_: ({LAUNCHED[0]!r}, DistributedType.MUL
 """
 CHECK = """
 from offload.optim import shards
-assert all(shards.is_sharded(weight) and weight.is_cpu for weight in model.parameters())
+assert all(shards.is_dtensor(weight) and weight.is_cpu for weight in model.parameters())
 late.end_rank()
 """
 

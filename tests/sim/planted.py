@@ -281,7 +281,7 @@ class SharesAGpuSlot(Filtered):
     def asks(self, operation):
         what = getattr(operation, "what", "weights")
         what = "state" if isinstance(operation, RunVisit) and operation.visit.gpu else what
-        shares = what == self.what and getattr(operation, "through", None)
+        shares = what == self.what and getattr(operation, "transfer_slot", None)
         return (replace(operation, transfer_slot=0) if shares else operation,)
 
 

@@ -20,6 +20,7 @@ ATTRIBUTE = re.compile(r"(?<=[\w\])]\.)_[A-Za-z]\w*")
 OTHERS = {
     "_configure_optimizer",  # DeepSpeed's
     "_fields",  # of named tuples
+    "_from_json",  # pytest's
     "_get_compact_grad_partition_slice",  # DeepSpeed's
     "_loads",  # of pickle
     "_local_tensor",  # of torch
@@ -28,6 +29,7 @@ OTHERS = {
     "_optimizer_step",  # DeepSpeed's
     "_post_step",  # DeepSpeed's
     "_replace",  # of named tuples
+    "_update_model_bit16_weights",  # DeepSpeed's
 }
 MOST = 48
 
