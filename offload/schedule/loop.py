@@ -1,4 +1,4 @@
-"""The one loop, live and simulated."""
+"""The one loop between machine and executor, which sessions and simulations use."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Saver:
                 if record is not None:
                     whole.append((tile, record))
                     continue
-                items.append(_SaveItem(tile, offset, nbytes, version, gathered, home))
+                items.append(_SaveItem(tile, offset, nbytes, version, is_gathered=gathered, is_home=home))
                 slot_counts[nbytes] += request.sink is None  # what is written to a sink takes no room on the paths
             return items
 
@@ -274,7 +274,7 @@ class Saver:
             return
         record = TileRecord(location, item.version)
         op = self._issued.new_op()
-        self._issue_item(save, SaveTile(op, item.tile, record, item.offset, buffer, item.is_gathered), item)
+        self._issue_item(save, SaveTile(op, item.tile, record, item.offset, buffer, gathers=item.is_gathered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
         """Take a slot on a path that is not avoided, or the next bytes of the sink."""
@@ -312,7 +312,7 @@ class Saver:
         """Write a tile that has been read into a copy buffer to the sink, unless the save is given up."""
         if error is None and save.error is None:
             self._write_item(save, _SaveItem(item.tile, 0, item.nbytes, item.version), copy.buffer)
-            self._index.unhold(copy.tile, copy.record.location)
+            self._index.unhold(copy.tile, copy.record.location)  # it has been read
         else:
             save.copies.append(item)  # its slot is still held; `_end` lets it go
 

@@ -123,7 +123,7 @@ class Engine:
                     self.close()
                     raise
             except BaseException:
-                device.close()
+                device.close()  # which `close` does only if the lanes have been made
                 raise
 
     # State of affairs
@@ -379,10 +379,11 @@ class Engine:
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
             self._check_bound(positions)
             if pending is not None:
-                parts.config.check_goes_on()
+                parts.config.check_goes_on()  # refuses where GPU memory is borrowed, which forward needs
             started_s = time.monotonic()
-            tables.begun = tables.rows(groups, scale, clip, positions, parts.gradients.bound_at())
-            subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
+            tables.step_rows = tables.rows(groups, scale, clip, positions, parts.gradients.bound_at())
+            # A pending step keeps the order of `active`, in which forward needs the weights.
+            subgroups = tables.step_rows.subgroups if pending is not None else sorted(tables.step_rows.subgroups)
 
             def applied() -> None:
                 """Count the step, and choose what to speculate on; on the engine thread, once all are updated."""
@@ -393,7 +394,14 @@ class Engine:
             pending_step = None if pending is None else PendingStep(pending)
             begin = partial(requests.seal_and_begin_rest, subgroups, positions)
             try:
-                thread.request(begin, applied, requests.refine_rates, pending_step, begun=begun, seals=True)
+                thread.request(
+                    begin,
+                    applied=applied,
+                    meanwhile=requests.refine_rates,
+                    pending=pending_step,
+                    begun=begun,
+                    seals=True,
+                )
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -455,7 +463,9 @@ class Engine:
             self._finalizer.detach()
 
     def __enter__(self) -> Engine:
+        """Return the engine, which the end of the block closes."""
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the engine."""
         self.close()
