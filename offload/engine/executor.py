@@ -151,16 +151,16 @@ class LiveExecutor:
         self._verify = verify
         self._stall_s = stall_s
         self._lanes = lanes
-        self._calls = Calls(queue)
+        self._calls = Calls(queue)  # for what would keep the engine thread: whole updates, reads of weights' files
         self.visiting = MappedWeightsWindow()
         """Reads weights that lie in files, before the update of their subgroup."""
         self._seals = Seals(memory)
         # Runs whose inputs are being copied or read, with their tables:
         self._awaiting_inputs: dict[int, tuple[RunVisit, npt.NDArray[Any] | WholeUpdate]] = {}
         self._silence = waits.Silence()  # since a completion has come last, with operations in flight
-        self._visitor: Visitor = no_visit
+        self._visitor: Visitor = no_visit  # of the sweep under way
         self._coming: Coming = nothing_comes
-        self._only_updates = False  # as `set_visitor` says
+        self._only_updates = False  # whether `_visitor` only returns tables
         self._others = {} if others is None else others
         self._plan: Plan | None = None
         self._in_flight: dict[int, _InFlight] = {}
@@ -338,9 +338,9 @@ class LiveExecutor:
                 self._copy_state(operation, due_s)
 
     def _copy_state(self, copy: Transfer, due_s: float) -> None:
-        """Enqueue a copy of state to the GPU or back. Its seal is not used: a copy must see verified state."""
+        """Enqueue a copy of state to the GPU, once it is verified, or back; forget its seal: GPUs make none."""
         slot, subgroup, to_gpu = copy.slot, copy.subgroup, copy.way == "fetch"
-        if slot is not None:
+        if slot is not None:  # a copy back overwrites it
             self._seals.verify_and_forget(slot, subgroup if to_gpu else None)
         elif not to_gpu:
             self._seals.forget_home(subgroup)
@@ -380,7 +380,7 @@ class LiveExecutor:
         """End an interval of the engine thread's work in the timeline: what follows belongs to another step."""
         if self._woke_s is not None:
             now_s = time.monotonic()
-            self.timeline.append(Interval(ENGINE, "", self._woke_s, now_s, 0))
+            self.timeline.append(Interval(ENGINE, label="", started_s=self._woke_s, finished_s=now_s, nbytes=0))
             self._woke_s = now_s
 
     def wait(self) -> list[Event]:
@@ -462,7 +462,7 @@ class LiveExecutor:
                 return Done(op)
             if isinstance(operation, Commit):
                 return Failed(op, self._save_source().commit_error())
-            return Failed(op, self._tier_error("sync", completion, None, self._tier(operation.path)))
+            return Failed(op, self._tier_error("sync", completion, request=None, tier=self._tier(operation.path)))
         if isinstance(operation, FreeHome) or (isinstance(operation, RunVisit) and operation.visit.gpu):
             return Done(op)  # the GPU's lanes note the run's time when it has ended there
         if isinstance(operation, RunVisit):

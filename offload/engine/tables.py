@@ -321,7 +321,7 @@ class Tables:
             weights: Address of each parameter's weight; None for where they are bound now.
 
         Returns:
-            Rows of (address of the weight, address in the image, bytes).
+            Rows of (address of the weight, address in the image, bytes); none for weights that are not bound.
         """
         columns = self._columns[subgroup]
         item_bytes = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]

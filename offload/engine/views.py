@@ -193,7 +193,7 @@ class StateViews:
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
-        if tile.tensor >= len(subgroup.tensors):
+        if tile.tensor >= len(subgroup.tensors):  # numbers after those of the state's tensors are of weights
             self._gather_weight_tile(subgroup, tile, address)
             return
         offset, nbytes = next((offset, nbytes) for other, offset, nbytes in subgroup.tiles if other == tile)

@@ -688,7 +688,7 @@ class Machine:
             case FreeHome():
                 return False
             case _:
-                self.saver.operation_ended(operation, written, None)
+                self.saver.operation_ended(operation, written, error=None)
         return True
 
     def _end_tile_read(self, number: int) -> bool:
@@ -837,7 +837,7 @@ class Machine:
     def _handle_failure(self, operation: Operation, error: Exception) -> None:
         """Handle a failed operation: write to another path, or give up what training can do without; else break."""
         if isinstance(operation, SaveOperation):
-            self.saver.operation_ended(operation, None, error)
+            self.saver.operation_ended(operation, written=None, error=error)
         elif isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
             self._handle_scratch_failure(operation, operation.owner, error)
         elif isinstance(operation, WriteTile):

@@ -174,8 +174,9 @@ class RunQueues:
             return
         if number in self._staging.priorities and not self._staging.may_begin(number):
             return
-        queue = self.queue_of(visit)
-        (queue.resident if self._plan.is_resident(number) else queue.streamed).append(number)
+        queues = self.queue_of(visit)
+        queue = queues.resident if self._plan.is_resident(number) else queues.streamed
+        queue.append(number)
 
     def has_its_scratch(self, visit: Visit) -> bool:
         """Return whether the scratch that a visit reads is in its buffer."""

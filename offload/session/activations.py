@@ -178,7 +178,7 @@ class Activations:
         if nbytes > free_bytes:
             offers = {"what is free": free_bytes}
             raise InfeasiblePlanError("host memory for activations", nbytes, offers, "lower host_memory")
-        self._use_buffers_in(None, 0)  # so that old and new memory are not there at once
+        self._use_buffers_in(arena=None, tile_bytes=0)  # so that old and new memory are not there at once
         parts.memory.free_arena(before)
         self._use_buffers_in(parts.memory.allocate_arena(nbytes), tile_bytes)
         parts.allocate()  # tiles are lent store slots only once those that steps need have room

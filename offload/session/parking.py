@@ -383,7 +383,7 @@ class Parking:
         if pending is None:
             return
         machine = self._parts.machine
-        if not machine.is_evicting:
+        if not machine.is_evicting:  # else flushes still read the places of the present batch
             self._parts.memory.set_temporary_homes(self._host_copies.places if self._host_copies is not None else {})
         elif machine.broken is None:
             machine.handle(StopEviction())

@@ -453,6 +453,7 @@ class Speculation:
         """Return those of some subgroups whose gradients and fp32 weights still have the noted fingerprints."""
         gradients, tables = self._parts.gradients, self._parts.tables
         inputs = [tables.read_by(number, self._sources[number].table, tables.step_rows) for number in numbers]
+        # By segment, one subgroup after another:
         positions, addresses, sizes = (np.concatenate(column) for column in zip(*inputs, strict=True))
         of_gradients = gradients.fingerprints(positions, addresses[:, GRADIENT], sizes[:, GRADIENT])
         of_weights = gradients.fingerprints(positions, addresses[:, WEIGHT], sizes[:, WEIGHT], masters=True)
