@@ -606,7 +606,7 @@ class Calls:
         self._completions = completions
         self._todo: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()  # None: end
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # what a call has raised
 
     def submit(self, op: int, call: Callable[[], None]) -> None:
         """Queue a call after earlier ones; completes as operation `op`, with `ERROR_CALL` if it raises."""

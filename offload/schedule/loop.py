@@ -20,7 +20,7 @@ class Executor(Protocol):
 
 
 def pump(machine: Machine, executor: Executor, until: Callable[[Machine], bool]) -> None:
-    """Carry operations to the executor and events to the machine until `until` holds."""
+    """Carry the machine's operations to the executor, and its events to the machine, until `until(machine)` holds."""
     executor.submit(machine.take_operations())
     while not until(machine):
         for event in executor.wait():

@@ -974,7 +974,7 @@ class Machine:
         """Return whether a broken machine ends its sweep: after `Stop`, or when no caller's memory is in use."""
         if self.broken is None:
             return False
-        in_flight = self._issued.in_flight.values()
+        in_flight = self._issued.in_flight.values()  # those of a save use no caller's memory
         return self._stopped or all(isinstance(operation, SaveOperation) for operation in in_flight)
 
     def _assign_slots(self) -> None:

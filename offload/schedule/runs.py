@@ -257,9 +257,11 @@ class RunQueues:
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
             slot = self._staging.subgroups[number].slot
-            self._issued.issue(Transfer(op, number, "state", way, transfer_slot, nbytes, slot))
+            transfer = Transfer(op, number, "state", way, transfer_slot=transfer_slot, nbytes=nbytes, slot=slot)
         else:
-            self._issued.issue(Transfer(op, number, "weights", way, transfer_slot, visit.weight_bytes))
+            nbytes = visit.weight_bytes
+            transfer = Transfer(op, number, "weights", way, transfer_slot=transfer_slot, nbytes=nbytes)
+        self._issued.issue(transfer)
 
     def await_push(self, operation: Transfer) -> None:
         """Wait for the end of a push of weights, which is queued on its lane, in order to free the weight slot."""

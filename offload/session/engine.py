@@ -275,7 +275,7 @@ class Engine:
             InfeasiblePlanError: The system has no such memory now; the session stays parked.
         """
         with self._thread.turn():
-            self._thread.request(nothing)
+            self._thread.request(nothing)  # before any request the engine thread takes memory again
 
     @property
     def is_parked(self) -> bool:

@@ -317,7 +317,7 @@ class EngineThread(MachineListener):
         """Take memory again that was given back between steps, or end a park that is about to give it back."""
         if self.parking.is_parked_or_parking:
             with self.turn():
-                self.request(nothing)
+                self.request(nothing)  # before which the engine thread takes memory again
 
     def borrow_buffer(self, subgroup: int) -> int:
         """Wait for a subgroup's gradient buffer, and return its number; the caller fills it until the next call.
@@ -503,7 +503,7 @@ class EngineThread(MachineListener):
             self._reported_visits = 0
             self._next = None  # no reference to what the caller owns, as in `_answer`
             self._reply.post(0)
-        executor.end_turn()  # so that the timeline has the time of `meanwhile` apart
+        executor.end_turn()  # so that learning in `meanwhile` is not counted as what a step takes to begin
         request.meanwhile()
 
     def _report_ended_visits(self) -> None:

@@ -143,7 +143,7 @@ class SweepRequests:
         slots = parts.lanes.borrow_slots()
         if slots is not None:
             machine.handle(LimitGpuSlots(slots))
-        plan = parts.plan.unborrowed if slots == 0 else parts.plan  # without a slot the CPU makes all updates
+        plan = parts.plan.unborrowed if slots == 0 else parts.plan  # without memory for them the CPU updates
         order = visit_order(subgroups, machine.live_slots)
         active = tables.step_rows.flags != 0
         return update_visits(plan, order, reloads=lambda n: machine.is_fresh(n) or tables.is_due(n, active))
