@@ -96,6 +96,7 @@ class Tables:
         self.gradients: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Address of each parameter's gradient."""
         self.gradient_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        """Element type of each parameter's gradient."""
         self.steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Number of updates that each parameter has had."""
         self.step_rows: StepRows

@@ -736,7 +736,7 @@ class Machine:
         if not self.plan.is_resident(subgroup):
             self.saver.abort(error)
             return
-        self.index.unreserve(self._slot_counts(subgroup), lent=True)
+        self.index.unreserve(self._slot_counts(subgroup), lent=True)  # which the eviction had reserved
         if self._eviction is not None:  # None once the machine is broken
             self._eviction.error = error
 

@@ -96,6 +96,7 @@ class Engine:
         if self.config.shard:
             combinations.ENGINE_SHARDS.refuse("shard", True)
         _, rank_count = among or (0, None)
+        # Threads that are started within this block stay on the rank's cores.
         with cpu_affinity(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
                 from offload.device.accelerator import AcceleratorDevice
@@ -104,7 +105,13 @@ class Engine:
             device = device or NoDevice()
             try:
                 self._parts = parts = SessionParts(
-                    self.config, gradient_slots, device, rule, rank_count, limits, passing_bytes
+                    self.config,
+                    gradient_slots=gradient_slots,
+                    device=device,
+                    rule=rule,
+                    rank_count=rank_count,
+                    limits=limits,
+                    passing_bytes=passing_bytes,
                 )
                 self._thread = thread = EngineThread(parts)
                 self._sweep_requests = sweep_requests = SweepRequests(parts, thread)

@@ -446,7 +446,7 @@ class Parking:
             parts.lanes.memory.reallocate_all()
             undo.callback(self._free_device_memory)
             undo.callback(parts.memory.discard_pages, self._kept_ranges)
-            parts.memory.restore_pages()
+            parts.memory.restore_pages()  # if it fails, some pages may be there: discarded, too
             if self._host_copies is not None:
                 parts.lanes.copy_to_device(self._copies(self._host_copies.places))
             undo.pop_all()  # all has gone well

@@ -238,7 +238,8 @@ class SessionParts:
         def plan_within(budgets: Budgets) -> Plan:
             """Return a plan within budgets: the fastest if rates are known; else `_tune_and_measure` plans again."""
             if known_rates is None:
-                plan = make_plan(layout, fastest_nodes_first(budgets, Rates(1.0, nodes=self._node_rates)))
+                node_rates_only = Rates(1.0, nodes=self._node_rates)
+                plan = make_plan(layout, fastest_nodes_first(budgets, node_rates_only))
             else:
                 plan = choose_plan(layout, budgets, known_rates, config.placement)
             return plan.with_buffer_bytes(self.lanes.bounces)

@@ -335,7 +335,7 @@ class Speculation:
         """Break the session if a GPU fails within this block; the next request raises the error, as nobody waits."""
         try:
             yield
-        except InternalError:
+        except InternalError:  # a bug of this library, no failure of a GPU
             raise
         except OffloadError as error:
             self._parts.machine.handle(Stop(error))
@@ -526,7 +526,7 @@ class Speculation:
         """Return whether there are images for `_order`, allocated now if needed; switch off after an error."""
         if self._image_candidates.issuperset(self._order):
             return True
-        chosen = dict.fromkeys((*self._order, *self._image_candidates))
+        chosen = dict.fromkeys((*self._order, *self._image_candidates))  # present ones, too, if there is room
         candidates = [number for number in chosen if self._parts.plan.may_speculate(number)]
         try:
             self._free_images()  # first, so that old and new memory are not there at once

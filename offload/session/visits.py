@@ -155,7 +155,7 @@ class SweepRequests:
             yield
         except OffloadError as error:
             self._parts.machine.handle(Stop(error))
-            raise (self._parts.machine.broken or error) from None
+            raise (self._parts.machine.broken or error) from None  # `broken` may be an earlier error
 
     def refine_rates(self) -> None:
         """Refine the rates by the last step's timeline, and spread tiles over the paths by these rates.
