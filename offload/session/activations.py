@@ -358,9 +358,9 @@ class Activations:
         self._buffer_requests.post(self._uses.figures.update, {figure: count})
 
     def are_in_use(self) -> bool:
-        """Return whether anybody may still read a written tensor (there is none without buffers); in the caller's turn."""
+        """Return whether anybody may still read a tensor that was written; in the caller's turn."""
         answers: list[bool] = []
-        if self._parts.plan.activation_buffers:
+        if self._parts.plan.activation_buffers:  # else none was written
             self._thread.request(lambda: answers.append(self.are_alive()), needs_memory=False)
         return any(answers)
 
