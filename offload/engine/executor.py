@@ -151,15 +151,16 @@ class LiveExecutor:
         self._verify = verify
         self._stall_s = stall_s
         self._lanes = lanes
-        self._calls = Calls(queue)
+        self._calls = Calls(queue)  # for what would keep the engine thread: whole updates, reads of weights' files
         self.visiting = MappedWeightsWindow()
+        """Reads weights that lie in files, before the update of their subgroup."""
         self._seals = Seals(memory)
         # Runs whose inputs are being copied or read, with their tables:
         self._awaiting_inputs: dict[int, tuple[RunVisit, npt.NDArray[Any] | WholeUpdate]] = {}
-        self._silence = waits.Silence()
-        self._visitor: Visitor = no_visit
+        self._silence = waits.Silence()  # since a completion has come last, with operations in flight
+        self._visitor: Visitor = no_visit  # of the sweep under way
         self._coming: Coming = nothing_comes
-        self._only_updates = False  # as `set_visitor` says
+        self._only_updates = False  # whether `_visitor` only returns tables
         self._others = {} if others is None else others
         self._plan: Plan | None = None
         self._in_flight: dict[int, _InFlight] = {}
@@ -188,8 +189,8 @@ class LiveExecutor:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
         for operation in operations:
             if not self._in_flight:
-                self._silence.end()
-            self._due_s[operation.op] = self._last_end_s
+                self._silence.end()  # until now nothing was awaited: the time to a stall starts here
+            self._due_s[operation.op] = self._last_end_s  # the newest completion has made it possible
             try:
                 self._start(operation)
             except Exception as error:
@@ -202,7 +203,7 @@ class LiveExecutor:
         self._in_flight.pop(operation.op, None)
         del self._due_s[operation.op]
         self._events.append(Failed(operation.op, error))
-        self._queue.post(WAKE)
+        self._queue.post(WAKE)  # as no lane reports this operation
 
     def _start(self, operation: Operation) -> None:
         """Start one operation: post it to its lane, or to a thread that will report its end to the queue."""
@@ -225,14 +226,14 @@ class LiveExecutor:
                 self._seals.forget_home(operation.subgroup)
                 layout = known(self._plan, "memory goes back, and there is no plan").layout
                 self._memory.discard_home(layout.subgroups[operation.subgroup])
-                self._queue.post(operation.op)
+                self._queue.post(operation.op)  # it has ended already
 
     def _start_cpu_run(self, run: RunVisit) -> None:
         """Let the visitor work on the state, and start the update that it asks for once all inputs are in memory."""
         started_s = time.monotonic()
         if run.slot is None:
-            self._seals.forget_home(run.visit.subgroup)
-        elif not self._only_updates:
+            self._seals.forget_home(run.visit.subgroup)  # which the run may change
+        elif not self._only_updates:  # else `_update` verifies the slot, or the kernel does
             self._verify_slot(run, run.slot)
         table = self._visitor(run)
         if table is None:  # the visitor has done the work itself
@@ -273,13 +274,13 @@ class LiveExecutor:
         match operation:
             case WriteTile(owner=None):
                 return self._seals.checksum_for_flush(operation), True
-            case WriteTile():
+            case WriteTile():  # of scratch, which has no seal
                 return None, True
             case SaveTile():
                 return self._seals.checksum_for_save(operation), True
             case ReadTile(owner=None):
                 return operation.record.checksum, self._seals.note_read(operation)
-            case _:
+            case _:  # scratch and tiles of checkpoints are read
                 return operation.record.checksum, True
 
     def _request(
@@ -337,9 +338,9 @@ class LiveExecutor:
                 self._copy_state(operation, due_s)
 
     def _copy_state(self, copy: Transfer, due_s: float) -> None:
-        """Enqueue a copy of state to the GPU or back. Its seal is not used: a copy must see verified state."""
+        """Enqueue a copy of state to the GPU, once it is verified, or back; forget its seal: GPUs make none."""
         slot, subgroup, to_gpu = copy.slot, copy.subgroup, copy.way == "fetch"
-        if slot is not None:
+        if slot is not None:  # a copy back overwrites it
             self._seals.verify_and_forget(slot, subgroup if to_gpu else None)
         elif not to_gpu:
             self._seals.forget_home(subgroup)
@@ -347,9 +348,9 @@ class LiveExecutor:
         if not to_gpu:
             self._lanes.copy_out(copy, address, due_s)
             return
-        # The visitor makes the table of the run that follows now.
+        # The update's table is copied with the state, so the visitor makes it now, for a stand-in of the later run.
         visit = Visit(subgroup, gpu=True)
-        run = RunVisit(copy.op, 0, visit, slot, fresh=False, transfer_slot=copy.transfer_slot)
+        run = RunVisit(copy.op, sweep=0, visit=visit, slot=slot, fresh=False, transfer_slot=copy.transfer_slot)
         self._lanes.copy_in(copy, address, self._visitor(run), due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
@@ -379,7 +380,7 @@ class LiveExecutor:
         """End an interval of the engine thread's work in the timeline: what follows belongs to another step."""
         if self._woke_s is not None:
             now_s = time.monotonic()
-            self.timeline.append(Interval(ENGINE, "", self._woke_s, now_s, 0))
+            self.timeline.append(Interval(ENGINE, label="", started_s=self._woke_s, finished_s=now_s, nbytes=0))
             self._woke_s = now_s
 
     def wait(self) -> list[Event]:
@@ -390,22 +391,23 @@ class LiveExecutor:
         self.end_turn()
         is_watched = self._operation_that_must_end() is not None
         left_s = self._stall_s - self._silence.lasts_s
-        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0  # -1: without limit
-        records = [] if self._events else self._queue.wait(timeout_s)
+        # Until the next warning, or until a lane counts as hanging; -1: without limit.
+        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0
+        records = [] if self._events else self._queue.wait(timeout_s)  # failures are returned at once
         completions = [Completion(*record) for record in records if record[0] != INTERRUPT]
         is_interrupted = len(completions) < len(records)
         self._woke_s = time.monotonic()
         events, self._events = self._events, []
         if completions:
             self._silence.end()
-        elif not events and is_watched:
+        elif not events and is_watched:  # time has run out, or a caller was interrupted, who waits for less long
             lasts_s = self._silence.lasts_s
             if lasts_s >= self._stall_s or (is_interrupted and lasts_s >= waits.QUIET_S):
                 self._silence.end()
                 return [Stop(self._stall_error(lasts_s, "interrupted after" if is_interrupted else "no answer for"))]
             self._silence.tell(self._awaited)
         ends_s = [completion.finished_s for completion in completions if completion.op not in (WAKE, REQUEST)]
-        self._last_end_s = max(ends_s, default=self._woke_s)
+        self._last_end_s = max(ends_s, default=self._woke_s)  # what these events make possible is due since then
         for completion in completions:
             if completion.op == REQUEST:
                 self.requests += 1
@@ -427,7 +429,7 @@ class LiveExecutor:
 
     def _start_update(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Start the update of a run whose weights or gradients have been copied from the GPU or read from a file."""
-        self._calls.ops.discard(run.op)
+        self._calls.ops.discard(run.op)  # the call that read the file has ended
         try:
             self._update(run, table)
         except Exception as error:
@@ -452,6 +454,7 @@ class LiveExecutor:
         if completion.error == ERROR_CALL:
             self._awaiting_inputs.pop(op, None)
             return Failed(op, self._calls.take_error())
+        # A run that awaits inputs is reported only if they have failed: else `wait` has started its update.
         if op in self._awaiting_inputs or isinstance(operation, Transfer | AwaitPush):
             return self._report_gpu_copy(operation, completion)
         if isinstance(operation, Sync | Commit):
@@ -459,7 +462,7 @@ class LiveExecutor:
                 return Done(op)
             if isinstance(operation, Commit):
                 return Failed(op, self._save_source().commit_error())
-            return Failed(op, self._tier_error("sync", completion, None, self._tier(operation.path)))
+            return Failed(op, self._tier_error("sync", completion, request=None, tier=self._tier(operation.path)))
         if isinstance(operation, FreeHome) or (isinstance(operation, RunVisit) and operation.visit.gpu):
             return Done(op)  # the GPU's lanes note the run's time when it has ended there
         if isinstance(operation, RunVisit):
@@ -537,7 +540,7 @@ class LiveExecutor:
         )
 
     def _stall_error(self, lasts_s: float, what: str) -> TierError:
-        """Return the error for an operation whose lane is silent."""
+        """Return the error for an operation whose lane is silent; `what`, then the time, is its text."""
         operation, request = known(self._operation_that_must_end(), "silence of nothing")
         tier, path = self._tier_and_path(operation)
         # Only some tiers wait for more than their device (a network), and can say for what.
@@ -603,7 +606,7 @@ class Calls:
         self._completions = completions
         self._todo: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()  # None: end
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # what a call has raised
 
     def submit(self, op: int, call: Callable[[], None]) -> None:
         """Queue a call after earlier ones; completes as operation `op`, with `ERROR_CALL` if it raises."""

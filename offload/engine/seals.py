@@ -71,6 +71,7 @@ class Seals:
         if slot is None:  # to its home
             return True
         state = self._slots.get(slot)
+        # A seal says that the slot has been filled: this tile is the first of a new fetch.
         if state is None or state.subgroup != tile.subgroup or state.seal is not None:
             state = self._slots[slot] = _SlotState(tile.subgroup)
         flushed_seal = self._flushed.get(tile.subgroup)

@@ -35,7 +35,7 @@ each segment, to which the update adds the fingerprints of the segment's gradien
 
 
 class _Columns(NamedTuple):
-    """What stays the same in all tables of a subgroup, by segment; see `Segment`."""
+    """What stays the same in all tables of a subgroup: an element for each segment, as its `Segment` says."""
 
     parameter: npt.NDArray[np.uint64]
     start: npt.NDArray[np.uint64]
@@ -96,9 +96,10 @@ class Tables:
         self.gradients: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Address of each parameter's gradient."""
         self.gradient_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        """Element type of each parameter's gradient."""
         self.steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Number of updates that each parameter has had."""
-        self.begun: StepRows
+        self.step_rows: StepRows
         """The rows of the step that was begun last."""
         self._columns: list[_Columns] = []  # by subgroup
         self._due: list[npt.NDArray[np.uint32]] = []
@@ -158,6 +159,7 @@ class Tables:
             ConfigError: If a group's hyperparameters cannot be used.
         """
         layout, factor = self._layout, clip / scale
+        # Parameters may have rules with different numbers of scalars: rows are padded to the widest.
         width = 2 + MAX_SCALARS if layout.has_rules else len(layout.state.rule.scalars._fields)
         # Rows that many parameters have in common are computed once; the first one is that of idle parameters.
         scalars, flags = [(0.0,) * width], [0]
@@ -234,6 +236,7 @@ class Tables:
         if apart is not None:
             image, sums = apart
             addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item_bytes
+            # Where the update adds the fingerprints of what each segment reads:
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
             if not is_fp32:
                 weights_address = image  # no update reads the old weights, which may lie on a GPU
@@ -264,29 +267,31 @@ class Tables:
         flags: npt.NDArray[np.uint32] = self._due[subgroup] * due_parameters[self._columns[subgroup].parameter]
         return flags | np.uint32(SegmentFlag.LOAD_MASTER) if run.fresh else flags
 
-    def updates_alike(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
+    def updates_alike(self, subgroup: int, expected: StepRows, step_rows: StepRows) -> bool:
         """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.
 
         Addresses of gradients may differ: DDP copies them from its buckets to where the step reads them.
         """
         parameter = self._columns[subgroup].parameter
-        active = parameter[begun.flags[parameter] != 0]  # gradients of others are not read
+        active = parameter[step_rows.flags[parameter] != 0]  # gradients of others are not read
 
         def inputs(rows: StepRows) -> list[bytes]:
             """Return all that a step says of the subgroup but its gradients."""
             columns = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
             return [*(column[parameter].tobytes() for column in columns), rows.gradient_dtypes[active].tobytes()]
 
-        return not self.is_due(subgroup, begun.flags != 0) and inputs(expected) == inputs(begun)
+        if self.is_due(subgroup, step_rows.flags != 0):  # a speculative update takes no master from its weight
+            return False
+        return inputs(expected) == inputs(step_rows)
 
     def read_by(
-        self, subgroup: int, table: npt.NDArray[Any], begun: StepRows
+        self, subgroup: int, table: npt.NDArray[Any], step_rows: StepRows
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Return the gradients and fp32 weights that a step reads, which may have changed since a speculative update.
 
         Args:
             table: Of the speculative update, whose rows agree with the step's.
-            begun: The step's rows.
+            step_rows: The step's rows.
 
         Returns:
             For each segment its parameter; addresses of its gradient and of its fp32 weight; and their sizes, which
@@ -298,8 +303,8 @@ class Tables:
         gradient_bytes = numel * ITEM_BYTES[table["gradient_dtype"]]
         weight_bytes = numel * np.uint64(4 * is_fp32)
         sizes = np.stack([gradient_bytes, weight_bytes], axis=1)
-        gradients = begun.gradients[parameter] + start * ITEM_BYTES[begun.gradient_dtypes[parameter]]
-        masters = begun.weights[parameter] + start * np.uint64(4)
+        gradients = step_rows.gradients[parameter] + start * ITEM_BYTES[step_rows.gradient_dtypes[parameter]]
+        masters = step_rows.weights[parameter] + start * np.uint64(4)
         return parameter, np.stack([gradients, masters], axis=1), sizes.astype(np.uint64)
 
     def weight_copies(
@@ -317,7 +322,7 @@ class Tables:
             weights: Address of each parameter's weight; None for where they are bound now.
 
         Returns:
-            Rows of (address of the weight, address in the image, bytes).
+            Rows of (address of the weight, address in the image, bytes); none for weights that are not bound.
         """
         columns = self._columns[subgroup]
         item_bytes = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]

@@ -79,7 +79,8 @@ class StateViews:
             address = self._address(run)
             table = tables.make_table(run, address, rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
-        tables.note_masters_current(run.visit.subgroup, None if run.fresh else rows.flags != 0)
+        updated = None if run.fresh else rows.flags != 0  # a fresh run takes all masters
+        tables.note_masters_current(run.visit.subgroup, updated)
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not subgroup.state.rule.is_whole:
             return table
@@ -94,7 +95,7 @@ class StateViews:
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
         home, bounce = lanes.homes.get(subgroup), self._memory.bounce
-        if home is not None and bounce is not None:
+        if home is not None and bounce is not None:  # the state is at home on the GPU
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
                 lanes.copy_to_host(as_pieces([(home.address, address, nbytes)]))
@@ -116,7 +117,8 @@ class StateViews:
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not run.fresh and not self._tables.is_due(subgroup.index, due_parameters):
             return
-        idle_rows = self._tables.rows((), 1.0, 1.0, ())  # without active parameters nothing else is updated
+        # Without active parameters nothing else is updated.
+        idle_rows = self._tables.rows(groups=(), scale=1.0, clip=1.0, active=())
         table = self._tables.make_table(
             run, view.address, idle_rows, weights_address=view.weights_address, due_parameters=due_parameters
         )
@@ -191,7 +193,7 @@ class StateViews:
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
-        if tile.tensor >= len(subgroup.tensors):
+        if tile.tensor >= len(subgroup.tensors):  # numbers after those of the state's tensors are of weights
             self._gather_weight_tile(subgroup, tile, address)
             return
         offset, nbytes = next((offset, nbytes) for other, offset, nbytes in subgroup.tiles if other == tile)

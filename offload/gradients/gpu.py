@@ -714,7 +714,7 @@ class GpuGradients(GradientStore):
 
     def _fetch_of(self, plan: Plan, visit: Visit) -> _FetchOfVisit:
         """Return what fetches the gradients of a visit; name in the step's rows where the CPU reads copied ones."""
-        rows = self._tables.begun
+        rows = self._tables.step_rows
         copies: list[tuple[int, int, int]] = []
         marks: list[Mark] = []
         for segment in plan.layout.subgroups[visit.subgroup].segments:

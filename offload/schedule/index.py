@@ -187,7 +187,7 @@ class TileIndex:
             if not store.usable or number in avoid:
                 continue
             handicap_bytes = 0.0
-            if not (may_reuse and store.free.get(nbytes)):
+            if not (may_reuse and store.free.get(nbytes)):  # a slot must be made
                 if not store.may_grow(nbytes):
                     continue
                 if unmade <= 0:  # it would be a slot beyond the plan
@@ -206,7 +206,7 @@ class TileIndex:
                 self._unmade[nbytes] -= 1
         if lent:
             self._lent.add(location)
-            self._unmade_loans[nbytes] -= 1
+            self._unmade_loans[nbytes] -= 1  # so if a free slot is lent, the plan has one more to be made
         store.live_bytes += slot_bytes
         self._claimed.add(location)
         return location
@@ -277,7 +277,7 @@ class TileIndex:
         if record.location not in self._claimed:  # not by `invariant`: its message would be made for every tile
             raise InternalError(f"{tile} was written to a slot nobody claimed (this is a bug in offload)")
         before = self._records.get(tile)
-        if before is not None:
+        if before is not None:  # else evicted state or activations: `free_and_unreserve` gives the room back
             self.loan_to_plan(record.location)
         self._unclaim(record.location)
         self._records[tile] = record
@@ -360,7 +360,7 @@ class TileIndex:
         """Hold a live, held or (once written) claimed slot for a checkpoint; return whether it was not held yet."""
         if location in self._claimed:
             self._unclaim(location)
-            self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
+            self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES  # which claimed ones count in
         self._held[location] = self._held.get(location, 0) + 1
         is_first = self._held[location] == 1
         if is_first:
@@ -375,7 +375,7 @@ class TileIndex:
             return
         del self._held[location]
         self._held_bytes -= location.nbytes + SECTOR_BYTES
-        self._change_unmade({location.nbytes: 1}, -1)
+        self._change_unmade({location.nbytes: 1}, -1)  # it came on top of the planned slots
         record = self._records.get(tile)
         if record is None or record.location != location:
             self._free(location)
@@ -392,9 +392,9 @@ class TileIndex:
         """
         invariant(self.is_empty(path), "a store that is in use is exchanged")
         for nbytes, offsets in self._stores[path].free.items():
-            self._unmade[nbytes] += len(offsets)
+            self._unmade[nbytes] += len(offsets)  # they go with the old store
         store = self._stores[path] = _Store(limit_bytes, self._stores[path].share)
-        store.allocated_end = max((x.offset + x.nbytes + SECTOR_BYTES for x in held), default=0)
+        store.allocated_end = max((slot.offset + slot.nbytes + SECTOR_BYTES for slot in held), default=0)
         sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
         for location in sorted(held, key=lambda location: location.offset):
             invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
@@ -456,7 +456,7 @@ class TileIndex:
         self._unclaim(location)
         store.live_bytes -= nbytes + SECTOR_BYTES
         store.lost_bytes += nbytes + SECTOR_BYTES
-        self._unmade[nbytes] += 1
+        self._unmade[nbytes] += 1  # another is made in its place
 
     def _spare_bytes(self, unmade: Mapping[int, int], *, for_any_size: bool = False) -> int:
         """Return the bytes that remain in all usable stores once these slots have been made; < 0 if they do not fit.
@@ -479,7 +479,7 @@ class TileIndex:
 
     def _may_grow_beyond_plan(self, slot_bytes: int) -> bool:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
-        if not self._is_reshared:
+        if not self._is_reshared:  # then each path keeps to its planned share
             return False
         return self._spare_bytes(self._unmade, for_any_size=True) - self._promised_bytes() >= slot_bytes
 
@@ -516,7 +516,7 @@ class TileIndex:
         if store.usable:
             store.usable = False
             for nbytes, offsets in store.free.items():
-                self._unmade[nbytes] += len(offsets)
+                self._unmade[nbytes] += len(offsets)  # they are made on other paths
 
     def _end_live(self, location: Location) -> None:
         """Free the slot of a version that is not the newest any more, unless a checkpoint holds it."""

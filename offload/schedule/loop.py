@@ -1,4 +1,4 @@
-"""The one loop, live and simulated."""
+"""The one loop between machine and executor, which sessions and simulations use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Executor(Protocol):
 
 
 def pump(machine: Machine, executor: Executor, until: Callable[[Machine], bool]) -> None:
-    """Carry operations to the executor and events to the machine until `until` holds."""
+    """Carry the machine's operations to the executor, and its events to the machine, until `until(machine)` holds."""
     executor.submit(machine.take_operations())
     while not until(machine):
         for event in executor.wait():

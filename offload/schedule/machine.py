@@ -249,7 +249,7 @@ class Machine:
         """Change state as an event says; return whether decisions can follow (`_advance` makes them)."""
         match event:
             case BeginSweep(sweep):
-                self.index.try_again()
+                self.index.try_again()  # a path that was full may have room by now
                 if sweep.is_open:
                     self._begin_open_sweep(sweep)
                 else:
@@ -270,7 +270,7 @@ class Machine:
                 self.saver.abort(error)
             case OutcomeTold(finished):
                 self._forget_outcome(finished)
-                return False
+                return False  # no decision depends on it
             case Evict():
                 self._begin_eviction(event)
             case StopEviction():
@@ -291,8 +291,8 @@ class Machine:
             case ReleaseSave(number):
                 self.saver.release(number)
             case Done(op, written):
-                is_whole = self._handle_done(self._issued.end(op), written)
-                return is_whole or self.broken is not None
+                decisions_can_follow = self._handle_done(self._issued.end(op), written)
+                return decisions_can_follow or self.broken is not None  # then the last end of all ends the sweep
             case Failed(op, error):
                 self._handle_failure(self._issued.end(op), error)
             case Stop(error):
@@ -326,7 +326,7 @@ class Machine:
         if self.finished_sweep is not None:  # its caller has not been told that it ended: it fails now
             self.failed = True
         elif self.has_no_sweep:
-            self.changed_subgroups = []
+            self.changed_subgroups = []  # by a sweep that ended well: they are not said to be half updated
         self._break(error)
 
     def take_operations(self) -> list[Operation]:
@@ -401,9 +401,9 @@ class Machine:
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
-            if subgroup.phase is not Phase.ABSENT:
+            if subgroup.phase is not Phase.ABSENT:  # else `_begin_fetch` asks for it
                 self._request_scratch(visit)
-            match subgroup.phase:
+            match subgroup.phase:  # in other phases the visit is queued when the state is whole and not in use
                 case Phase.RESIDENT if self.saver.must_wait(visit.subgroup):
                     self.saver.write_first(visit.subgroup)
                 case Phase.ABSENT:
@@ -422,11 +422,12 @@ class Machine:
             self._check_may_be_speculative(visit)
             subgroup = visit.subgroup
             slot_counts = self._slot_counts(subgroup)
+            # A flush of an earlier visit may have broken the machine.
             if self.broken is not None or not self.index.reserve(slot_counts, lent=True):
                 break
             self._reserved += slot_counts
             self._subgroups[subgroup].visit = visit
-            self.staging.priorities[subgroup] = Priority(True, place)
+            self.staging.priorities[subgroup] = Priority(is_not_admitted=True, place=place)
             if self._subgroups[subgroup].phase is Phase.ABSENT:
                 self.staging.line.append(subgroup)
             self._flush_if_live_is_dirty(subgroup)
@@ -499,7 +500,7 @@ class Machine:
         Their writes may still fail. The slots are lost then, and others are claimed from what is reserved.
         """
         for subgroup, flush in self._flushes.items():
-            if flush.speculative and not flush.reserved:
+            if flush.speculative and not flush.reserved:  # with `reserved` it was revoked in an earlier open sweep
                 flush.reserved = self._slot_counts(subgroup)
                 self._reserved -= flush.reserved
         self.index.unreserve(self._reserved, lent=True)
@@ -538,7 +539,7 @@ class Machine:
     # State that is moved from its home in memory to storage, and back
 
     def _begin_eviction(self, request: Evict) -> None:
-        """Begin to move state from memory to storage; dirty staging slots are flushed at once."""
+        """Begin to move state from memory to storage; flush dirty staging slots, which are emptied, too, at once."""
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "state leaves memory during a visit")
         invariant(self.saver.under_way is None, "state leaves memory while it is saved")
         invariant(self._eviction is None, "state leaves memory twice at once")
@@ -687,7 +688,7 @@ class Machine:
             case FreeHome():
                 return False
             case _:
-                self.saver.operation_ended(operation, written, None)
+                self.saver.operation_ended(operation, written, error=None)
         return True
 
     def _end_tile_read(self, number: int) -> bool:
@@ -735,13 +736,13 @@ class Machine:
         if not self.plan.is_resident(subgroup):
             self.saver.abort(error)
             return
-        self.index.unreserve(self._slot_counts(subgroup), lent=True)
+        self.index.unreserve(self._slot_counts(subgroup), lent=True)  # which the eviction had reserved
         if self._eviction is not None:  # None once the machine is broken
             self._eviction.error = error
 
     def _end_speculative_flush(self, subgroup: int, flush: _Flush) -> None:
-        """End the flush of a speculative version: keep its records for `SealStep`; revoke one that failed."""
-        self.index.unreserve(flush.reserved, lent=True)
+        """End a speculative version's flush: keep its records for `SealStep`, or free its slots if it is given up."""
+        self.index.unreserve(flush.reserved, lent=True)  # of one that was revoked
         self.staging.set_phase(subgroup, Phase.READY)
         if flush.error is None and subgroup in self.speculative_versions:
             self.speculative_versions[subgroup] = flush.records
@@ -751,9 +752,12 @@ class Machine:
             self.staging.enqueue_for_slot(subgroup)
 
     def _abort_version(self, subgroup: int, error: Exception) -> None:
-        """Drop a speculative version that cannot be written, and begin no further visit of the open sweep."""
+        """Give up a speculative version of which a write failed, and begin no further visit of the open sweep.
+
+        `_end_speculative_flush` gives its slots back, and the step updates the live version: nothing is lost.
+        """
         self._flushes[subgroup].error = error
-        if subgroup in self.speculative_versions:  # else it was revoked before
+        if subgroup in self.speculative_versions:  # else it was revoked, or another write of it has failed before
             del self.speculative_versions[subgroup]
             self.is_paused = True
 
@@ -797,6 +801,7 @@ class Machine:
             self._discard_scratch(visit.reads)
         if visit.changes:
             subgroup = self._subgroups[number]
+            # Without a sweep a `Stop` has ended it, and the version is not used any more.
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
             self.changed_subgroups.append(number)
         copies_out = visit.changes and transfer_slot is not None
@@ -832,7 +837,7 @@ class Machine:
     def _handle_failure(self, operation: Operation, error: Exception) -> None:
         """Handle a failed operation: write to another path, or give up what training can do without; else break."""
         if isinstance(operation, SaveOperation):
-            self.saver.operation_ended(operation, None, error)
+            self.saver.operation_ended(operation, written=None, error=error)
         elif isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
             self._handle_scratch_failure(operation, operation.owner, error)
         elif isinstance(operation, WriteTile):
@@ -888,7 +893,7 @@ class Machine:
         self._end_tile_write(write.tile.subgroup)
 
     def _undo_run(self, run: RunVisit) -> None:
-        """Count off a run that has failed; a phase must follow, except where the state is on the GPU."""
+        """Count off a run that failed, and set the phase after BUSY; a subgroup with a slot on the GPU stays BUSY."""
         self._runs.device_of(run.visit).runs -= 1
         subgroup = run.visit.subgroup
         if run.transfer_slot is None or not run.visit.gpu:
@@ -909,7 +914,7 @@ class Machine:
         else:
             self.index.retire(location.path)
             self.index.abandon(location)
-        if self.broken is not None:
+        if self.broken is not None:  # nothing is issued any more
             return False
         if write.owner is not None:
             is_issued = self.scratch[write.owner.kind].write_again(write)
@@ -924,10 +929,10 @@ class Machine:
         if self.broken is not None:
             return
         if self.is_open:
-            self.changed_subgroups = []  # these the step before has changed, which did not fail
+            self.changed_subgroups = []  # those of the step before, which did not fail
         self._listener.say_broken(error)
         self.broken = error
-        for operation in self._issued.close():
+        for operation in self._issued.close():  # these are not started, so none of them reports back
             if isinstance(operation, RunVisit):
                 self._runs.device_of(operation.visit).runs -= 1
         self.saver.end_broken(error)
@@ -949,7 +954,7 @@ class Machine:
                 scratch.advance()
                 if scratch.unplaced_tile is not None:
                     self._break(_full_error(scratch.unplaced_tile))
-        if self.broken is None:  # or a flush has just found no room
+        if self.broken is None:  # asked again, as a flush or scratch may have just found no room
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_paused and self._sweep.is_open):
                 self._runs.start(self._sweep)
@@ -969,7 +974,7 @@ class Machine:
         """Return whether a broken machine ends its sweep: after `Stop`, or when no caller's memory is in use."""
         if self.broken is None:
             return False
-        in_flight = self._issued.in_flight.values()
+        in_flight = self._issued.in_flight.values()  # those of a save use no caller's memory
         return self._stopped or all(isinstance(operation, SaveOperation) for operation in in_flight)
 
     def _assign_slots(self) -> None:
@@ -1025,7 +1030,12 @@ class Machine:
             self._issued.issue(ReadTile(self._issued.new_op(), tile, slot, offset, record))
 
     def _begin_flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
-        """Start to write a subgroup's state to free slots of stores; it is no longer dirty. See `_Flush`."""
+        """Start to write a subgroup's state to free slots of stores; it is no longer dirty.
+
+        Args:
+            for_save: Whether only a save needs the flush, which may fail then without ending the session.
+            speculative: Whether the state is a speculative version, written beside the live one.
+        """
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = self._subgroups[subgroup].slot
         self.staging.set_phase(subgroup, Phase.FLUSHING)

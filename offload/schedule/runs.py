@@ -174,8 +174,9 @@ class RunQueues:
             return
         if number in self._staging.priorities and not self._staging.may_begin(number):
             return
-        queue = self.queue_of(visit)
-        (queue.resident if self._plan.is_resident(number) else queue.streamed).append(number)
+        queues = self.queue_of(visit)
+        queue = queues.resident if self._plan.is_resident(number) else queues.streamed
+        queue.append(number)
 
     def has_its_scratch(self, visit: Visit) -> bool:
         """Return whether the scratch that a visit reads is in its buffer."""
@@ -198,12 +199,12 @@ class RunQueues:
                 self._issue_run(sweep, *begun)
 
     def _begin_next(self, device: DeviceQueues) -> tuple[Visit, int | None] | None:
-        """Begin a device's next visit; return it and its transfer slot. None if its weights need a slot in vain."""
+        """Begin a device's next visit; return it and its transfer slot, None if no slot is free for its weights."""
         number = device.ready.first()
         subgroup = self._staging.subgroups[number]
         transfer_slot, visit = subgroup.begun_visit or (None, subgroup.visit)
         visit = known(visit, "a visit that is not there is to run")
-        if subgroup.begun_visit is None:
+        if subgroup.begun_visit is None:  # it has waited for the device only
             if visit.weight_bytes:  # for the weights that it changes; it reads none
                 transfer_slot = device.slots.assign(number)
                 if transfer_slot is None:
@@ -216,11 +217,19 @@ class RunQueues:
     def _issue_run(self, sweep: Sweep, visit: Visit, transfer_slot: int | None) -> None:
         """Issue the run of a visit, whose state and scratch are in memory."""
         subgroup = self._staging.subgroups[visit.subgroup]
-        op, fresh = self._issued.new_op(), subgroup.version is None
         buffer = None
         if visit.reads is not None:
             buffer = self._scratch[visit.reads.kind].buffer_of(visit.reads.number)
-        self._issued.issue(RunVisit(op, sweep.number, visit, subgroup.slot, fresh, transfer_slot, buffer))
+        run = RunVisit(
+            self._issued.new_op(),
+            sweep.number,
+            visit,
+            subgroup.slot,
+            fresh=subgroup.version is None,
+            transfer_slot=transfer_slot,
+            gradient_buffer=buffer,
+        )
+        self._issued.issue(run)
 
     def start_transfers(self) -> None:
         """Give transfer slots to the visits that need a copy to one, and start the copies; the GPU's come first."""
@@ -248,9 +257,11 @@ class RunQueues:
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
             slot = self._staging.subgroups[number].slot
-            self._issued.issue(Transfer(op, number, "state", way, transfer_slot, nbytes, slot))
+            transfer = Transfer(op, number, "state", way, transfer_slot=transfer_slot, nbytes=nbytes, slot=slot)
         else:
-            self._issued.issue(Transfer(op, number, "weights", way, transfer_slot, visit.weight_bytes))
+            nbytes = visit.weight_bytes
+            transfer = Transfer(op, number, "weights", way, transfer_slot=transfer_slot, nbytes=nbytes)
+        self._issued.issue(transfer)
 
     def await_push(self, operation: Transfer) -> None:
         """Wait for the end of a push of weights, which is queued on its lane, in order to free the weight slot."""

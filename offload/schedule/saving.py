@@ -151,7 +151,7 @@ class Saver:
                 if record is not None:
                     whole.append((tile, record))
                     continue
-                items.append(_SaveItem(tile, offset, nbytes, version, gathered, home))
+                items.append(_SaveItem(tile, offset, nbytes, version, is_gathered=gathered, is_home=home))
                 slot_counts[nbytes] += request.sink is None  # what is written to a sink takes no room on the paths
             return items
 
@@ -187,7 +187,8 @@ class Saver:
         if self._index.hold(record.location):
             save.reserve[record.location.nbytes] -= 1
         if save.request.sink is not None:
-            save.copies.append(_SaveItem(tile, 0, record.location.nbytes, record.step, source=record))
+            nbytes = record.location.nbytes
+            save.copies.append(_SaveItem(tile, offset=0, nbytes=nbytes, version=record.step, source=record))
         else:
             save.records[tile] = record
 
@@ -274,7 +275,7 @@ class Saver:
             return
         record = TileRecord(location, item.version)
         op = self._issued.new_op()
-        self._issue_item(save, SaveTile(op, item.tile, record, item.offset, buffer, item.is_gathered), item)
+        self._issue_item(save, SaveTile(op, item.tile, record, item.offset, buffer, gathers=item.is_gathered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
         """Take a slot on a path that is not avoided, or the next bytes of the sink."""
@@ -304,20 +305,21 @@ class Saver:
         elif isinstance(operation, Commit) and error is None:
             if save.request.sink is None:
                 self.held_records[operation.number] = operation.records
-            self._end(save, None)
+            self._end(save, error=None)
         if error is not None:
             self.abort(error)
 
     def _end_copy(self, save: RunningSave, copy: CopyTile, item: _SaveItem, error: Exception | None) -> None:
         """Write a tile that has been read into a copy buffer to the sink, unless the save is given up."""
         if error is None and save.error is None:
-            self._write_item(save, _SaveItem(item.tile, 0, item.nbytes, item.version), copy.buffer)
-            self._index.unhold(copy.tile, copy.record.location)
+            write_to_sink = _SaveItem(item.tile, offset=0, nbytes=item.nbytes, version=item.version)
+            self._write_item(save, write_to_sink, copy.buffer)
+            self._index.unhold(copy.tile, copy.record.location)  # it has been read
         else:
             save.copies.append(item)  # its slot is still held; `_end` lets it go
 
     def _retry_write(self, save: RunningSave, failed: SaveTile, item: _SaveItem, error: Exception) -> bool:
-        """Give up the slot of a failed write; write the tile to another one, if it may be; return whether it is."""
+        """Give up the slot of a failed write, and write the tile to another one; return False if that cannot be."""
         location = failed.record.location
         if save.request.sink is None:
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
@@ -337,7 +339,7 @@ class Saver:
         if done.buffer is not None:
             save.buffers.append(done.buffer)
         if item.is_home:
-            self._count_off_tiles(save, done.tile.subgroup, 1)
+            self._count_off_tiles(save, done.tile.subgroup, count=1)
         if error is not None:
             return
         location = done.record.location

@@ -117,9 +117,8 @@ class Scratch:
         self._first_owner = 0  # that was filled in this round
         self._last_round_length = 0  # from the first to the highest owner that was filled in the round before
         self._round_length = 0  # likewise, in this one so far
-        self._next_to_read_ahead: int | None = (
-            None  # owner to be read before anybody asks; None while some are filled
-        )
+        # Owner to be read before anybody asks; None while some are filled:
+        self._next_to_read_ahead: int | None = None
         self._avoided_paths: set[int] = set()  # where writes have failed in this round
         self.is_full = False
         self.moved: Counter[type] = Counter()
@@ -139,7 +138,7 @@ class Scratch:
 
     @property
     def is_promised(self) -> bool:
-        """Whether the paths have promised room; see `ScratchBuffers`."""
+        """Whether the paths have promised room for all of it, so that a write without room ends the session."""
         return self._buffers.is_promised
 
     @property
@@ -315,7 +314,7 @@ class Scratch:
         if isinstance(operation, WriteTile):
             location = operation.record.location
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
-            self._index.unreserve({location.nbytes: 1}, lent=True)
+            self._index.unreserve({location.nbytes: 1}, lent=True)  # `write_again` reserves it anew
             self._avoided_paths.add(location.path)
             if not self.write_again(operation):
                 self._keep_in_buffer(known(operation.owner, "a tile of nobody").number)
@@ -341,7 +340,7 @@ class Scratch:
         if entry.is_idle:
             for _, record in entry.written:
                 self._index.abandon(record.location)
-                if not self.is_promised:
+                if not self.is_promised:  # promised room stays planned
                     self._index.unreserve({record.location.nbytes: 1}, lent=True)
             self._free_path_slots(owner, entry)
             self._remove(owner, entry)
@@ -370,7 +369,7 @@ class Scratch:
         for queue in (self._to_read_first, self._to_read):
             while queue and (buffer := self._find_or_free_buffer()) is not None:
                 self._give_buffer(queue.popleft(), buffer)
-        for owner in self._filling:
+        for owner in self._filling:  # those, too, that have kept their buffers, or have just been read
             self._make_newest(owner, self._entries[owner])
         self._write_to_make_room()
         self._read_ahead()

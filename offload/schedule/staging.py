@@ -213,7 +213,7 @@ class Staging:
 
     def admit(self, number: int) -> None:
         """Admit a visit of the open sweep: it waits for a slot before those that are not admitted."""
-        self.priorities[number] = Priority(False, self.priorities[number].place)
+        self.priorities[number] = Priority(is_not_admitted=False, place=self.priorities[number].place)
         if number in self.line:
             self.line.remove(number)
             self.enqueue_for_slot(number)
@@ -231,7 +231,8 @@ class Staging:
 
         The visit that loses its slot waits in the line again.
         """
-        lowest, loser = self.priorities[subgroup], None
+        loser = None
+        lowest = self.priorities[subgroup]  # of the subgroup, then of the loser: the greatest value so far
         for number in self.slots.owners:
             if number is None or self.subgroups[number].visit is None or self.is_admitted(number):
                 continue
@@ -257,7 +258,7 @@ class Staging:
         invariant(len(owners) == len(with_slots), "a slot has an owner that left it")
 
     def _problem(self, number: int, subgroup: SubgroupState, *, is_resident: bool) -> str:
-        """Return what is wrong with a subgroup; "" if nothing is, as a simulation asks thousands of times."""
+        """Return what is wrong with a subgroup, or "" without making a text: a simulation asks thousands of times."""
         phase, slot = subgroup.phase, subgroup.slot
         phases_of_others = (Phase.READY, Phase.DIRTY) if is_resident else (Phase.RESIDENT,)
         if phase in phases_of_others:

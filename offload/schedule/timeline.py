@@ -99,7 +99,8 @@ def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int)
         for thread in range(first_thread, first_free):
             args = {"name": shown_name}
             events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": args})
-        events += [_trace_event(*placed, start_s) for placed in zip(of_lane, threads, strict=True)]
+        for interval, thread in zip(of_lane, threads, strict=True):
+            events.append(_trace_event(interval, thread, start_s))
         first_thread = first_free
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from offload import combinations, metrics
 from offload.errors import ConfigError, InfeasiblePlanError, known
+from offload.layout import round_up
 from offload.memory.arenas import available_bytes
 from offload.plan.budget import (
     LEAST_ACTIVATION_BUFFERS,
@@ -136,18 +137,18 @@ class Activations:
         self._buffer_requests, self._uses = thread.buffer_requests, Uses(parts)
         # On callers' threads
         self._write_lock, self._read_lock = threading.RLock(), threading.RLock()
-        self._is_writing = False
+        self._is_writing = False  # whether `write` is under way, perhaps interrupted by a signal handler
         self._open: _TileRequest | None = None  # of the tile that is being filled
         self._last_read: _TileRequest | None = None  # of a tile that is kept, as the next read may need it, too
         self._next_tile = 0
         self._in_transit: deque[tuple[Mark, Any]] = deque()  # tensors that a device still copies from, with marks
         # On the engine thread
-        self._arena: Any = None
+        self._arena: Any = None  # memory of the buffers
 
     # Memory
 
     def allocate_buffers(self, nbytes: int) -> None:
-        """Allocate buffers of `nbytes` in all, in place of those of another size.
+        """Allocate buffers of `nbytes` in all, in place of those of another size; do nothing if they have this size.
 
         Raises:
             ConfigError: `nbytes` is below `LEAST_BYTES`, there are no paths, or the present buffers are in use.
@@ -158,9 +159,9 @@ class Activations:
         if nbytes < LEAST_BYTES:
             raise ConfigError("host_memory", nbytes, f"give at least {LEAST_BYTES} bytes for buffers")
         tile_bytes = MOST_ACTIVATION_TILE_BYTES
-        while tile_bytes * LEAST_ACTIVATION_BUFFERS > nbytes:
+        while tile_bytes * LEAST_ACTIVATION_BUFFERS > nbytes:  # each buffer has one tile
             tile_bytes //= 2
-        nbytes = nbytes // tile_bytes * tile_bytes
+        nbytes = nbytes // tile_bytes * tile_bytes  # no part of a buffer
         if nbytes != self._parts.plan.budgets.activation_bytes:
             self.release_tiles()
             with self._write_lock, self._thread.turn():  # nobody writes tiles of another size meanwhile
@@ -177,10 +178,10 @@ class Activations:
         if nbytes > free_bytes:
             offers = {"what is free": free_bytes}
             raise InfeasiblePlanError("host memory for activations", nbytes, offers, "lower host_memory")
-        self._use_buffers_in(None, 0)
+        self._use_buffers_in(arena=None, tile_bytes=0)  # so that old and new memory are not there at once
         parts.memory.free_arena(before)
         self._use_buffers_in(parts.memory.allocate_arena(nbytes), tile_bytes)
-        parts.allocate()
+        parts.allocate()  # tiles are lent store slots only once those that steps need have room
 
     def _use_buffers_in(self, arena: Any, tile_bytes: int) -> None:
         """Make a plan whose buffers for activations lie in `arena` (None: no buffers), and go on with it."""
@@ -227,7 +228,7 @@ class Activations:
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
-        """Copy piece by piece, each to what is left of the open tile or to a new one; see `write`."""
+        """Do the work of `write`: copy piece by piece, each to what is left of the open tile or to a new one."""
         written, lanes = Written(self._buffer_requests, self._uses), self._parts.lanes
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
         self._release_read_tile()
@@ -240,7 +241,7 @@ class Activations:
                 self._close_tile()
                 return None
             piece = Piece(request.tile, request.filled_bytes, min(nbytes, tile_bytes - request.filled_bytes))
-            request.filled_bytes += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+            request.filled_bytes += round_up(piece.nbytes, ALIGNMENT)
             written.pieces.append(piece)
             self._buffer_requests.post(self._uses.add_piece, piece)
             address = self._parts.memory.buffer_address("activations", request.buffer) + piece.offset
@@ -308,10 +309,10 @@ class Activations:
             SessionBrokenError: The session was closed or is broken, or another process has written the tensor.
         """
         self._thread.check_usable()
-        if self._open is not None or self._in_transit:
+        if self._open is not None or self._in_transit:  # what the last write has left
             self._stop_writing()
         with self._read_lock:
-            last_read, self._last_read = self._last_read, None
+            last_read, self._last_read = self._last_read, None  # taken, as a signal handler may read, too
             requests = {} if last_read is None else {last_read.tile: last_read}
             try:
                 self._read(written.pieces[::-1], target + sum(piece.nbytes for piece in written.pieces), requests)
@@ -341,7 +342,7 @@ class Activations:
             address = self._parts.memory.buffer_address("activations", buffer)
             end -= piece.nbytes
             request.mark = self._parts.lanes.restore(end, address + piece.offset, piece.nbytes)
-            needed_tiles = {piece.tile for piece in pieces[number:]}
+            needed_tiles = {later.tile for later in pieces[number:]}  # this piece's tile, too, which a device reads
             for tile in [tile for tile in requests if tile not in needed_tiles]:
                 self._buffer_requests.release(requests.pop(tile))
 
@@ -359,7 +360,7 @@ class Activations:
     def are_in_use(self) -> bool:
         """Return whether anybody may still read a tensor that was written; in the caller's turn."""
         answers: list[bool] = []
-        if self._parts.plan.activation_buffers:
+        if self._parts.plan.activation_buffers:  # else none was written
             self._thread.request(lambda: answers.append(self.are_alive()), needs_memory=False)
         return any(answers)
 

@@ -104,7 +104,9 @@ class Checkpoints:
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
         if unmade := sorted({*foreign, *self._uncreated(request.replica)}):
-            visitor = self._sweep_requests.make_visitor(nothing, True, range(len(layout.parameters)), follow=False)
+            masters = range(len(layout.parameters))
+            # Masters are taken from weights, which stay as they are (`follow`).
+            visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, follow=False)
             self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
         if request.rank == 0:
             commit_to_replace(folder)  # raises if the folder was not written by this library
@@ -125,6 +127,7 @@ class Checkpoints:
     def _begin_save(self, folder: Folder, request: SaveRequest) -> None:
         """Hand a save over to the machine, and wait until masters that are weights are written; engine thread."""
         parts, machine, saver = self._parts, self._parts.machine, self._parts.machine.saver
+        # The last sweep's state may still be on its way back from the GPU.
         pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
         if machine.broken is not None:
             raise machine.broken
@@ -369,11 +372,11 @@ class Checkpoints:
 
             begin = partial(self._begin_load, checkpoint, layout, restorer, take_over)
             try:
-                self._thread.request(begin, applied)
+                self._thread.request(begin, applied=applied)
             except SessionBrokenError:
                 raise
             except OffloadError as error:
-                if error is self._thread.broken:
+                if error is self._thread.broken:  # else it came before anything was replaced
                     raise CheckpointError(
                         f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
                         "into a new optimizer"
@@ -389,8 +392,8 @@ class Checkpoints:
         """Return the manifest if its tiles can be used where they lie; raise if stores that are read are missing."""
         manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
         named = enumerate(zip(layout.parameters, restorer.names, strict=True))
-        read = (replace(parameter, name=name) for number, (parameter, name) in named if number not in restorer.anew)
-        needed_ranks = [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(read))
+        restored = (replace(parameter, name=name) for n, (parameter, name) in named if n not in restorer.anew)
+        needed_ranks = [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(restored))
         for needed in needed_ranks:
             checkpoint.require(needed)
         return manifest

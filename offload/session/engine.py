@@ -96,6 +96,7 @@ class Engine:
         if self.config.shard:
             combinations.ENGINE_SHARDS.refuse("shard", True)
         _, rank_count = among or (0, None)
+        # Threads that are started within this block stay on the rank's cores.
         with cpu_affinity(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
                 from offload.device.accelerator import AcceleratorDevice
@@ -104,7 +105,13 @@ class Engine:
             device = device or NoDevice()
             try:
                 self._parts = parts = SessionParts(
-                    self.config, gradient_slots, device, rule, rank_count, limits, passing_bytes
+                    self.config,
+                    gradient_slots=gradient_slots,
+                    device=device,
+                    rule=rule,
+                    rank_count=rank_count,
+                    limits=limits,
+                    passing_bytes=passing_bytes,
                 )
                 self._thread = thread = EngineThread(parts)
                 self._sweep_requests = sweep_requests = SweepRequests(parts, thread)
@@ -123,7 +130,7 @@ class Engine:
                     self.close()
                     raise
             except BaseException:
-                device.close()
+                device.close()  # which `close` does only if the lanes have been made
                 raise
 
     # State of affairs
@@ -275,7 +282,7 @@ class Engine:
             InfeasiblePlanError: The system has no such memory now; the session stays parked.
         """
         with self._thread.turn():
-            self._thread.request(nothing)
+            self._thread.request(nothing)  # before any request the engine thread takes memory again
 
     @property
     def is_parked(self) -> bool:
@@ -379,10 +386,11 @@ class Engine:
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
             self._check_bound(positions)
             if pending is not None:
-                parts.config.check_goes_on()
+                parts.config.check_goes_on()  # refuses where GPU memory is borrowed, which forward needs
             started_s = time.monotonic()
-            tables.begun = tables.rows(groups, scale, clip, positions, parts.gradients.bound_at())
-            subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
+            tables.step_rows = tables.rows(groups, scale, clip, positions, parts.gradients.bound_at())
+            # A pending step keeps the order of `active`, in which forward needs the weights.
+            subgroups = tables.step_rows.subgroups if pending is not None else sorted(tables.step_rows.subgroups)
 
             def applied() -> None:
                 """Count the step, and choose what to speculate on; on the engine thread, once all are updated."""
@@ -393,7 +401,14 @@ class Engine:
             pending_step = None if pending is None else PendingStep(pending)
             begin = partial(requests.seal_and_begin_rest, subgroups, positions)
             try:
-                thread.request(begin, applied, requests.refine_rates, pending_step, begun=begun, seals=True)
+                thread.request(
+                    begin,
+                    applied=applied,
+                    meanwhile=requests.refine_rates,
+                    pending=pending_step,
+                    begun=begun,
+                    seals=True,
+                )
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -455,7 +470,9 @@ class Engine:
             self._finalizer.detach()
 
     def __enter__(self) -> Engine:
+        """Return the engine, which the end of the block closes."""
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the engine."""
         self.close()

@@ -82,7 +82,7 @@ class Gradients:
             `wait`, has them copied. The first gradient of a parameter for which `stays` is true is read, and added
             to, until the step has returned.
         """
-        if self._thread.pending is not None:
+        if self._thread.pending is not None:  # it may still read the parameter's gradient
             self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         self.take_memory()

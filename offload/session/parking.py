@@ -109,7 +109,7 @@ class Parking:
         self._kept_ranges: Sequence[tuple[int, int]] = ()  # host memory that stays: (address, bytes)
         self._staged_before: tuple[int, ...] = ()
         """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
-        self._host_copies: _HostCopies | None = None
+        self._host_copies: _HostCopies | None = None  # of state at home on the GPU that stays in host memory
 
     @property
     def is_parked_or_parking(self) -> bool:
@@ -129,7 +129,11 @@ class Parking:
     # Memory is given back
 
     def begin(self, accepted: Callable[[], Sequence[tuple[int, int]]], *, keep_host: bool) -> PendingPark:
-        """Begin a park, which `advance` then carries on between requests; see `Engine.park`.
+        """Begin a park, which `advance` then carries on between requests.
+
+        Args:
+            accepted: Called once parking is possible; returns address and size of gradients whose memory is kept.
+            keep_host: Whether state stays in host memory, up to the budget.
 
         Raises:
             ConfigError: A gradient has arrived that no step has used, or a backward pass has not been taken.
@@ -149,7 +153,7 @@ class Parking:
             else:
                 self._reallocate_memory()
         moves_bytes = self._state_bytes((*leaving, *leaving_gpu, *machine.staging.dirty))
-        self._staged_before = tuple(machine.slots) or self._staged_before
+        self._staged_before = tuple(machine.slots) or self._staged_before  # a second park finds the slots empty
         self._last_number += 1
         batches = deque((leaving, *self._batches(leaving_gpu)))
         self._pending = pending = PendingPark(batches, to_host, moves_bytes, started_s=time.monotonic())
@@ -254,7 +258,7 @@ class Parking:
                     self._begin_eviction(pending)
                     return
                 self._free_memory(pending)
-            except InternalError:
+            except InternalError:  # a bug of this library breaks the session
                 raise
             except OffloadError as failed:
                 error = failed
@@ -287,7 +291,7 @@ class Parking:
         sizes = [subgroups[number].state_bytes for number in batch]
         if address is None:
             address, _ = self._unused_host_memory(sum(sizes))
-        offsets = accumulate(sizes, initial=0)
+        offsets = accumulate(sizes, initial=0)  # and the end of the last, which `zip` leaves out
         places = {number: address + offset for number, offset in zip(batch, offsets, strict=False)}
         self._parts.memory.set_temporary_homes(places)
         return places
@@ -379,7 +383,7 @@ class Parking:
         if pending is None:
             return
         machine = self._parts.machine
-        if not machine.is_evicting:
+        if not machine.is_evicting:  # else flushes still read the places of the present batch
             self._parts.memory.set_temporary_homes(self._host_copies.places if self._host_copies is not None else {})
         elif machine.broken is None:
             machine.handle(StopEviction())
@@ -442,7 +446,7 @@ class Parking:
             parts.lanes.memory.reallocate_all()
             undo.callback(self._free_device_memory)
             undo.callback(parts.memory.discard_pages, self._kept_ranges)
-            parts.memory.restore_pages()
+            parts.memory.restore_pages()  # if it fails, some pages may be there: discarded, too
             if self._host_copies is not None:
                 parts.lanes.copy_to_device(self._copies(self._host_copies.places))
             undo.pop_all()  # all has gone well
@@ -461,7 +465,7 @@ class Parking:
             places = self._place_on_host(batch)
 
             def visit(run: RunVisit, places: Mapping[int, int] = places) -> None:
-                """Copy the state that has been read to its home."""
+                """Copy the state that has been read from its place in this batch to its home."""
                 number = run.visit.subgroup
                 parts.lanes.copy_to_device(self._copies({number: places[number]}))
 

@@ -112,7 +112,7 @@ class SessionParts:
                 named_nodes=bool(config.node_bytes),
             )
             self._make_store = partial(GpuGradients, lanes=lanes, limits=limits)
-            gradient_slots = True
+            gradient_slots = True  # gradients on a GPU reach the CPU's updates through slots
         self.memory = HostMemory(self.lanes)
         self.closing: list[Tier] = []
         """Tiers that are being closed."""
@@ -125,6 +125,7 @@ class SessionParts:
         )
         near_cpus = cpus_near(config.node_bytes)
         most_threads = default_threads(self.lanes, rank_count)
+        # By default no more threads than there are CPUs near the memory nodes that the config names, if it does.
         self._threads = config.threads or min(most_threads, len(near_cpus) or most_threads)
         self._update_cpus = near_cpus if self._threads <= len(near_cpus) else frozenset[int]()
         """CPUs that updates run on; empty for all."""
@@ -238,7 +239,8 @@ class SessionParts:
         def plan_within(budgets: Budgets) -> Plan:
             """Return a plan within budgets: the fastest if rates are known; else `_tune_and_measure` plans again."""
             if known_rates is None:
-                plan = make_plan(layout, fastest_nodes_first(budgets, Rates(1.0, nodes=self._node_rates)))
+                node_rates_only = Rates(1.0, nodes=self._node_rates)
+                plan = make_plan(layout, fastest_nodes_first(budgets, node_rates_only))
             else:
                 plan = choose_plan(layout, budgets, known_rates, config.placement)
             return plan.with_buffer_bytes(self.lanes.bounces)
@@ -289,7 +291,7 @@ class SessionParts:
         self.ends.callback(self.gradients.close)
         self.ends.callback(self.lanes.close)
         self.memory.allocate_homes(self.plan, self._empty)
-        self.memory.allocate_staging(self.plan, {})
+        self.memory.allocate_staging(self.plan, slots={})
         self.tables.extend(self.plan.layout)
 
     def _tune_and_measure(self, known_rates: Rates | None, budgets: Budgets, caller_mark: Mark) -> None:
@@ -315,10 +317,10 @@ class SessionParts:
             if has_several_nodes:
                 memory.reallocate_homes(plan)
             log.info("%s", self.plan)
-            memory.allocate_staging(self.plan, {})
+            memory.allocate_staging(self.plan, slots={})
 
     def open_tier(self, number: int, store: uuid.UUID, depth: int | None, used_bytes: int | None = None) -> Tier:
-        """Open a store on the path of a number; see `setup.open_path`."""
+        """Open a store on a path: a new one (`used_bytes` is None), or another session's with so much in use."""
         path = self.config.path_configs[number]
         return open_path(self.config, path, store, self.queue, self.plan.storage_bytes, depth, used_bytes)
 

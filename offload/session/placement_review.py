@@ -39,8 +39,8 @@ class PlacementReview:
         self.due = False
         self._parts = parts
         self._thread = thread
-        self._changes = 0
-        self._seen_steps = 0
+        self._changes = 0  # of the plan, so far
+        self._seen_steps = 0  # that have refined the rates since the last review
         self._needed_steps = HISTORY - 1  # with what was known before, rates are the median of `HISTORY`
 
     @property
@@ -64,8 +64,9 @@ class PlacementReview:
         is_busy = machine.is_open or machine.saver.under_way is not None
         if not self.due or is_busy or parts.gradients.have_arrived():
             return
-        self.due, self._seen_steps = False, 0
-        self._needed_steps *= 2
+        self.due = False
+        self._seen_steps = 0
+        self._needed_steps *= 2  # the choice is reviewed ever more rarely
         plan = self._better_plan()
         if plan is None:
             return
@@ -75,7 +76,7 @@ class PlacementReview:
             parts.use_replanned(plan)
         except OffloadError as error:
             if machine.broken is None:  # else the next request raises that
-                self._changes = MOST_CHANGES
+                self._changes = MOST_CHANGES  # so it is not reviewed again
                 log.warning("the GPU updates what it did before, which is slower than it could be: %s", error)
             return
         self._changes += 1

@@ -130,7 +130,7 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
         return "give paths to stream state from"
     if plan.fits_but_for_backward(available):
         return 'use overlap="auto", which takes for new weights what is left'
-    memory_by_setting = {
+    memory_by_setting = {  # what each setting takes now; 0 or None where lowering it would free nothing
         "host_memory": plan.home_bytes[Home.HOST],
         "gradient_memory": plan.gradient_buffers and config.gradient_memory,
         "staging_memory": config.staging_memory and plan.staging_bytes,
@@ -157,7 +157,7 @@ def gradient_budget(config: OffloadConfig) -> int | None:
 
 
 def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
-    """Return a config whose `gradient_memory` is in bytes, or None if all gradients fit.
+    """Return a config whose `gradient_memory` is in bytes, or None if it is not set or all gradients fit.
 
     `sizes` has elements and bytes of an element of each parameter's gradient.
     """

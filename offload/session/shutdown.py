@@ -65,13 +65,13 @@ class Shutdown:
         if self._parts.is_whole:
             waits_for_mirror = not self._is_given_up and sys.exception() is None
             self._parts.saves.end_mirror(limits.close_s if waits_for_mirror else 0.0)
-        self._parts.lanes.given_up = True
+        self._parts.lanes.given_up = True  # ends the touching of new memory, for which `_stop` would wait
         if self.work is None or (self.work.done and self.work.error is not None):  # else an earlier close began it
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
-        waits.wait_for(self._stop.wait, self._describe_thread_wait, self._most_wait_s(None))
+        waits.wait_for(self._stop.wait, self._describe_thread_wait, self._most_wait_s(usual_s=None))
         waits.wait_for(self.work.wait, self._describe_unfreed, self._most_wait_s(self._parts.config.stall_timeout_s))
         if self.work.done and self.work.error is not None:
             raise self.work.error

@@ -111,8 +111,8 @@ class Speculation:
         self._sweeps = sweeps
         self._first_position: int | None = None  # of the first to arrive: when it comes again, a pass begins
         self._is_last_pass: bool | None = None  # whether the pass is the last before the step; None: not known
-        self._foreseen: _Foreseen | None = None
-        self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
+        self._foreseen: _Foreseen | None = None  # by the caller, for this pass
+        self._may_foresee = False  # whether a pass that begins asks the caller to `foresee`
         self._wakes_at = MOST_WAITING  # so many posted arrivals wake the engine thread; fewer have nothing admitted
         self._figures = {metrics.CONFIRMED_BYTES: 0, metrics.REVOKED_BYTES: 0}  # of the last step that has ended
         self._revoked_bytes = 0  # of versions that were revoked for other requests since the last step
@@ -131,13 +131,13 @@ class Speculation:
         self._order: list[int] = []  # subgroups of the next open sweep, those first whose gradients arrive first
         self._admissible: deque[int] = deque()  # subgroups to be admitted, as soon as their gradients have landed
         self._rows: StepRows | None = None  # of the expected step
-        self._images: Arena | None = None
-        self._image_offsets: dict[int, int] = {}
+        self._images: Arena | None = None  # memory of all images
+        self._image_offsets: dict[int, int] = {}  # in that, by subgroup
         self._image_candidates: frozenset[int] = frozenset()  # subgroups that need an image; not all may have one
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _Source] = {}  # of the speculative versions, by subgroup
         self._without_slot: set[int] = set()  # parameters whose gradients lie outside slots
         self._gradients_outside_slots: dict[int, FinalGradient] = {}  # those of them that updates may read
-        self._kept_tensors: Sequence[torch.Tensor] = ()
+        self._kept_tensors: Sequence[torch.Tensor] = ()  # memory that the updates of this pass read
 
     def metrics(self) -> dict[str, int]:
         """Return bytes that the last step to end has confirmed and revoked; nothing where speculation is off."""
@@ -149,7 +149,7 @@ class Speculation:
         """Note of which pass a gradient is about to arrive; return whether to call `foresee`, as a pass begins."""
         self._is_last_pass = is_last_pass
         is_first = self._first_position in (None, position)  # of a pass: the first of all, or the same one again
-        begins_pass = self.is_on and self._is_asking and is_first
+        begins_pass = self.is_on and self._may_foresee and is_first
         if begins_pass:
             self._first_position, self._foreseen = position, None
         return begins_pass
@@ -258,7 +258,8 @@ class Speculation:
         self._kept_tensors = foreseen.kept_tensors
         gradients_at = self._parts.gradients.read_at()
         scale = self._scale if foreseen.scale is None else foreseen.scale
-        clip, active = 1.0, [*self._expected]  # it is expected to clip nothing
+        clip = 1.0  # the step is expected to clip nothing
+        active = [*self._expected]
         try:
             return self._parts.tables.rows(foreseen.groups, scale, clip, active, gradients_at, foreseen.weights)
         except Exception:  # if hyperparameters are still wrong in the step, the step raises this
@@ -275,7 +276,7 @@ class Speculation:
             return self._is_armed and machine.has_no_sweep and machine.finished_sweep is None
         with contextlib.suppress(OffloadError):
             return self._next_has_landed()
-        return True  # a GPU has failed: `open_and_admit` says so
+        return True  # a GPU has failed: `open_and_admit` meets the error again, and breaks the session by it
 
     def _next_has_landed(self) -> bool:
         """Return whether the gradients of the next admissible subgroup lie where an update reads them.
@@ -334,7 +335,7 @@ class Speculation:
         """Break the session if a GPU fails within this block; the next request raises the error, as nobody waits."""
         try:
             yield
-        except InternalError:
+        except InternalError:  # a bug of this library, no failure of a GPU
             raise
         except OffloadError as error:
             self._parts.machine.handle(Stop(error))
@@ -359,12 +360,16 @@ class Speculation:
         return known(self._images, "there is no image of weights").address + self._image_offsets[subgroup]
 
     def begin_step(self, active: Sequence[int]) -> None:
-        """Count the arrivals before the step that begins; as many are expected before the next one."""
+        """End the count of arrivals, as a step is sealed: as many are expected before the next one.
+
+        Nothing is admitted until `end_step` has chosen subgroups for the next step.
+        """
         self._is_armed = False
         self._count_arrivals()
-        self._is_asking = self.is_on
+        self._may_foresee = self.is_on  # the next pass may begin while this step is pending
         self._first_position = self._foreseen = None
         self._expected = {position: self._counts[position] for position in active}
+        # An active gradient that never arrived is 0 in `_expected`, and missing in `_counts`: they differ then.
         self._all_arrived = bool(active) and self._expected == self._counts
         self._forget_arrivals()
 
@@ -372,7 +377,8 @@ class Speculation:
         """Return, and count as confirmed, the step's subgroups whose versions have the bits that it would make."""
         machine = self._parts.machine
         self.confirmed_bytes = 0
-        self.revoked_bytes, self._revoked_bytes = self._revoked_bytes, 0
+        self.revoked_bytes = self._revoked_bytes
+        self._revoked_bytes = 0
         if not machine.is_open or machine.broken is not None:
             return ()
         versions = machine.speculative_versions
@@ -441,12 +447,13 @@ class Speculation:
         # Gradients that are still being copied to the host cannot be compared.
         if not parts.gradients.has_landed(parts.plan.layout.subgroups[number].segments):
             return False
-        return tables.updates_alike(number, known(self._rows, "no step is expected"), tables.begun)
+        return tables.updates_alike(number, known(self._rows, "no step is expected"), tables.step_rows)
 
     def _with_same_inputs(self, numbers: Sequence[int]) -> list[int]:
         """Return those of some subgroups whose gradients and fp32 weights still have the noted fingerprints."""
         gradients, tables = self._parts.gradients, self._parts.tables
-        inputs = [tables.read_by(number, self._sources[number].table, tables.begun) for number in numbers]
+        inputs = [tables.read_by(number, self._sources[number].table, tables.step_rows) for number in numbers]
+        # By segment, one subgroup after another:
         positions, addresses, sizes = (np.concatenate(column) for column in zip(*inputs, strict=True))
         of_gradients = gradients.fingerprints(positions, addresses[:, GRADIENT], sizes[:, GRADIENT])
         of_weights = gradients.fingerprints(positions, addresses[:, WEIGHT], sizes[:, WEIGHT], masters=True)
@@ -475,7 +482,7 @@ class Speculation:
         if self._all_arrived and clip == 1 and not self._pause_left:
             self._count_arrivals()
             self._choose_subgroups()
-        self._is_asking = self._is_armed
+        self._may_foresee = self._is_armed  # else nothing would be admitted in the next pass
 
     def _count_pause(self) -> None:
         """Begin a pause, twice as long as the last, if the step revoked more than it confirmed; else shorten it."""
@@ -491,7 +498,8 @@ class Speculation:
         """Choose the subgroups to be updated before the next step, in the order of arrivals; arm if there are any."""
         self._admissible.clear()
         self._rows = None
-        missing, last_arrivals = {}, {}
+        missing: dict[int, int] = {}  # gradients that cannot be read yet, by subgroup
+        last_arrivals: dict[int, int] = {}  # the number of the latest arrival, by subgroup
         for subgroup in self._parts.plan.layout.subgroups:
             number = subgroup.index
             if not self._may_speculate(subgroup):
@@ -518,10 +526,10 @@ class Speculation:
         """Return whether there are images for `_order`, allocated now if needed; switch off after an error."""
         if self._image_candidates.issuperset(self._order):
             return True
-        chosen = dict.fromkeys((*self._order, *self._image_candidates))
+        chosen = dict.fromkeys((*self._order, *self._image_candidates))  # present ones, too, if there is room
         candidates = [number for number in chosen if self._parts.plan.may_speculate(number)]
         try:
-            self._free_images()
+            self._free_images()  # first, so that old and new memory are not there at once
             offsets = self._allocate_images(candidates)
         except OffloadError as error:
             self.is_on = False
@@ -545,7 +553,7 @@ class Speculation:
         if end < needed_bytes:
             text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
             log.warning(text, len(offsets), len(candidates), end, needed_bytes)
-        self._images = self._parts.memory.allocate_arena(max(end, 1))
+        self._images = self._parts.memory.allocate_arena(max(end, 1))  # no arena is empty
         return offsets
 
     def _free_images(self) -> None:

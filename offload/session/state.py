@@ -53,7 +53,8 @@ class State:
             ]
             numbers = {tensor: number for number, tensor in enumerate(tensors)}
             numels = [layout.numel_of(position, name) for position, name in tensors]
-            with contextlib.closing(copy := self.new_copy(numels)):
+            copy = self.new_copy(numels)
+            with contextlib.closing(copy):
 
                 def copy_run_of_state(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
                     """Copy one run of a parameter's state, without the tensors that the caller has not asked for."""
@@ -71,7 +72,7 @@ class State:
     def new_copy(self, numels: Sequence[int]) -> StateCopy:
         """Return new fp32 zeros for a copy of state: fill them by `StateCopy.write` as `visit` hands it out.
 
-        Call `StateCopy.close` after the last write. For where the tensors lie, and errors, see `read`.
+        Call `StateCopy.close` after the last write. Large copies lie in a file, as those of `read` do.
 
         Args:
             numels: Elements of each tensor.
@@ -151,10 +152,11 @@ class State:
                     copy_run(tensor, segment.start, views[name])
 
             masters = {position for position, tensors in tensors_of.items() if MASTER in tensors}
-            self._change(self._sweep_requests.subgroups_of(tensors_of), write, counts, masters, follow=weights)
+            subgroups = self._sweep_requests.subgroups_of(tensors_of)
+            self._change(subgroups, write, steps=counts, masters=masters, follow=weights)
 
     def _check_tensors(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `ConfigError` unless all of these can become state of a parameter; see `write`."""
+        """Raise `ConfigError` unless these are tensors of a parameter's state, with its elements and legal values."""
         layout = self._parts.plan.layout
         parameter = layout.parameters[position]
         state = layout.state_of(parameter)
@@ -180,7 +182,12 @@ class State:
             layout = self._parts.plan.layout
             changed_masters = range(len(layout.parameters)) if masters else ()
             subgroups = range(len(layout.subgroups))
-            self._change(subgroups, lambda segment, views: work(segment.parameter, views), {}, changed_masters)
+
+            def change(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                """Let `work` change one segment."""
+                work(segment.parameter, views)
+
+            self._change(subgroups, change, steps={}, masters=changed_masters)
 
     def reset(self, parameters: Iterable[int | str]) -> None:
         """Set moments and step counts to 0; masters and weights stay."""
@@ -196,7 +203,7 @@ class State:
             # Subgroups that were never updated have no moments yet.
             is_fresh = self._parts.machine.is_fresh
             subgroups = [number for number in self._sweep_requests.subgroups_of(positions) if not is_fresh(number)]
-            self._change(subgroups, zero_moments, dict.fromkeys(positions, 0))
+            self._change(subgroups, zero_moments, steps=dict.fromkeys(positions, 0))
 
     def _change(
         self,
@@ -207,7 +214,15 @@ class State:
         *,
         follow: bool = True,
     ) -> None:
-        """Let `change` write to all segments of some subgroups, then set step counts; see `sweep_segments`."""
+        """Let `change` write to all segments of some subgroups, then set step counts.
+
+        Args:
+            subgroups: Which.
+            change: Called on the engine thread with each segment.
+            steps: Step counts to be set, by parameter.
+            masters: Parameters whose masters `change` sets.
+            follow: Whether 16-bit weights are set to the rounding of these masters.
+        """
         counts = self._parts.tables.steps
 
         def set_counts() -> None:

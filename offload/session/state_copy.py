@@ -26,6 +26,7 @@ import torch
 from offload.checkpoint.reader import PIECE_NUMEL
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, InfeasiblePlanError, TierError, TierFullError
+from offload.layout import round_up
 from offload.memory.arenas import available_bytes
 from offload.plan import Plan, Rates
 from offload.protocols import Tier
@@ -65,7 +66,7 @@ class _Pages(mmap.mmap):
             ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
             ctypes.c_int(flags),
             ctypes.c_int(self.descriptor),
-            ctypes.c_long(0),
+            ctypes.c_long(0),  # offset in the file
         )
         if mapped != address:
             log.warning("a forked child shares a state dict with its parent: %s", os.strerror(ctypes.get_errno()))
@@ -104,10 +105,10 @@ class StateCopy:
         needed_bytes = 0
         for size in sizes:
             self._offsets.append(needed_bytes)
-            needed_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+            needed_bytes += round_up(size, ALIGNMENT)
         self._file: IO[bytes] | None = None
         if needed_bytes > large_bytes:
-            self._directory, self._file = _reserve(needed_bytes, free_bytes_by_directory, large_bytes)
+            self._directory, self._file = _reserve(needed_bytes, free_bytes_by_directory, left_bytes=large_bytes)
         if self._file is None:
             self.tensors = [torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
@@ -148,11 +149,11 @@ class StateCopy:
 
 
 def _reserve(
-    nbytes: int, free_bytes_by_directory: Mapping[str, int], large_bytes: int
+    nbytes: int, free_bytes_by_directory: Mapping[str, int], left_bytes: int
 ) -> tuple[str, IO[bytes] | None]:
     """Return the first directory with room, and a file of `nbytes` allocated there; no file if only memory has room.
 
-    A copy in memory has to leave `large_bytes` of memory free.
+    A copy in memory has to leave `left_bytes` of memory free.
     """
     offers = {}
     for directory, free_bytes in free_bytes_by_directory.items():
@@ -170,7 +171,7 @@ def _reserve(
                 close_on_error.pop_all()
                 return directory, file
     offers["host memory"] = available_bytes()
-    if nbytes + large_bytes > offers["host memory"]:
+    if nbytes + left_bytes > offers["host memory"]:
         advice = "free some, or set TMPDIR to a directory on a disk with more; save_checkpoint needs none of it"
         raise InfeasiblePlanError("a copy of the state", nbytes, offers, advice)
     log.info("no disk has room for a copy of the state (%d bytes): it is in memory", nbytes)

@@ -68,7 +68,7 @@ class PendingStep:
         self.error = error
         self._over.set()
         for latch in self._visit_ends.values():
-            if not latch.is_set():
+            if not latch.is_set():  # a latch is set only once
                 latch.set()
 
     # On any thread

@@ -29,7 +29,12 @@ class Sweeps:
         self._sweep_count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
-        """Have the machine begin a sweep in which `visitor` works on some subgroups, and return it; see `Visit`."""
+        """Have the machine begin a sweep in which `visitor` works on some subgroups, and return it.
+
+        Args:
+            changes: Whether the visitor changes state, which gets a new version then.
+            overwrites: Whether it replaces all state of these subgroups, so that no state is fetched.
+        """
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):

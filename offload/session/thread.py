@@ -113,14 +113,15 @@ class EngineThread(MachineListener):
         self._thread: threading.Thread | None = None
         self._opening: waits.BackgroundWork | None = None
         self._starting = threading.Lock()  # held while a new thread finds out whether the session is closed already
-        self._serving = self._is_broken_logged = False
+        self._serving = False  # whether the engine thread has begun, and serves requests
+        self._is_broken_logged = False
         self._aborts_untold = False  # whether a break aborted an open step, and no caller has been raised that yet
         self._followed_step: PendingStep | None = None  # the pending step whose sweep is under way
         self._reported_visits = 0  # how many ended visits have been reported to it
         self._next: _Request | None = None  # posted, and not taken yet
         self._current: _Request | None = None  # taken, and not answered yet
         self._session_ends = False  # whether the request that ends the session has come in
-        self._reply = CompletionQueue()
+        self._reply = CompletionQueue()  # on which a caller waits for the answer
 
     # On the caller's thread
 
@@ -244,7 +245,7 @@ class EngineThread(MachineListener):
             return False
         pending.wait_for(subgroups)
         if pending.error is not None:
-            self.finish_pending()
+            self.finish_pending()  # which raises it
         return pending.error is None
 
     def request(
@@ -270,7 +271,15 @@ class EngineThread(MachineListener):
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied, begun, meanwhile, seals, pending, needs_memory)
+        request = _Request(
+            begin=begin,
+            applied=applied,
+            begun=begun,
+            meanwhile=meanwhile,
+            seals=seals,
+            pending=pending,
+            needs_memory=needs_memory,
+        )
         interrupted = self._next  # the interrupted caller's, about to be posted, if a signal handler makes this one
         try:
             self._exchange(request)
@@ -308,7 +317,7 @@ class EngineThread(MachineListener):
         """Take memory again that was given back between steps, or end a park that is about to give it back."""
         if self.parking.is_parked_or_parking:
             with self.turn():
-                self.request(nothing)
+                self.request(nothing)  # before which the engine thread takes memory again
 
     def borrow_buffer(self, subgroup: int) -> int:
         """Wait for a subgroup's gradient buffer, and return its number; the caller fills it until the next call.
@@ -333,12 +342,12 @@ class EngineThread(MachineListener):
             self._fill_request = None
 
     def begin_step(self) -> None:
-        """Release the buffer that was filled last, as a step begins; on the engine thread; see `paths.Filler`."""
+        """Release the buffer that was filled last, as a step begins, which reads it; on the engine thread."""
         self._release_filled()
         self.buffer_requests.take_posts()
 
     def drop(self, dropped: Callable[[], None]) -> None:
-        """Discard all gradients in buffers, then call `dropped` on the engine thread; see `paths.Filler`."""
+        """Discard all gradients in buffers and on paths, then call `dropped`; no interrupt comes in between."""
 
         def discard_all() -> None:
             """Discard the gradients of all subgroups; on the engine thread."""
@@ -466,7 +475,7 @@ class EngineThread(MachineListener):
     def _begin_request(self) -> None:
         """Begin the request that was taken; answer at once if it fails or begins no sweep."""
         request = known(self._current, "a request from nobody")
-        if not request.seals:
+        if not request.seals:  # else `begin` confirms what it can
             self.speculation.revoke()
         try:
             self.parking.end_for_request(needs_memory=request.needs_memory)
@@ -494,7 +503,7 @@ class EngineThread(MachineListener):
             self._reported_visits = 0
             self._next = None  # no reference to what the caller owns, as in `_answer`
             self._reply.post(0)
-        executor.end_turn()
+        executor.end_turn()  # so that learning in `meanwhile` is not counted as what a step takes to begin
         request.meanwhile()
 
     def _report_ended_visits(self) -> None:
@@ -578,7 +587,7 @@ class EngineThread(MachineListener):
         if pending is None:
             self._answer(error)
             return
-        self._current = None
+        self._current = None  # its caller was answered when the step had begun
         self._parts.lanes.is_hidden = False
         self._parts.executor.set_visitor(no_visit)
         if error is None:  # else lanes may still use all of them

@@ -48,7 +48,11 @@ class SweepRequests:
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
 
     def wait_for(self, parameters: Iterable[int | str], *, on_any_stream: bool = False) -> None:
-        """Wait for a pending step to have visited some parameters; see `Engine.wait_for`."""
+        """Wait for a pending step to have visited some parameters; in a forked copy there is nothing to wait for.
+
+        Args:
+            on_any_stream: Order the caller's stream after the new weights even if no step is pending any more.
+        """
         if os.getpid() != self._thread.pid or (self._thread.pending is None and not on_any_stream):
             return
         subgroups = self.subgroups_of(map(self._parts.position, parameters))
@@ -68,20 +72,19 @@ class SweepRequests:
         """Do `work` on every segment of some subgroups, on the engine thread, and wait until all is done.
 
         Args:
-            subgroups: Which.
-            work: What to do.
             changes: Whether the work writes to the state.
             masters: Parameters whose masters the work sets, or needs as their weights are now.
             follow: Whether 16-bit weights are set to the rounding of these masters.
             applied: Called on the engine thread when all has been done.
         """
-        visitor = self.make_visitor(work, changes, masters, follow=follow)
-        self._thread.request(partial(self._thread.sweeps.begin, subgroups, visitor, changes=changes), applied)
+        visitor = self.make_visitor(work, changes=changes, masters=masters, follow=follow)
+        begin = partial(self._thread.sweeps.begin, subgroups, visitor, changes=changes)
+        self._thread.request(begin, applied=applied)
 
     def make_visitor(
         self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
     ) -> Callable[[RunVisit], None]:
-        """Return a visitor that does `work` on every segment of a subgroup; see `sweep_segments`."""
+        """Return a visitor that does `work` on every segment of a subgroup; arguments as of `sweep_segments`."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
         is_master_chosen = np.zeros(len(tables.steps), bool)  # by parameter
         is_master_chosen[[*masters]] = True
@@ -105,7 +108,7 @@ class SweepRequests:
     # On the engine thread
 
     def seal_and_begin_rest(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
-        """Seal the step that updates some subgroups as `Tables.begun` says; return the sweep of the rest.
+        """Seal the step that updates some subgroups as `Tables.step_rows` says; return the sweep of the rest.
 
         Updates that were made in backward are confirmed or revoked; the sweep has those that are still to be made.
         """
@@ -120,7 +123,7 @@ class SweepRequests:
                 self.refine_rates()
                 self.placement_review.review()
             visits = self._visits_of([number for number in subgroups if number not in confirmed])
-            if parts.gradients.begin_step(parts.plan, visits):
+            if parts.gradients.begin_step(parts.plan, visits):  # they take more memory now
                 parts.plan = parts.with_gradient_bytes(parts.plan)
         # Checksums of state that stays in memory are made only where a save is expected to use them.
         parts.executor.seals_homes = parts.saves.is_expected(sweeps.step_number + 1)
@@ -128,7 +131,7 @@ class SweepRequests:
         def update(run: RunVisit) -> Any:
             """Return the kernel's table for a run, once its gradients are where the update reads them."""
             parts.gradients.fetch_for_visit(run.visit.subgroup)
-            return parts.views.work(run, parts.tables.begun)
+            return parts.views.work(run, parts.tables.step_rows)
 
         rest = sweeps.number_sweep(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
@@ -140,9 +143,9 @@ class SweepRequests:
         slots = parts.lanes.borrow_slots()
         if slots is not None:
             machine.handle(LimitGpuSlots(slots))
-        plan = parts.plan.unborrowed if slots == 0 else parts.plan
+        plan = parts.plan.unborrowed if slots == 0 else parts.plan  # without memory for them the CPU updates
         order = visit_order(subgroups, machine.live_slots)
-        active = tables.begun.flags != 0
+        active = tables.step_rows.flags != 0
         return update_visits(plan, order, reloads=lambda n: machine.is_fresh(n) or tables.is_due(n, active))
 
     @contextlib.contextmanager
@@ -152,7 +155,7 @@ class SweepRequests:
             yield
         except OffloadError as error:
             self._parts.machine.handle(Stop(error))
-            raise (self._parts.machine.broken or error) from None
+            raise (self._parts.machine.broken or error) from None  # `broken` may be an earlier error
 
     def refine_rates(self) -> None:
         """Refine the rates by the last step's timeline, and spread tiles over the paths by these rates.

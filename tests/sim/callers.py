@@ -539,8 +539,8 @@ class Tables:
     def __init__(self, caller: Backwards) -> None:
         self._caller = caller
         self._plan = caller.plan
-        self.begun = Told((), 0.0, 0.0, frozenset())
-        self.expected = self.begun
+        self.step_rows = Told((), 0.0, 0.0, frozenset())
+        self.expected = self.step_rows
         self.weights = np.zeros(0, np.uint64)
 
     def return_borrowed(self) -> None:
@@ -952,7 +952,7 @@ class Backwards(Forwards):
             told = (self.rate,), 1.0, clip, frozenset(active)
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
-            self.tables.begun = told
+            self.tables.step_rows = told
             self.thread.sweeps.step_number = number - 1
 
             def begin() -> Sweep:

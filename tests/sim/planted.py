@@ -715,12 +715,12 @@ class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
     def choose_confirmed(self, subgroups):
-        tables, begun = self._parts.tables, self._parts.tables.begun
-        tables.begun = tables.expected
+        tables, step_rows = self._parts.tables, self._parts.tables.step_rows
+        tables.step_rows = tables.expected
         try:
             return super().choose_confirmed(subgroups)
         finally:
-            tables.begun = begun
+            tables.step_rows = step_rows
 
 
 class ConfirmsWhenABatchIsSkipped(Speculation):
