@@ -52,7 +52,7 @@ class Scaling:
     """
 
     def __init__(self) -> None:
-        self.norm = math.nan
+        self.norm = math.nan  # before any clipping; `reset` keeps it
         self._arrivals_then: dict[BoundParameter, int] = {}  # numbers of arrivals when the factors were set
         self.reset()
 
@@ -71,7 +71,7 @@ class Scaling:
     def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
         """Set the factor that clips gradients to `max_norm`; `norm` is what `norm_with_factors` has returned."""
         self.norm = norm
-        factor = self.clip
+        factor = self.clip  # of clipping before, which `norm` includes
         if math.isnan(norm):
             factor = math.nan  # as torch's
         elif norm > max_norm:
@@ -143,7 +143,7 @@ class Scaling:
                 "leave it to the step to scale it. Change gradients before, or use torch.nn.utils.clip_grad_norm_ "
                 "and torch.amp.GradScaler, which scale .grad; if that step was skipped, call optimizer.zero_grad()",
             )
-        if not has_same:
+        if not has_same:  # the step that the factors were for was skipped
             self.reset()
 
     def _factors_matter_for(self, gradient: torch.Tensor | None) -> bool:

@@ -46,6 +46,6 @@ class GradientSlot:
             return None
         if not self._memory.size:  # which `torch.frombuffer` refuses
             return torch.empty_strided(self._size, self.stride, dtype=self.dtype, device="cpu")
-        token = self._memory[:]  # a new array over the same memory
+        token = self._memory[:]  # a new array over the same memory, which the storage below keeps alive
         self._token = weakref.ref(token)
         return torch.frombuffer(token, dtype=self.dtype).as_strided(self._size, self.stride)
