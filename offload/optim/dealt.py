@@ -273,8 +273,8 @@ class Dealt:
         torch.distributed.all_to_all_single(
             received.view(torch.uint8),
             sent.view(torch.uint8),
-            [item_bytes * sum(numels_from_rank) for numels_from_rank in numels],
-            [item_bytes * sum(piece.numel() for piece in pieces_to_rank) for pieces_to_rank in pieces],
+            output_split_sizes=[item_bytes * sum(from_rank) for from_rank in numels],
+            input_split_sizes=[item_bytes * sum(piece.numel() for piece in to_rank) for to_rank in pieces],
             group=self._group,
         )
         return torch.split(received, [*chain.from_iterable(numels)])

@@ -160,7 +160,7 @@ def set_hyperparameters(groups: Sequence[dict[str, Any]], hyperparameters: Seque
     """Set the groups' hyperparameters to those that `from_json` returned; tensors are written to in place."""
     for group, values in zip(groups, hyperparameters, strict=True):
         for name, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):  # as the group's own value is
                 group[name].copy_(value)
             else:
                 group[name] = value

@@ -178,7 +178,7 @@ class AutoOverlap:
         names = list(MODES)
         took_s = statistics.median([*self._latest_s][1:])  # the first still waited for a step of the mode before
         if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
-            self._tried_s.clear()
+            self._tried_s.clear()  # times of before do not compare any more: all modes are tried again
         was_best_before = now == self.mode and now in self._tried_s  # chosen as the fastest, and not slower since
         missing_steps = trial_steps(took_s) - len(self._latest_s)
         if now not in self._tried_s and missing_steps > 0:
@@ -189,7 +189,7 @@ class AutoOverlap:
                 return names.index(name), self._step_count + TRIAL
         if not was_best_before:
             now = self._fastest(possible)
-        return names.index(now), 2 * self._step_count
+        return names.index(now), 2 * self._step_count  # so ever more rarely
 
     def _fastest(self, possible: Sequence[str]) -> str:
         """Return the fastest of modes that have been tried, and log it; if alike, the first in `OVERLAPS`."""

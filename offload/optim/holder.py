@@ -89,7 +89,7 @@ class EngineHolder:
     def open_after_backward(self) -> None:
         """Open the engine if that was deferred, as backward has shown by now how much of the GPU is free."""
         if not self._closed:
-            # Raises while a CUDA graph is captured, before anything has changed.
+            # Nobody uses this mark: while a CUDA graph is captured it raises, before anything has changed.
             self.device.mark(DeviceLane.CALLER, timed=False)
             if self.engine_if_open is None:
                 self._owner._open(self.config)

@@ -460,7 +460,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Begin a step that goes on in the background; wait only for parameters that no module's hook waits for."""
         at_once, later = self._overlap.split_by_use(active)
         kept_alive = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
-        exchanged = self._overlap.agree_on_exchanges(at_once, later)
+        exchanged = self._overlap.agree_on_exchanges(at_once, later)  # sorts `later`, too
         positions = [bound.position for bound in (*at_once, *later)]
 
         def clear_grads() -> None:

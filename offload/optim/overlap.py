@@ -212,7 +212,7 @@ class Overlap:
                     self._holder.engine.finish()
                     if self.exchange is not None:
                         self.exchange.finish()
-        finally:
+        finally:  # a failed step, too, leaves no NaN in weights
             self._copy_from_hidden([*self.hidden_copies])
 
     def _copy_from_hidden(self, bounds: Iterable[BoundParameter], is_closed: bool = False) -> None:
@@ -336,9 +336,10 @@ class FollowedModel:
         noted, too, as they may be called by themselves.
         """
         if module in self._parameters_of:
-            return
+            return  # it is part of two modules
         if is_part:
             self._compiled_parts.add(module)
+        # By `torch.compile(module)`, or in place by `module.compile()`.
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         owned = module.parameters() if is_compiled else module._parameters.values()
         self._parameters_of[module] = tuple(parameter for parameter in owned if parameter is not None)

@@ -75,7 +75,7 @@ class Pace:
         The first wait for the whole step, once gradients have begun to arrive, ends backward.
         """
         began_s = time.monotonic()
-        in_forward = self.in_forward
+        in_forward = self.in_forward  # when the wait began: a gradient may arrive during it
         if for_all and not in_forward and math.isnan(self._backward_ended_s):
             self._backward_ended_s = began_s
         try:
@@ -99,7 +99,7 @@ class Pace:
         if math.isnan(self._backward_ended_s):
             self._backward_ended_s = now_s
         forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
-        if not math.isnan(forward_s):  # as it is before the first step, and if no gradient has arrived
+        if not math.isnan(forward_s):  # NaN before the first step, or if no gradient has arrived since the last
             backward_s = self._backward_ended_s - self._arrived_s
             self._history.append((max(forward_s, 0.0), max(backward_s, 0.0)))
         self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s

@@ -75,7 +75,7 @@ class Scaling:
         if math.isnan(norm):
             factor = math.nan  # as torch's
         elif norm > max_norm:
-            factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS))
+            factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS))  # torch's formula
         if factor != 1 or self.loss_scale != 1 or max_norm < math.inf:  # else the caller wants the norm alone
             self._note_gradients(ids)
         self.clip = factor  # last: an interrupt before this line leaves no factor for other gradients
@@ -128,6 +128,7 @@ class Scaling:
                 has_new = True
             elif self._factors_matter_for(bound.parameter.grad):
                 changed_bound = bound
+        # New gradients alone are those of the next step: the one that the factors were for was skipped.
         if has_new and (has_same or self._has_accumulated):
             raise ConfigError(
                 "clip_grad_norm_",
@@ -143,7 +144,7 @@ class Scaling:
                 "leave it to the step to scale it. Change gradients before, or use torch.nn.utils.clip_grad_norm_ "
                 "and torch.amp.GradScaler, which scale .grad; if that step was skipped, call optimizer.zero_grad()",
             )
-        if not has_same:  # the step that the factors were for was skipped
+        if not has_same:
             self.reset()
 
     def _factors_matter_for(self, gradient: torch.Tensor | None) -> bool:

@@ -448,6 +448,7 @@ class _Part(NamedTuple):
         """Copy this part of all ranks' rows, one row of `of_ranks` for each rank, to their places in the weight."""
         full_ranks = self.flat.numel() // self.rank_bytes
         full_bytes = full_ranks * self.rank_bytes
+        # One row for each rank that has the full number of the weight's rows.
         of_full_ranks = self.flat[:full_bytes].view(full_ranks, self.rank_bytes)
         of_full_ranks[:, self.start : self.stop].copy_(of_ranks[:full_ranks])
         rest = self.flat[full_bytes + self.start : full_bytes + self.stop]  # of the rank with fewer rows
@@ -491,10 +492,10 @@ def check_apart(names: Mapping[torch.Tensor, str]) -> None:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
+    expected_stride = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
+        if size != 1:  # else the stride is never used
+            if stride != expected_stride:
                 return False
-            expected *= size
+            expected_stride *= size
     return True

@@ -32,8 +32,8 @@ class GradientSlot:
         self.dtype = flat.dtype
         self.stride = parameter.stride()
         self._size = parameter.size()
-        self._memory = flat.view(torch.uint8).numpy()
-        self._token: weakref.ref[Any] | None = None
+        self._memory = flat.view(torch.uint8).numpy()  # as bytes: NumPy has no bfloat16
+        self._token: weakref.ref[Any] | None = None  # of the last gradient that was lent
 
     @property
     def is_free(self) -> bool:

@@ -315,9 +315,9 @@ class StateView(MutableMapping[Any, Any]):
             bounds = [self._weights.of(parameter) for parameter in to_reset]
             self._weights.rebind_changed()
             self.note_change()
-            updated = {*self.updated()}  # before their step counts become 0
+            with_state = {*self.with_state()}  # before their step counts become 0
             self._only_masters.update(
-                bound.parameter for bound in bounds if bound.parameter in updated and self._has_master(bound)
+                bound.parameter for bound in bounds if bound.parameter in with_state and self._has_master(bound)
             )
             self._holder.engine.state.reset([bound.position for bound in bounds])
             self.write_start_values(bounds)  # the engine zeroed all moments, and some rules start from other values
@@ -338,7 +338,7 @@ class StateView(MutableMapping[Any, Any]):
         self._write(entries)
         for bound, (tensors, _) in entries.items():
             if MASTER in tensors:
-                self._only_masters.add(bound.parameter)
+                self._only_masters.add(bound.parameter)  # the master counts even if the step count is 0
             else:
                 self._holder.engine.reload_master(bound.position)
 
@@ -373,15 +373,15 @@ class StateView(MutableMapping[Any, Any]):
             or self._holder.engine.step_count(self._weights.bound[parameter].position) > 0
         )
 
-    def updated(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters that have state."""
+    def with_state(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that `state` has: updated, shown as zeros, or with start values that are not 0."""
         start_values = self._start_values()
         return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, start_values))
 
-    def saved(self) -> list[torch.Tensor]:
+    def in_state_dict(self) -> list[torch.Tensor]:
         """Return the parameters that a state dict has: with state, or after `reset` with a master alone."""
-        saved = {*self.updated()} | self._only_masters
-        return [parameter for parameter in self._weights.bound if parameter in saved]
+        included = {*self.with_state()} | self._only_masters
+        return [parameter for parameter in self._weights.bound if parameter in included]
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
@@ -410,7 +410,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the parameters that have state, and then all other keys."""
-        return chain(self.updated(), [*self.others])
+        return chain(self.with_state(), [*self.others])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -421,8 +421,8 @@ class StateView(MutableMapping[Any, Any]):
 
     def items(self) -> Any:
         """Return all (parameter, state) pairs; all state is read in one sweep over all tiers."""
-        updated = [*self.updated()]
-        return {**dict(zip(updated, self._entries(updated), strict=True)), **self.others}.items()
+        parameters = [*self.with_state()]
+        return {**dict(zip(parameters, self._entries(parameters), strict=True)), **self.others}.items()
 
     def __setitem__(self, parameter: Any, entry: Any) -> None:
         """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it.

@@ -163,7 +163,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 hyperparameters = {name: value for name, value in group.items() if name != "params"}
                 group_numbers = [numbers[parameter] for parameter in group["params"]]
                 saved_groups.append({**defaults, **hyperparameters, "params": group_numbers})
-            saved_parameters = self._state.saved()
+            saved_parameters = self._state.in_state_dict()
             entries = zip(saved_parameters, self._state.read(saved_parameters), strict=True)
             state: dict[Any, Any] = dict(self._state.others)
             state.update((numbers[parameter], entry) for parameter, entry in entries)
