@@ -267,8 +267,8 @@ class Dealt:
         device = self._mesh.device_type
         item_bytes = like.element_size()
         parts = [piece.reshape(-1) for piece in chain.from_iterable(pieces)]
-        nothing = torch.empty(0, dtype=like.dtype, device=like.device)  # as `cat` refuses an empty list
-        sent = torch.cat([nothing, *parts]).to(device)
+        no_elements = torch.empty(0, dtype=like.dtype, device=like.device)  # as `cat` refuses an empty list
+        sent = torch.cat([no_elements, *parts]).to(device)
         received = torch.empty(sum(map(sum, numels)), dtype=like.dtype, device=device)
         torch.distributed.all_to_all_single(
             received.view(torch.uint8),
