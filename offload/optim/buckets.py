@@ -104,9 +104,9 @@ class Buckets:
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Start to reduce a bucket, note it if the listener listens, and return the future; DDP calls this hook."""
         buffer = bucket.buffer()
-        begin = buffer.storage_offset()
+        bucket_begin = buffer.storage_offset()
         places = [
-            _Place(parameter, gradient.storage_offset() - begin, gradient.shape)
+            _Place(parameter, gradient.storage_offset() - bucket_begin, gradient.shape)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
         if self.hook is not None:
@@ -130,13 +130,13 @@ class Buckets:
         ranks = self._group.size()
         storage = _storage_address(buffer)
         lay_in_bucket = [self._storages.get(id(parameter)) == storage for parameter in parameters]
-        if not any(lay_in_bucket):
+        if not any(lay_in_bucket):  # so always if `_storages` is empty, and `gradients` with it
             buffer.mul_(1 / ranks)
         else:
             for gradient, lay_here in zip(gradients, lay_in_bucket, strict=True):
                 gradient.div_(ranks) if lay_here else gradient.mul_(1 / ranks)
-        for parameter in parameters if self._storages else ():
-            self._storages[id(parameter)] = storage  # DDP has put the gradient into the bucket
+        if self._storages:  # DDP has put the gradients into the bucket
+            self._storages |= {id(parameter): storage for parameter in parameters}
 
     def take_reduced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parameters of buckets that have been reduced since the last call, each with its gradient."""
@@ -171,7 +171,7 @@ def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) 
             return registered
     buckets = Buckets(model, hook, state)
     try:
-        if getattr(model, "_comm_hooks", ()):
+        if getattr(model, "_comm_hooks", ()):  # torch refuses a second hook only after it has listed it
             raise RuntimeError("it has a hook")
         model.register_comm_hook(buckets, _reduce)
     except RuntimeError:

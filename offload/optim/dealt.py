@@ -65,8 +65,8 @@ class DealtWeight:
         self.is_own = owner == rank
         self.copy = self.empty(parameter.dtype)
         self.gradient: torch.Tensor | None = None
-        self._boxes = boxes  # of all ranks
-        self._stamp: tuple[int, int] | None = None
+        self._boxes = boxes  # of the shards of all ranks
+        self._stamp: tuple[int, int] | None = None  # of this rank's shard when it was equal to `copy` last
 
     def current_stamp(self) -> tuple[int, int]:
         """Return address and version of this rank's shard as it is now."""
@@ -180,13 +180,14 @@ class Dealt:
         weights = [*self.weights.values()]
         if not weights:
             return []
+        # Two bytes of each weight: whether this rank's shard is stale, and the code of its gradient.
         own_states = [[weight.is_stale, weight.reduce_to_code() if gradients else NOTHING] for weight in weights]
         states = torch.tensor(own_states, dtype=torch.uint8, device=self._mesh.device_type).view(-1)
         everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
-        rows = torch.stack(everyone).view(self.ranks, -1, 2).cpu()
-        is_stale_on_any = rows[..., 0].any(0).tolist()
-        codes_by_weight = dict(zip(weights, rows[..., 1].T.tolist(), strict=True))
+        stale, all_codes = torch.stack(everyone).view(self.ranks, -1, 2).cpu().unbind(-1)  # each [rank, weight]
+        is_stale_on_any = stale.any(0).tolist()
+        codes_by_weight = dict(zip(weights, all_codes.T.tolist(), strict=True))
         _check_codes(codes_by_weight)
         changed = [weight for weight, is_stale in zip(weights, is_stale_on_any, strict=True) if is_stale]
         # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
@@ -194,6 +195,7 @@ class Dealt:
         if gradients:
             for weight in weights:
                 weight.gradient = None
+            # By the first rank's code: after the check all ranks' are the same.
             with_gradients = [weight for weight, codes in codes_by_weight.items() if codes[0] != NOTHING]
             gradient_shards = {w: w.parameter.grad for w in with_gradients if w.parameter.grad is not None}
             for weight, whole in self._gather_to_owners(gradient_shards):
@@ -204,11 +206,12 @@ class Dealt:
     def scatter_copies(self) -> None:
         """Send the owners' copies back to the shards of all ranks, after an update."""
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
+            # For each rank, its shards of the weights that this rank owns.
             pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
             # A rank receives its shards owner by owner.
             by_owner = sorted(bucket, key=lambda weight: weight.owner_rank)
             numels = [[w.numel_of(self._rank) for w in bucket if w.owner_rank == rank] for rank in range(self.ranks)]
-            for weight, flat in zip(by_owner, self._exchange(pieces, numels, bucket[0].copy), strict=True):
+            for weight, flat in zip(by_owner, self._exchange(pieces, numels, like=bucket[0].copy), strict=True):
                 shard = shards.local(weight.parameter.detach())
                 shard.copy_(flat.view(shard.shape))
         for weight in self.weights.values():
@@ -244,12 +247,12 @@ class Dealt:
             pieces = [[local[weight] for weight in sent if weight.owner_rank == rank] for rank in range(self.ranks)]
             owned = [weight for weight in bucket if weight.is_own]
             numels = [[weight.numel_of(rank, once=True) for weight in owned] for rank in range(self.ranks)]
-            received = iter(self._exchange(pieces, numels, local[bucket[0]]))
+            received = iter(self._exchange(pieces, numels, like=local[bucket[0]]))
             whole = {weight: weight.empty(local[weight].dtype) for weight in bucket}
             for rank in range(self.ranks):
                 for weight in owned:
                     flat = next(received)
-                    if flat.numel():
+                    if flat.numel():  # else an earlier rank has sent the same shard
                         piece = weight.piece(whole[weight], rank)
                         piece.copy_(flat.view(piece.shape))
             yield from whole.items()
@@ -264,13 +267,14 @@ class Dealt:
         device = self._mesh.device_type
         item_bytes = like.element_size()
         parts = [piece.reshape(-1) for piece in chain.from_iterable(pieces)]
-        sent = torch.cat([torch.empty(0, dtype=like.dtype, device=like.device), *parts]).to(device)
+        no_elements = torch.empty(0, dtype=like.dtype, device=like.device)  # as `cat` refuses an empty list
+        sent = torch.cat([no_elements, *parts]).to(device)
         received = torch.empty(sum(map(sum, numels)), dtype=like.dtype, device=device)
         torch.distributed.all_to_all_single(
             received.view(torch.uint8),
             sent.view(torch.uint8),
-            [item_bytes * sum(numels_from_rank) for numels_from_rank in numels],
-            [item_bytes * sum(piece.numel() for piece in pieces_to_rank) for pieces_to_rank in pieces],
+            output_split_sizes=[item_bytes * sum(from_rank) for from_rank in numels],
+            input_split_sizes=[item_bytes * sum(piece.numel() for piece in to_rank) for to_rank in pieces],
             group=self._group,
         )
         return torch.split(received, [*chain.from_iterable(numels)])
@@ -304,7 +308,7 @@ def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callab
         if 0 < len(failures) < mesh.ranks:
             rank, text = failures[0]
             close()
-            if error is None:
+            if error is None:  # it is set, too, for the next mesh's exchange
                 advice = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
                 error = ConfigError("params", "dealt to ranks", advice)
     return error

@@ -89,7 +89,7 @@ def checked_groups(
         raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
     keys = [key for group in saved_groups for key in group.get("params", ())]
     parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
-    # A parameter may be in two groups, and has the same key in both.
+    # Keys and parameters must be in one-to-one relation: a parameter in two groups has the same key in both.
     if not all(isinstance(key, Hashable) for key in keys) or not (
         len(set(keys)) == len(set(parameter_ids)) == len(set(zip(keys, parameter_ids, strict=True)))
     ):
@@ -160,7 +160,7 @@ def set_hyperparameters(groups: Sequence[dict[str, Any]], hyperparameters: Seque
     """Set the groups' hyperparameters to those that `from_json` returned; tensors are written to in place."""
     for group, values in zip(groups, hyperparameters, strict=True):
         for name, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):  # as the group's own value is
                 group[name].copy_(value)
             else:
                 group[name] = value
@@ -171,7 +171,7 @@ def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
     is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))
-    if is_number:
+    if is_number:  # of a class that `_to_plain` can convert
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
     elements = None if isinstance(value, Mapping | bytes) else items(value)
     return depth > 0 and elements is not None and all(is_plain(element, depth - 1) for element in elements)

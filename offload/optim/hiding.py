@@ -78,7 +78,7 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
     is_auto = config.overlap == "auto"
     if is_auto or config.overlaps_forward:
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        refusals = (ConfigError,) if is_auto else ()
+        refusals = (ConfigError,) if is_auto else ()  # "auto" does without a model that is refused
         for model in called:
             if not updated.isdisjoint(model.parameters()):
                 with contextlib.suppress(*refusals):
@@ -148,17 +148,18 @@ class AutoOverlap:
             for name, mode in MODES.items()
             if (forward or not mode.in_forward) and (backward or not mode.in_backward)
         ]
-        if self._possible not in ([], possible):  # what was measured so far does not compare
+        if self._possible and possible != self._possible:  # what was measured so far does not compare
             self._next_choice = max(self._next_choice, self._step_count + TRIAL)
             self._latest_s.clear()
         self._possible = possible
         if self._step_count < self._next_choice or len(possible) < 2:
             return
         chosen = self.mode
+        # In effect is the chosen mode without what is impossible: iterations were measured with that one.
         in_effect = Mode(MODES[chosen].in_forward and forward, MODES[chosen].in_backward and backward)
         now = next(name for name in possible if MODES[name] == in_effect)
         is_first_rank = all(torch.distributed.get_rank(group) == 0 for group in groups)
-        answer = self._choose(possible, now) if is_first_rank else (0, 0)
+        answer = self._choose(possible, now) if is_first_rank else (0, 0)  # overwritten by the broadcast
         sent = torch.tensor(answer, dtype=torch.int64, device=device)
         for group in groups:
             torch.distributed.broadcast(sent, group=group, group_src=0)
@@ -177,8 +178,8 @@ class AutoOverlap:
         names = list(MODES)
         took_s = statistics.median([*self._latest_s][1:])  # the first still waited for a step of the mode before
         if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
-            self._tried_s.clear()
-        was_best_before = now == self.mode and now in self._tried_s
+            self._tried_s.clear()  # times of before do not compare any more: all modes are tried again
+        was_best_before = now == self.mode and now in self._tried_s  # chosen as the fastest, and not slower since
         missing_steps = trial_steps(took_s) - len(self._latest_s)
         if now not in self._tried_s and missing_steps > 0:
             return names.index(now), self._step_count + missing_steps
@@ -188,7 +189,7 @@ class AutoOverlap:
                 return names.index(name), self._step_count + TRIAL
         if not was_best_before:
             now = self._fastest(possible)
-        return names.index(now), 2 * self._step_count
+        return names.index(now), 2 * self._step_count  # so ever more rarely
 
     def _fastest(self, possible: Sequence[str]) -> str:
         """Return the fastest of modes that have been tried, and log it; if alike, the first in `OVERLAPS`."""

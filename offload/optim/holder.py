@@ -39,6 +39,7 @@ class EngineHolder:
     """Holds an optimizer's engine; can defer opening it until the first backward has shown what is free on the GPU.
 
     Attributes:
+        config: The optimizer's settings, for this rank.
         device: The device that all weights lie on.
         engine_if_open: The engine; None before it is opened.
         is_deferred: Whether the engine is opened only when it is first needed.
@@ -51,7 +52,7 @@ class EngineHolder:
         self.set_device(NoDevice())
         self.engine_if_open: Engine | None = None
         self.is_deferred = False
-        self._owner = owner  # a weak reference
+        self._owner = owner  # a weak proxy of the optimizer
         self._closed = False
 
     def set_device(self, device: Device) -> None:
@@ -88,12 +89,12 @@ class EngineHolder:
     def open_after_backward(self) -> None:
         """Open the engine if that was deferred, as backward has shown by now how much of the GPU is free."""
         if not self._closed:
-            # Raises while a CUDA graph is captured, before anything has changed.
+            # Nobody uses this mark: while a CUDA graph is captured it raises, before anything has changed.
             self.device.mark(DeviceLane.CALLER, timed=False)
             if self.engine_if_open is None:
                 self._owner._open(self.config)
 
-    def start(self, parameters: Sequence[Parameter], config: OffloadConfig, gradient_slots: bool) -> None:
+    def start(self, parameters: Sequence[Parameter], config: OffloadConfig, *, gradient_slots: bool) -> None:
         """Open the engine, which owns the device from now on; if opening fails, both are closed."""
         self._close_device.detach()  # as the engine closes the device, also where opening fails
         self._closed = True  # until the engine is open

@@ -61,7 +61,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
-    _is_reported = True  # whether the last step's metrics have gone to the writers of `log_to`
+    _is_reported = True  # whether the last step's time and metrics have been given to forecast and writers
 
     def __init__(
         self,
@@ -77,15 +77,17 @@ class OffloadedOptimizer(StatefulOptimizer):
         super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
         world_size, rank = ranks.world()
-        holder.config = config.for_rank(rank) if world_size > 1 else config
+        holder.config = config.for_rank(rank) if world_size > 1 else config  # own folders on paths
+        # `gradient_memory` becomes a number of bytes, or None if all gradients fit.
         pieces = (shards.local(parameter) for parameter in parameters if parameter.requires_grad)
         holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in pieces))
         self._weights.required_device = _device_of(parameters)
         holder.set_device(self._find_device(parameters))
         self._scaling = Scaling()
-        if config.shard and world_size > 1:
+        if config.shard and world_size > 1:  # each rank updates some rows of every weight
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
+        # `_values` of the class: a bound method would keep the optimizer alive.
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
         self._auto = AutoOverlap(self._overlap.pace)
@@ -94,12 +96,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         self.preemption = Preemption()
         self._training_thread = threading.get_ident()  # the thread that took the last step
         if holder.is_deferred:
-            self._widen_gradients(parameters)
+            self._widen_gradients(parameters)  # now: the engine opens only after backward
         else:
             self._open(holder.config)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule | None]:
-        """Return the engine's group of a parameter in torch's group `group`, and its rule if it has its own."""
+        """Return the engine's group of a parameter in torch's group `group`, and its rule if it has its own.
+
+        Here the engine's groups are torch's; optimizers whose parameters differ in their rules override this.
+        """
         return group, None
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
@@ -116,7 +121,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
         descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
         with torch.inference_mode(False):  # a step in inference mode may open it, and views need version counters
-            self._holder.start(descriptions, config, self._route.has_slots)
+            self._holder.start(descriptions, config, gradient_slots=self._route.has_slots)
             # Frozen parameters, too: torch lets `grad_dtype` be set only before a parameter has a gradient.
             self._widen_gradients(self._parameters())
             self._attach(trainable, descriptions)
@@ -136,11 +141,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         replaced = [p for p in self._parameters() if p.requires_grad and p not in self._weights.bound]
         if not replaced:
             return
-        if not self._state.has_no_updates:
+        if self._state.has_updates:
             self._check_new_parameters(replaced)
         torch_hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
         self.close()
-        # Not the subclass's: the groups have its hyperparameters already.
+        # Not the subclass's constructor: the groups have its hyperparameters already.
         OffloadedOptimizer.__init__(self, self.param_groups, self.defaults, self._given_config)
         vars(self).update(torch_hooks)  # which the constructor has replaced by empty ones
 
@@ -190,7 +195,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
             if is_constructed:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
-        except BaseException:
+        except BaseException:  # an interrupt, too
             self.param_groups.pop()
             raise
 
@@ -246,7 +251,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def skip_step(self) -> None:
         """Skip a step, for `offload.GradScaler`: forget gradients that have left the GPU, and end as `step` does."""
         self._route.forget_departed()
-        self.preemption.after_call(self, None)
+        self.preemption.after_call(self, None)  # None: ranks have yet to exchange who had a SIGTERM
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -254,13 +259,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling.reset()
         self._route.forget_departed()
         if self._holder.engine_if_open is not None:
-            self._holder.engine_if_open.gradients.drop()
+            self._holder.engine_if_open.gradients.drop()  # revokes updates that backward has made from them
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[BoundParameter]:
         """Tell the engine where all gradients lie; return the parameters that have one.
 
-        Adds thawed parameters first, and refuses gradients that were changed after they were clipped or unscaled.
+        Adds thawed parameters first, sends gradients of dealt weights to their owners (a collective), and refuses
+        gradients that were changed after they were clipped or unscaled.
         """
         self._bind_new_parameters()
         self._weights.refresh(gradients=True)
@@ -407,6 +413,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._is_asked_for_state():
             self._show_state()
             return None
+        # Settings that need a hooked model are refused only here: models are hooked after the constructor.
         if not self._overlap.has_hooked_model:
             combinations.NO_MODEL.check("overlap", self.config.overlap)
         if self._route.needs_model_hook:
@@ -425,7 +432,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self._begin_step(groups, scale, clip, active)
             else:
                 self._take_whole_step(groups, scale, clip, active)
-        finally:
+        finally:  # a step that failed may have written weights and state, too
             self._state.note_change()
             self._scaling.reset()
             self._route.forget_departed()
@@ -433,7 +440,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._route.note_used_gradients(active)
         self._overlap.pace.end_call(began_s)
         any_sigterm = None
-        if not self._overlap.is_pending:
+        if not self._overlap.is_pending:  # else rows are exchanged in the background, and `_finish` reports
             any_sigterm = self._weights.gather(self.preemption.note)
             self._report_step()
         if self._holder.config.overlap == "auto":
@@ -453,7 +460,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Begin a step that goes on in the background; wait only for parameters that no module's hook waits for."""
         at_once, later = self._overlap.split_by_use(active)
         kept_alive = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
-        exchanged = self._overlap.agree_on_exchanges(at_once, later)
+        exchanged = self._overlap.agree_on_exchanges(at_once, later)  # sorts `later`, too
         positions = [bound.position for bound in (*at_once, *later)]
 
         def clear_grads() -> None:
@@ -468,11 +475,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             if exchanged:  # also if this rank's step did not begin: the exchange tells other ranks that it failed
                 self._overlap.begin_exchange(exchanged)
             if self.engine.is_pending:  # also after an interrupt, if the step has begun
-                del kept_alive
+                del kept_alive  # the engine holds these tensors itself, and lets go of them as the step ends
                 self._route.drop_departed()
                 self._overlap.wait_for(at_once)
             else:
-                self._overlap.finish()
+                self._overlap.finish()  # shows hidden weights again
 
     def _finish(self) -> None:
         """Wait until the last step is over, and report it unless it has failed; see `OptimizerParts`."""
@@ -496,14 +503,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         That is `_init_optim_state` in torch/distributed/checkpoint/state_dict.py.
         """
         has_rate = any(number(group["lr"]) != 0 for group in self.param_groups)
-        if has_rate or not self._state.has_no_updates:
+        if has_rate or self._state.has_updates:
             return False
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _show_state(self) -> None:
         """Show state of parameters with a gradient as zeros from now on, without an update."""
-        self._holder.open().gradients.end_backward()
+        self._holder.open().gradients.end_backward()  # returns memory that backward has borrowed
         self._state.check()
         self._bind_new_parameters()
         self._state.show_as_zeros(parameter for parameter in self._parameters() if parameter.grad is not None)
@@ -544,7 +551,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
         route = self._route
         if isinstance(route, StepRoute) and comm_hook is None and route.hook_copied_groups(model):
-            return
+            return  # FSDP2's groups, not DDP's buckets, tell when gradients are final
         world_size, _ = ranks.world()
         if not isinstance(route, StepRoute) or world_size == 1:
             if comm_hook is None:
@@ -765,9 +772,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         weights = [(bound.position, bound.parameter) for bound in self._weights.bound.values()]
         frozen = {position for position, weight in weights if not weight.requires_grad and weight.grad is None}
+        if not frozen:
+            return 0
         return sum(
             subgroup.state_bytes * segment.numel // subgroup.numel
-            for subgroup in (self.engine.plan.layout.subgroups if frozen else ())
+            for subgroup in self.engine.plan.layout.subgroups
             for segment in subgroup.segments
             if segment.parameter in frozen
         )
@@ -820,7 +829,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Return the metrics that only a hidden step has; `step_s` is the time it took."""
         waited_s = self._overlap.pace.waited_s
         busy = (interval for interval in self.engine.last_step.timeline if interval.lane != ENGINE)
-        worked_s = max(step_s, covered_s(busy))
+        worked_s = max(step_s, covered_s(busy))  # the timeline has updates made in backward, too; `step_s` has not
         return {
             metrics.FORWARD_S: forward_s,
             metrics.BACKWARD_S: backward_s,
@@ -896,7 +905,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not any(map(callable, (add_scalar, log, writer))):
             raise ConfigError("writer", type(writer).__name__, "give a SummaryWriter, a W&B run, or a function")
 
-        patterns = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+        if isinstance(names, str):
+            names = (names,)
+        patterns = tuple(names) if isinstance(names, Iterable) else ()
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError("names", names, 'give names of metrics, or "*" for all')
 
@@ -923,6 +934,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         try:
             self._overlap.unhook()
             self._route.detach()
+            # Undo `_widen_gradients`; torch lets `grad_dtype` be set only while there is no gradient.
             for parameter in self._parameters():
                 if parameter.grad_dtype not in (None, parameter.dtype):
                     parameter.grad = None

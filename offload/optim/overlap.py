@@ -50,7 +50,8 @@ class Overlap:
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
-        self._use_order: dict[torch.Tensor, bool] = {}  # by first use: whether any use had gradients enabled
+        # In the order of first use since the last step: whether any use had gradients enabled.
+        self._use_order: dict[torch.Tensor, bool] = {}
         self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
@@ -73,7 +74,7 @@ class Overlap:
             device = known(self._weights.required_device, "weights are cut by rows, and lie nowhere")
             self.exchange = Exchange(rows_over.get_group(), device)
         for other in [other for other in self.models if other.model is model]:
-            other.remove()
+            other.remove()  # the new hooks replace its own
         followed = FollowedModel(self, model, check)
         self.models.append(followed)
         self.has_hooked_model = True
@@ -122,7 +123,7 @@ class Overlap:
         agreed = self.exchange.agree_on_order([own_places.get(bound, UNUSED) for bound in row_sharded])
         exchanged = [row_sharded[number] for first_place, number in agreed if first_place != UNUSED]
         agreed_places = {bound: place for place, bound in enumerate(exchanged)}
-        later.sort(key=lambda bound: agreed_places.get(bound, -1))
+        later.sort(key=lambda bound: agreed_places.get(bound, -1))  # weights that are not exchanged come first
         return exchanged
 
     def split_by_use(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
@@ -181,7 +182,7 @@ class Overlap:
                 weight = shards.local(bound.parameter)
                 copy = weight.detach().clone()
                 self.hidden_copies[bound] = copy
-                is_shard = weight is not bound.parameter
+                is_shard = weight is not bound.parameter  # a `DTensor`'s, of which this rank updates all
                 rank_elements = copy if is_shard else shards.own(copy, bound.cut)
                 self._holder.engine.bind_weight(bound.position, rank_elements.data_ptr())
                 weight.data.fill_(float("nan"))
@@ -211,7 +212,7 @@ class Overlap:
                     self._holder.engine.finish()
                     if self.exchange is not None:
                         self.exchange.finish()
-        finally:
+        finally:  # a failed step, too, leaves no NaN in weights
             self._copy_from_hidden([*self.hidden_copies])
 
     def _copy_from_hidden(self, bounds: Iterable[BoundParameter], is_closed: bool = False) -> None:
@@ -256,6 +257,7 @@ class OptimizerLock:
             raise
 
     def __exit__(self, *exception: object) -> None:
+        """Release the lock."""
         self._lock.release()
 
 
@@ -293,10 +295,10 @@ class FollowedModel:
         self.model = model
         self.check = check
         self._overlap = weakref.ref(overlap)
-        self._parameters_of: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
+        self._parameters_of: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # that each module owns
         self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
-        self._compiled_parts: set[torch.nn.Module] = set()
-        self._called_modules: set[torch.nn.Module] = set()
+        self._compiled_parts: set[torch.nn.Module] = set()  # modules inside compiled ones
+        self._called_modules: set[torch.nn.Module] = set()  # in forward passes with gradients
         self._awaited: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # parameters that each module waits for
         self._handles: list[Any] = []  # of hooks, to remove them
         self._note_modules(model)
@@ -306,7 +308,7 @@ class FollowedModel:
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles += [shards.PatchedMethod(group, "unshard", self.unshard) for group in shards.fsdp_groups(model)]
         each: Any
-        for each in model.modules():
+        for each in model.modules():  # whose state dicts wait for the whole step
             hook = _Hook(self, each, for_all=True)
             self._handles.append(each.register_state_dict_pre_hook(hook))
             self._handles.append(each.register_load_state_dict_pre_hook(hook))
@@ -334,9 +336,10 @@ class FollowedModel:
         noted, too, as they may be called by themselves.
         """
         if module in self._parameters_of:
-            return
+            return  # it is part of two modules
         if is_part:
             self._compiled_parts.add(module)
+        # By `torch.compile(module)`, or in place by `module.compile()`.
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         owned = module.parameters() if is_compiled else module._parameters.values()
         self._parameters_of[module] = tuple(parameter for parameter in owned if parameter is not None)
@@ -378,21 +381,26 @@ class FollowedModel:
             else:
                 with group.device_handle.stream(stream):
                     overlap.wait_for_some(parameters)
+        # On the caller's stream, too, and everything is noted as used but what backward gathers: only the order of
+        # use in forward counts.
         is_for_backward = group._training_state.name == "PRE_BACKWARD"
-        if is_for_backward:  # which is not noted: only the order of use in forward counts
+        if is_for_backward:
             overlap.wait_for_some(parameters)
         else:
             overlap.wait_for_use(parameters)
 
     def _parameters_used_by(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
-        """Yield the parameters of a module, and of modules below it that have never been called themselves."""
+        """Yield the parameters of a module, and of modules below it that have never been called themselves.
+
+        A module that is never called has no hook that could wait: its parent uses its parameters directly.
+        """
         yield from self._parameters_of[module]
         for child in self._children_of[module]:
             if child not in self._called_modules:
                 yield from self._parameters_used_by(child)
 
     def finish(self, module: torch.nn.Module) -> None:
-        """Wait until the last step is over; a hook of `state_dict` and `load_state_dict`."""
+        """Wait until the last step is over; called by hooks of a module's `state_dict` and `load_state_dict`."""
         overlap = self._overlap()
         if overlap is not None:
             overlap.finish()
@@ -447,4 +455,4 @@ class _Nothing:
     """Stands for a `_Hook` in a copy of its module, and does nothing."""
 
     def __call__(self, *arguments: Any) -> None:
-        pass
+        """Do nothing, as the copy's weights are not those that a step updates."""

@@ -39,7 +39,7 @@ class Pace:
         self.last_intervals: list[Interval] = []
         self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)  # seconds of forward and of backward
         # Times since the last step returned; NaN where that has not happened yet.
-        self._returned_s = self._arrived_s = self._backward_ended_s = math.nan
+        self._returned_s = self._arrived_s = self._backward_ended_s = math.nan  # arrived: the first gradient
         # Seconds that the caller has spent in `step`, and in waits after it.
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
         self._waits: list[Interval] = []
@@ -75,7 +75,7 @@ class Pace:
         The first wait for the whole step, once gradients have begun to arrive, ends backward.
         """
         began_s = time.monotonic()
-        in_forward = self.in_forward
+        in_forward = self.in_forward  # when the wait began: a gradient may arrive during it
         if for_all and not in_forward and math.isnan(self._backward_ended_s):
             self._backward_ended_s = began_s
         try:
@@ -91,12 +91,15 @@ class Pace:
                 self._other_waits_s += waited_s
 
     def begin_step(self) -> float:
-        """Note that the next step begins, and end the account of the last one; return the time, for `end_call`."""
+        """Note that the next step begins, and sum up the last one; return the time, which `end_call` is to get.
+
+        If nobody has waited for the whole last step, backward has ended only now.
+        """
         now_s = time.monotonic()
         if math.isnan(self._backward_ended_s):
             self._backward_ended_s = now_s
         forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
-        if not math.isnan(forward_s):
+        if not math.isnan(forward_s):  # NaN before the first step, or if no gradient has arrived since the last
             backward_s = self._backward_ended_s - self._arrived_s
             self._history.append((max(forward_s, 0.0), max(backward_s, 0.0)))
         self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s

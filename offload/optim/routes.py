@@ -114,7 +114,8 @@ class _ClearedGradient(NamedTuple):
     def is_held(self, kept_by_step: Mapping[int, int]) -> bool:
         """Return whether somebody else holds the gradient.
 
-        `kept_by_step` tells how many tensors of the caller, kept for the step to read, share a storage.
+        `kept_by_step` tells how many tensors of the caller, kept for the step to read, share a storage. Other owners
+        of it are views that somebody holds.
         """
         if self.storage is None:
             return not self.bound.slot.is_free
@@ -133,7 +134,7 @@ class Route:
     needs_model_hook: bool = False
     """Whether FSDP2 copies gradients to the host, and no model has been hooked to learn when they have come."""
     announcer: Announcer | None = None
-    """Tells the engine of which pass a gradient is; called before the engine is told of the gradient itself."""
+    """Tells the engine to which pass a gradient belongs; called before the engine is told of the gradient itself."""
 
     @property
     def allows_updates_in_backward(self) -> bool:
@@ -145,7 +146,7 @@ class Route:
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
-        self._free_dealt_gradients = weights.forget_gradients
+        self._free_dealt_gradients = weights.forget_gradients  # whole ones, on the ranks that update them
         self._handles: list[Any] = []  # of hooks, to remove them
         self._unhooked: dict[BoundParameter, None] = {}  # frozen parameters, which torch refuses hooks of
         self._read_tensors: list[torch.Tensor] = []  # gradients that the step reads
@@ -189,7 +190,7 @@ class Route:
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
-        if self._scaling.scaled_ids:
+        if self._scaling.scaled_ids:  # clipped or unscaled already, which more gradient would make wrong
             self._scaling.note_arrival(bound, gradient, builds_graph)
         if not bound.is_brought:  # else a dealt matrix, whose shard the step sends to the rank that updates it
             self._handle_gradient(bound, gradient)
@@ -200,7 +201,7 @@ class Route:
     def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
         """Tell the engine that a gradient is final where it lies, so that updates in backward may read it.
 
-        Does nothing if `bind_gradients` will have to copy or reduce the gradient.
+        Does nothing if the gradient is part of a graph, or `bind_gradients` will have to copy or reduce it.
 
         Args:
             bound: The parameter.
@@ -220,7 +221,10 @@ class Route:
             self._engine.gradients.final(bound.position, rank_elements)
 
     def bind_gradients(self) -> list[BoundParameter]:
-        """Tell the engine where gradients lie, and note the tensors; return the parameters that have a gradient."""
+        """Tell the engine where gradients lie, and note the tensors; return the parameters that have a gradient.
+
+        A collective if a gradient's placements are not its weight's, as with tensor parallelism.
+        """
         self._read_tensors.clear()
         return [bound for bound in self._bound.values() if self._bind_gradient(bound)]
 
@@ -241,7 +245,10 @@ class Route:
         return True
 
     def _has_norm_of_arrival(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
-        """Return whether the engine took the gradient's norm when it arrived, and nobody has written to it since."""
+        """Return whether the engine took the gradient's norm when it arrived, and nobody has written to it since.
+
+        Here no norm is taken on arrival; `SlotRoute` overrides this.
+        """
         return False
 
     def gradient_id(self, bound: BoundParameter) -> GradientId | None:
@@ -399,7 +406,7 @@ class StepRoute(Route):
             if group not in self._hooked_groups:
                 self._hooked_groups.append(group)
                 self._handles.append(shards.PatchedMethod(group, "post_backward", self._after_reduction))
-                self.needs_model_hook = False
+                self.needs_model_hook = False  # so that updates in backward are allowed
         return bool(groups)
 
     def _after_reduction(self, group: Any, post_backward: Callable[..., Any], *arguments: Any) -> None:
@@ -410,6 +417,7 @@ class StepRoute(Route):
         candidates = [
             (each, self._bound[each.sharded_param]) for each in group.fsdp_params if each.sharded_param in self._bound
         ]
+        # FSDP2 does not say which parameters of the group had a gradient: those whose `.grad` it changes.
         old_ids = [self.gradient_id(bound) for _, bound in candidates]
         post_backward(*arguments)
         last_event = None  # all copies are on one stream, so the last event comes after all of them
@@ -421,7 +429,7 @@ class StepRoute(Route):
                 reduced.append(bound)
         if reduced:
             self._host_copies.append(_HostCopy(last_event, reduced))
-            if _current_pass() != NO_PASS:
+            if _current_pass() != NO_PASS:  # else no call can be queued
                 _when_backward_ends(self._handle_ended_copies)  # after FSDP2's callback, which waits for the events
         self._handle_ended_copies()
 
@@ -447,7 +455,7 @@ class StepRoute(Route):
         buckets.set_listener(self)
         others = [other for other in self._buckets if other is not buckets]
         self._buckets = [*others, buckets]
-        self.gets_final_gradients = True
+        self.gets_final_gradients = True  # the buckets tell when
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
@@ -458,7 +466,7 @@ class StepRoute(Route):
             return
         pass_number = _current_pass()
         if pass_number == NO_PASS:
-            return
+            return  # outside backward no call can be queued that would mark it final
         if pass_number != self._pass_number:
             self._begin_pass(pass_number)
         self._not_final[bound] = None
@@ -476,14 +484,17 @@ class StepRoute(Route):
         """Mark gradients of this pass final whose buckets DDP has reduced since the last call."""
         for buckets in self._buckets:
             for parameter, gradient in buckets.take_reduced():
-                bound = self._bound.get(parameter)
+                bound = self._bound.get(parameter)  # None if this optimizer does not update the parameter
                 # A parameter that no rank has used has no gradient, though DDP reduces its part of the bucket.
                 if bound is not None and bound in self._not_final:
                     del self._not_final[bound]
                     self._mark_final(bound, gradient)
 
     def _queue_end_of_pass(self) -> None:
-        """Have autograd call `_end_pass` after DDP's callback, which was queued after this one."""
+        """Have autograd call `_end_pass` after DDP's callback, which writes reduced gradients to `.grad`.
+
+        DDP queues its callback after `_begin_pass` has queued this call, so this queues once more.
+        """
         _when_backward_ends(self._end_pass)
 
     @torch.no_grad()
@@ -510,12 +521,12 @@ class SlotRoute(Route):
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
-        self._slot_addresses: set[int] = set()
+        self._slot_addresses: set[int] = set()  # by which `_is_slot` knows gradients that lie in slots
 
     def attach(self, bound: BoundParameter) -> None:
         """Give a parameter a gradient slot, and hook it."""
         bound.slot = GradientSlot(self._holder.engine.gradients.slot(bound.position), bound.local)
-        if bound.local.numel():
+        if bound.local.numel():  # an empty slot has no address of its own
             self._slot_addresses.add(bound.slot.address)
         super().attach(bound)
 
@@ -585,7 +596,7 @@ class DepartureRoute(Route):
         """
         self._storages: dict[BoundParameter, StorageWeakRef] = {}  # of each parameter's last gradient
         self._leave_for_buffers = holder.config.gradient_memory is not None
-        self._pass_number = NO_PASS
+        self._pass_number = NO_PASS  # of the last pass whose end autograd was asked to tell
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Send a gradient off, and have the engine told when autograd ends this pass."""
@@ -612,7 +623,7 @@ class DepartureRoute(Route):
         gradients = self._engine.gradients
         # The engine is asked, as it counts right even where an interrupt has ended an earlier call.
         is_first = not gradients.has_arrived(bound.position)
-        if not is_first:
+        if not is_first:  # the engine adds it to an earlier one, which may have been clipped
             self._scaling.note_addition(bound)
         self._note_storage(bound, gradient, is_first)
         if not _lies_as(gradient, weight):

@@ -39,6 +39,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         is_finite = optimizer.unscale(self.get_scale())
         device = self._scale.device if self._scale is not None else torch.device("cpu")
+        # torch reads this: in `step`, to skip, and in `update`, to lower the scale.
         found_inf = torch.full((), float(not is_finite), dtype=torch.float32, device=device)
         state["found_inf_per_device"] = {device: found_inf}
         state["stage"] = OptState.UNSCALED

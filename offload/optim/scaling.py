@@ -52,7 +52,7 @@ class Scaling:
     """
 
     def __init__(self) -> None:
-        self.norm = math.nan
+        self.norm = math.nan  # before any clipping; `reset` keeps it
         self._arrivals_then: dict[BoundParameter, int] = {}  # numbers of arrivals when the factors were set
         self.reset()
 
@@ -71,11 +71,11 @@ class Scaling:
     def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
         """Set the factor that clips gradients to `max_norm`; `norm` is what `norm_with_factors` has returned."""
         self.norm = norm
-        factor = self.clip
+        factor = self.clip  # of clipping before, which `norm` includes
         if math.isnan(norm):
             factor = math.nan  # as torch's
         elif norm > max_norm:
-            factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS))
+            factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS))  # torch's formula
         if factor != 1 or self.loss_scale != 1 or max_norm < math.inf:  # else the caller wants the norm alone
             self._note_gradients(ids)
         self.clip = factor  # last: an interrupt before this line leaves no factor for other gradients
@@ -128,6 +128,7 @@ class Scaling:
                 has_new = True
             elif self._factors_matter_for(bound.parameter.grad):
                 changed_bound = bound
+        # New gradients alone are those of the next step: the one that the factors were for was skipped.
         if has_new and (has_same or self._has_accumulated):
             raise ConfigError(
                 "clip_grad_norm_",

@@ -102,7 +102,7 @@ class PatchedMethod:
     def __init__(self, group: Any, name: str, call: Callable[..., Any]) -> None:
         self._call: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(call)
         self._group, self._name = group, name
-        self._is_first = name not in vars(group)  # else something else has replaced the method before
+        self._is_first = name not in vars(group)  # else something else has replaced the class's method before
         self._method = getattr(group, name)
         self._pid = os.getpid()
         setattr(group, name, self)
@@ -120,9 +120,9 @@ class PatchedMethod:
 
         If something else has replaced this one, it still calls this, which only calls the method from then on.
         """
-        self._call = lambda: None
+        self._call = lambda: None  # from now on a call only calls the method
         newest = vars(self._group).get(self._name)
-        if newest is self:
+        if newest is self:  # nothing has replaced the method since
             if self._is_first:
                 delattr(self._group, self._name)
             else:
@@ -165,7 +165,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         else:
             first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
             box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
-        piece = own(parameter, Cut(mesh, placements, box, 0, True))
+        piece = own(parameter, Cut(mesh, placements, box, start=0, is_run=True))  # for which only the box counts
     else:
         return None
     strides = row_major(parameter.shape)
@@ -174,12 +174,13 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         from torch.distributed.tensor import Shard
 
         mesh = dealing_mesh(mesh, name)
-        return Cut(mesh, (Shard(0),), dealt_box(parameter.shape, mesh, owner), 0, True, owner)
+        box = dealt_box(parameter.shape, mesh, owner)
+        return Cut(mesh, (Shard(0),), box, start=0, is_run=True, owner_rank=owner)
     if not piece.numel():
-        return Cut(mesh, placements, box, 0, True, owner)
+        return Cut(mesh, placements, box, start=0, is_run=True, owner_rank=owner)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
-    is_run = last + 1 - start == piece.numel()
+    is_run = last + 1 - start == piece.numel()  # no element of another piece lies in between
     return Cut(mesh, placements, box, start, is_run, owner)
 
 
@@ -368,17 +369,19 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
     cut, on the group's own backend.
     """
     sums: dict[tuple[str, ...], float] = {}  # by names of the groups over which a sum still has to be added up
-    groups: dict[str, Any] = {}
-    devices: dict[str, str] = {}
+    groups: dict[str, Any] = {}  # by name
+    devices: dict[str, str] = {}  # on which a group's collectives work
     for cut, number in parts:
-        several = [] if cut is None else [group for group in cut.groups if group.size() > 1]
-        for group in several:
-            groups.setdefault(group.group_name, group)
-            devices.setdefault(group.group_name, cut.mesh.device_type if cut is not None else "")
-        names = tuple(group.group_name for group in several)
+        names: tuple[str, ...] = ()
+        if cut is not None:
+            several = [group for group in cut.groups if group.size() > 1]
+            names = tuple(group.group_name for group in several)
+            for group in several:
+                groups.setdefault(group.group_name, group)
+                devices.setdefault(group.group_name, cut.mesh.device_type)
         sums[names] = sums.get(names, 0.0) + number
     for name, group in groups.items():
-        pending = [names for names in sums if name in names]
+        pending = [names for names in sums if name in names]  # to be added up over this group
         mine = torch.tensor([sums.pop(names) for names in pending], dtype=torch.float64, device=devices[name])
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         torch.distributed.all_gather(everyone, mine, group=group)
@@ -445,6 +448,7 @@ class _Part(NamedTuple):
         """Copy this part of all ranks' rows, one row of `of_ranks` for each rank, to their places in the weight."""
         full_ranks = self.flat.numel() // self.rank_bytes
         full_bytes = full_ranks * self.rank_bytes
+        # One row for each rank that has the full number of the weight's rows.
         of_full_ranks = self.flat[:full_bytes].view(full_ranks, self.rank_bytes)
         of_full_ranks[:, self.start : self.stop].copy_(of_ranks[:full_ranks])
         rest = self.flat[full_bytes + self.start : full_bytes + self.stop]  # of the rank with fewer rows
@@ -454,7 +458,8 @@ class _Part(NamedTuple):
 
 def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:
     """Yield lists of parts of weights to exchange in one collective, the same lists on every rank."""
-    bucket_bytes = max(1, GATHER_BYTES // (ranks + 1))  # each rank has its own buffer, and those of all ranks
+    # Each rank has its own buffer, and those of all ranks; at least a byte each, however many ranks there are.
+    bucket_bytes = max(1, GATHER_BYTES // (ranks + 1))
     used_bytes = 0
     bucket: list[_Part] = []
     for weight in weights:
@@ -487,10 +492,10 @@ def check_apart(names: Mapping[torch.Tensor, str]) -> None:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
+    expected_stride = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
+        if size != 1:  # else the stride is never used
+            if stride != expected_stride:
                 return False
-            expected *= size
+            expected_stride *= size
     return True

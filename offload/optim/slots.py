@@ -32,8 +32,8 @@ class GradientSlot:
         self.dtype = flat.dtype
         self.stride = parameter.stride()
         self._size = parameter.size()
-        self._memory = flat.view(torch.uint8).numpy()
-        self._token: weakref.ref[Any] | None = None
+        self._memory = flat.view(torch.uint8).numpy()  # as bytes: NumPy has no bfloat16
+        self._token: weakref.ref[Any] | None = None  # of the last gradient that was lent
 
     @property
     def is_free(self) -> bool:
@@ -46,6 +46,6 @@ class GradientSlot:
             return None
         if not self._memory.size:  # which `torch.frombuffer` refuses
             return torch.empty_strided(self._size, self.stride, dtype=self.dtype, device="cpu")
-        token = self._memory[:]  # a new array over the same memory
+        token = self._memory[:]  # a new array over the same memory, which the storage below keeps alive
         self._token = weakref.ref(token)
         return torch.frombuffer(token, dtype=self.dtype).as_strided(self._size, self.stride)

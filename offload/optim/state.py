@@ -55,7 +55,7 @@ class Copies:
             self._watched.append(_WatchedTensor(weakref.ref(tensor), witness, witness._version, name))
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
-        """Return whether a copy has not changed since `watch`."""
+        """Return whether a copy, with all its parts, is watched and has not changed since."""
         return all(
             any(watched.tensor() is tensor and not watched.has_changed for watched in self._watched)
             for tensor in shards.counting_tensors(copy)
@@ -70,11 +70,11 @@ class Copies:
         """Stop watching all copies."""
         self._watched = []
 
-    def unwatch_unheld(self) -> None:
-        """Stop watching copies that nobody holds any more.
+    def check_unchanged(self) -> None:
+        """Refuse copies that were changed in place; stop watching those that nobody holds any more.
 
         Raises:
-            ConfigError: A copy was changed in place; raised once.
+            ConfigError: A copy was changed in place; raised once, as no copy is watched after that.
         """
         changed_names = [watched.name for watched in self._watched if watched.has_changed]
         if changed_names:
@@ -96,7 +96,7 @@ class StateEntry(dict[str, torch.Tensor]):
         super().__init__(values)
         self._state = state
         self._parameter = parameter
-        self._seen_changes = state.changes
+        self._seen_changes = state.changes  # as `values` have just been read
         for name, copy in values.items():
             if isinstance(copy, torch.Tensor):  # wrapped classes may keep plain numbers
                 state.copies.watch(copy, name)
@@ -173,7 +173,7 @@ class StateView(MutableMapping[Any, Any]):
         self.copies = Copies()
         self.changes = 0
         self.others: dict[Any, Any] = {}
-        self._shown_as_zeros: set[torch.Tensor] = set()  # see `show_as_zeros`
+        self._shown_as_zeros: set[torch.Tensor] = set()  # never updated, and in `state` all the same
         # Parameters that state dicts contain for their master alone, though their step count is 0.
         self._only_masters: set[torch.Tensor] = set()
         self._holder = holder
@@ -185,14 +185,14 @@ class StateView(MutableMapping[Any, Any]):
 
     def check(self) -> None:
         """Refuse changes in place of copies; rebind weights that users moved; mark masters of written ones as due."""
-        self.copies.unwatch_unheld()
+        self.copies.check_unchanged()
         self._weights.rebind_changed()
 
     @property
-    def has_no_updates(self) -> bool:
-        """Whether no parameter has been updated."""
+    def has_updates(self) -> bool:
+        """Whether any parameter has been updated."""
         engine = self._holder.engine_if_open
-        return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
+        return engine is not None and any(engine.step_count(each.position) for each in self._weights.bound.values())
 
     def show_as_zeros(self, parameters: Iterable[torch.Tensor]) -> None:
         """Include bound parameters that were never updated: their state is zeros, and a step count of 0."""
@@ -223,7 +223,7 @@ class StateView(MutableMapping[Any, Any]):
             self._holder.engine.state.write(tensors)
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
-        """Return copies of the state of some bound parameters; see `State.read`."""
+        """Return copies of the state of some bound parameters; with `own_masters` fp32 weights are masters in it."""
         with self._lock, torch.inference_mode(False):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
@@ -266,6 +266,7 @@ class StateView(MutableMapping[Any, Any]):
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
             values = in_memory_order(f"state {name}", value, bound)
             weight = bound.local
+            # The entry's new copy, which shares no memory with the user's tensor.
             copy = torch.empty_strided(weight.size(), weight.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.rank_elements_of(f"state {name}", value.detach(), bound.cut))
             self._write({bound: ({name: values}, None)})
@@ -275,7 +276,7 @@ class StateView(MutableMapping[Any, Any]):
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
         """Check one parameter's whole state that a user gives, and return it ready to be written.
 
-        It has no master if `entry` has none. Errors name `what`.
+        It has no master if `entry` has none; without a step count it has the rule's (1 for SGD). Errors name `what`.
         """
         entry = entry if isinstance(entry, Mapping) else {}
         rule = self.rule_of(bound)
@@ -283,7 +284,8 @@ class StateView(MutableMapping[Any, Any]):
         other_names = names_of_rules.difference(rule.names)
         foreign_names = sorted(name for name in other_names.intersection(entry) if entry[name] is not None)
         if foreign_names:
-            raise ConfigError(what, ", ".join(foreign_names), f"it is of another rule: here there is {rule.names[1]}")
+            own_name = rule.names[1]  # [0] is the master, which all rules have
+            raise ConfigError(what, ", ".join(foreign_names), f"it is of another rule: here there is {own_name}")
         step = checked_step(f"{what}.step", entry.get("step", rule.missing_step))
         given_names = [name for name in rule.names if name != MASTER or not _is_missing(entry.get(name))]
         return {name: in_memory_order(f"{what}.{name}", entry.get(name), bound) for name in given_names}, step
@@ -299,7 +301,7 @@ class StateView(MutableMapping[Any, Any]):
             self._only_masters.clear()
             self._replace(entries)
             for position in positions_to_reset:
-                engine.reload_master(position)
+                engine.reload_master(position)  # as for new parameters
             if positions_to_reset:
                 engine.state.reset(positions_to_reset)
 
@@ -313,9 +315,9 @@ class StateView(MutableMapping[Any, Any]):
             bounds = [self._weights.of(parameter) for parameter in to_reset]
             self._weights.rebind_changed()
             self.note_change()
-            updated = {*self.updated()}
+            with_state = {*self.with_state()}  # before their step counts become 0
             self._only_masters.update(
-                bound.parameter for bound in bounds if bound.parameter in updated and self._has_master(bound)
+                bound.parameter for bound in bounds if bound.parameter in with_state and self._has_master(bound)
             )
             self._holder.engine.state.reset([bound.position for bound in bounds])
             self.write_start_values(bounds)  # the engine zeroed all moments, and some rules start from other values
@@ -336,7 +338,7 @@ class StateView(MutableMapping[Any, Any]):
         self._write(entries)
         for bound, (tensors, _) in entries.items():
             if MASTER in tensors:
-                self._only_masters.add(bound.parameter)
+                self._only_masters.add(bound.parameter)  # the master counts even if the step count is 0
             else:
                 self._holder.engine.reload_master(bound.position)
 
@@ -347,7 +349,7 @@ class StateView(MutableMapping[Any, Any]):
         if masters:
             # `gather` below sends all weights, so users' changes of other weights have to reach their ranks first.
             self._weights.refresh(gradients=False)
-        different = differing(masters)
+        different = differing(masters)  # before the engine sets the weights to the rounded masters
         self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
@@ -371,15 +373,15 @@ class StateView(MutableMapping[Any, Any]):
             or self._holder.engine.step_count(self._weights.bound[parameter].position) > 0
         )
 
-    def updated(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters that have state."""
+    def with_state(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that `state` has: updated, shown as zeros, or with start values that are not 0."""
         start_values = self._start_values()
         return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, start_values))
 
-    def saved(self) -> list[torch.Tensor]:
+    def in_state_dict(self) -> list[torch.Tensor]:
         """Return the parameters that a state dict has: with state, or after `reset` with a master alone."""
-        saved = {*self.updated()} | self._only_masters
-        return [parameter for parameter in self._weights.bound if parameter in saved]
+        included = {*self.with_state()} | self._only_masters
+        return [parameter for parameter in self._weights.bound if parameter in included]
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
@@ -407,7 +409,8 @@ class StateView(MutableMapping[Any, Any]):
         return self._entries([parameter])[0]
 
     def __iter__(self) -> Iterator[Any]:
-        return chain(self.updated(), [*self.others])
+        """Yield the parameters that have state, and then all other keys."""
+        return chain(self.with_state(), [*self.others])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -418,8 +421,8 @@ class StateView(MutableMapping[Any, Any]):
 
     def items(self) -> Any:
         """Return all (parameter, state) pairs; all state is read in one sweep over all tiers."""
-        updated = [*self.updated()]
-        return {**dict(zip(updated, self._entries(updated), strict=True)), **self.others}.items()
+        parameters = [*self.with_state()]
+        return {**dict(zip(parameters, self._entries(parameters), strict=True)), **self.others}.items()
 
     def __setitem__(self, parameter: Any, entry: Any) -> None:
         """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it.
@@ -433,7 +436,7 @@ class StateView(MutableMapping[Any, Any]):
             self.others[parameter] = entry
             return
         if not isinstance(entry, Mapping):
-            *names, last = "step", *self._rule.names[1:]
+            *names, last = "step", *self._rule.names[1:]  # without the master, which may be missing
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
         if is_empty(entry):
             self.reset([parameter])

@@ -90,7 +90,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_values(self, rule: UpdateRule, values: Any) -> None:
         """Refuse a rule's hyperparameters that cannot be used with it, or as its state is stored."""
-        self._holder.config.state_of(rule).row(1, values, 1.0)
+        self._holder.config.state_of(rule).row(step=1, values=values, grad_scale=1.0)  # which raises then
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
@@ -101,7 +101,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _view_of_state(self) -> StateView:
-        """Return the view that `state` is."""
+        """Return the view that users get as `state`; called once, by the constructor."""
         return StateView(self._holder, self._weights, self.rule, self._lock, self)
 
     _ignored: ClassVar[tuple[str, ...]] = NOT_LOADED
@@ -137,7 +137,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return
         if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
-        self._state.clear()
+        self._state.clear()  # as an empty mapping was assigned
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
@@ -163,8 +163,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 hyperparameters = {name: value for name, value in group.items() if name != "params"}
                 group_numbers = [numbers[parameter] for parameter in group["params"]]
                 saved_groups.append({**defaults, **hyperparameters, "params": group_numbers})
-            saved = self._state.saved()
-            entries = zip(saved, self._state.read(saved), strict=True)
+            saved_parameters = self._state.in_state_dict()
+            entries = zip(saved_parameters, self._state.read(saved_parameters), strict=True)
             state: dict[Any, Any] = dict(self._state.others)
             state.update((numbers[parameter], entry) for parameter, entry in entries)
             state_dict = {"state": state, "param_groups": saved_groups}
@@ -229,7 +229,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         entries, others = self._checked_entries(state_dict["state"], parameters)
         self._warn_of_left_out(parameters, state_dict["state"])
         with self._lock:
-            if self._holder.engine_if_open is not None:
+            if self._holder.engine_if_open is not None:  # else there is no state, neither here nor in the dict
                 self._state.replace_all(entries)
             self._state.others = others
             for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
@@ -350,6 +350,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 **({MODEL_KEY: True} if saves_model else {}),
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups, self._ignored),
+                # Which parameters are in which group; None for those without state.
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
                 **agreed.metadata,
             }
@@ -456,7 +457,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 )
             extra_bytes = checkpoint.extra(rank)
             saved_rest = None  # of the model
-            if metadata.get(MODEL_KEY):
+            if metadata.get(MODEL_KEY):  # then these bytes hold the model's rest, and the user's `extra` within it
                 saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, rank, extra_bytes or b"")
                 extra_bytes = saved_rest.extra
             elif model is not None and checkpoint.manifests[0].metadata.get(MODEL_KEY):
@@ -507,6 +508,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 source = import_distributed(path, os.path.join(scratch, "state"))
             else:
                 source = SafetensorsSource(path)
+            # Other programs' files have no hyperparameters.
             groups = self._groups_of_checkpoint(source.metadata, source.path) if source.metadata else None
             saved_names, without_saved_state = self._bind_saved(source)
             self._load(source, groups if hyperparameters else None, saved_names, without_saved_state)
@@ -553,6 +555,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         saved = [parameter for parameter, name in own_names.items() if saved_names[name] in source_names]
         without_saved_state = {own_names[p] for p in bound}.difference(own_names[p] for p in saved)
         world_size, rank = ranks.world()
+        # None if another number of ranks has saved: then nobody knows which names are this rank's.
         rank_names = source.names_of(rank, world_size) if isinstance(source, Checkpoint) else source.names
         used_names = set(saved_names.values())
         unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
@@ -584,7 +587,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Load state, and hyperparameters unless `groups` is None; both kinds of names are `_bind_saved`'s."""
         bounds = self._weights.bound.values()
         _check_forms(source, bounds, saved_names)
-        self._weights.rebind_changed()
+        self._weights.rebind_changed()  # as loading writes weights where they lie now
         world_size, rank = ranks.world()
         self._state.copies.unwatch_all()
         self._state.note_change()

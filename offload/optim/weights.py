@@ -50,11 +50,11 @@ class BoundParameter:
         stamp: Address and version of the weight after the last update or check.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.
-        slot: Memory for the gradient; only where gradients have slots.
+        slot: Memory for the gradient, set by `SlotRoute`; other routes have none.
         gathered_version: Version of the gradient in the slot when its norm was gathered.
         used_gradient: The gradient that the last step has used, and its version then.
         was_different: Whether a master was loaded that rounds to another 16-bit weight; until the weight is written.
-        dealt: For a `DTensor` that one rank updates whole: the copy on that rank.
+        dealt_weight: For a `DTensor` that one rank updates whole: the copy on that rank.
         is_brought: Whether there is one: ranks send their shards of weight and gradient to that rank, in the step.
     """
 
@@ -69,13 +69,13 @@ class BoundParameter:
     gathered_version: int = -1
     used_gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
     was_different: bool = False
-    dealt: DealtWeight | None = None
+    dealt_weight: DealtWeight | None = None
     is_brought: bool = False
 
     @property
     def local(self) -> torch.Tensor:
         """The elements of the parameter that this rank updates, where they lie now."""
-        return shards.own(self.parameter, self.cut) if self.dealt is None else self.dealt.copy
+        return shards.own(self.parameter, self.cut) if self.dealt_weight is None else self.dealt_weight.copy
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the gradient that this rank's step reads, and its weight; None if there is no gradient.
@@ -85,17 +85,17 @@ class BoundParameter:
         gradient = self.parameter.grad
         if gradient is None:
             return None
-        if self.dealt is not None:
-            return known(self.dealt.gradient, "a gradient that was not brought"), self.dealt.copy
+        if self.dealt_weight is not None:
+            return known(self.dealt_weight.gradient, "a gradient that was not brought"), self.dealt_weight.copy
         reduced = shards.reduced_gradient(gradient, self.parameter, self.name)
         if reduced is not gradient:
             self.parameter.grad = reduced  # so that it is not reduced twice
         return shards.local(reduced), shards.local(self.parameter)
 
     def current_stamp(self) -> tuple[int, int]:
-        """Return address and version of the weight as it is now."""
-        if self.dealt is not None:
-            return self.dealt.current_stamp()
+        """Return address and version of the weight as it is now; of a dealt one, those of this rank's shard."""
+        if self.dealt_weight is not None:
+            return self.dealt_weight.current_stamp()
         return self.local.data_ptr(), shards.version(self.parameter)
 
 
@@ -123,8 +123,8 @@ class Weights:
         self.dealt: dict[str, Dealt] = {}
         self.are_in_file = False
         self._holder = holder
-        self._has_noted_changes = False
-        self._has_differences = False
+        self._has_noted_changes = False  # whether users' writes to weights have been logged
+        self._has_differences = False  # whether some weight `was_different`, and no warning has said so
 
     def describe(
         self,
@@ -134,7 +134,8 @@ class Weights:
     ) -> tuple[Parameter, ...]:
         """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be.
 
-        `groups` are the optimizer's, for names; `kept_as` is `OffloadedOptimizer._kept_as`.
+        `groups` are the optimizer's, for names; `kept_as` returns a parameter's group in the engine and its own rule,
+        given the parameter, its name and its group's number.
         """
         labels = names(groups)
         name_of = {parameter: name for parameter, name, _ in labels}
@@ -176,9 +177,9 @@ class Weights:
     def _describe(self, parameter: torch.Tensor, name: str, group: int, rule: UpdateRule | None) -> Parameter:
         """Return the engine's description of the elements of a parameter that this rank updates."""
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
-        dealt = self._dealt_weight_of(parameter)
-        elements = shards.own(parameter, cut) if dealt is None else dealt.copy  # that this rank updates
-        has_copies_in_host_memory = dealt is not None and elements.device.type == "cpu"  # of weight and gradient
+        dealt_weight = self._dealt_weight_of(parameter)
+        elements = shards.own(parameter, cut) if dealt_weight is None else dealt_weight.copy  # that this rank updates
+        has_copies_in_host_memory = dealt_weight is not None and elements.device.type == "cpu"
         return Parameter(
             name,
             elements.numel(),
@@ -190,7 +191,7 @@ class Weights:
             stride=tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
             rule=rule,
-            brought_bytes=2 * elements.nbytes if has_copies_in_host_memory else 0,
+            brought_bytes=2 * elements.nbytes if has_copies_in_host_memory else 0,  # of weight and gradient
         )
 
     def _dealt_weight_of(self, parameter: torch.Tensor) -> DealtWeight | None:
@@ -199,17 +200,16 @@ class Weights:
 
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
         """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
-        cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
-        dealt = self._dealt_weight_of(parameter)
+        dealt_weight = self._dealt_weight_of(parameter)
         bound = BoundParameter(
             parameter,
-            len(self.bound),
-            name,
-            _form_of(parameter),
-            (0, 0),
-            cut,
-            dealt=dealt,
-            is_brought=dealt is not None,
+            position=len(self.bound),
+            name=name,
+            form=_form_of(parameter),
+            stamp=(0, 0),  # set below, by the record itself
+            cut=shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter)),
+            dealt_weight=dealt_weight,
+            is_brought=dealt_weight is not None,
         )
         bound.stamp = bound.current_stamp()
         self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
@@ -220,10 +220,10 @@ class Weights:
         self._holder.open()
         bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
         if bound is None:
-            frozen = isinstance(parameter, torch.Tensor) and not parameter.requires_grad
-            why = ": this one is frozen (requires_grad=False), and has no state" if frozen else ""
-            allowed = f"give a parameter that this optimizer updates{why}"
-            raise ConfigError("parameter", type(parameter).__name__, allowed)
+            is_frozen = isinstance(parameter, torch.Tensor) and not parameter.requires_grad
+            why = ": this one is frozen (requires_grad=False), and has no state" if is_frozen else ""
+            advice = f"give a parameter that this optimizer updates{why}"
+            raise ConfigError("parameter", type(parameter).__name__, advice)
         return bound
 
     def rebind_changed(self) -> None:
@@ -233,7 +233,7 @@ class Weights:
             ConfigError: A weight cannot be updated any more.
         """
         changed_names = []
-        if not self.are_where_bound():
+        if not self.are_where_bound():  # moved weights may share memory now
             shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
             stamp = bound.current_stamp()
@@ -241,7 +241,7 @@ class Weights:
                 continue
             check_form(bound)
             check_parameter(parameter, bound.name, self.required_device)
-            if bound.dealt is None:  # a dealt one is bound to its copy, which `refresh` makes anew
+            if bound.dealt_weight is None:  # a dealt one is bound to its copy, which `refresh` makes anew
                 address, _ = stamp
                 self._holder.engine.bind_weight(bound.position, address)
                 if self._reload_master(bound):
@@ -261,8 +261,8 @@ class Weights:
     def reload_masters(self) -> None:
         """Let the next step set all masters from the weights, whole."""
         for bound in self.bound.values():
-            if bound.dealt is not None:
-                bound.dealt.note_stale()  # so that `refresh` sends the shards to its rank
+            if bound.dealt_weight is not None:
+                bound.dealt_weight.note_stale()  # so that `refresh` sends the shards to its rank
             self._holder.engine.reload_master(bound.position)
 
     def forget_gradients(self) -> None:
@@ -351,9 +351,9 @@ class Weights:
 
         `error` is this rank's, or None.
         """
-        self.agree_on_load(error)
+        self.agree_on_load(error)  # raises here if only other ranks failed
         if error is not None:
-            raise error
+            raise error  # this rank's own, now that the others know
         self.gather()
 
     def agree_on_load(self, error: Exception | None = None) -> None:
@@ -380,11 +380,11 @@ class Weights:
         """
         bounds = self.row_sharded
         if bounds or self.dealt:
-            self._holder.engine.finish(on_gpu=True)
+            self._holder.engine.finish(on_gpu=True)  # as collectives read the weights on streams of their own
         for dealt in self.dealt.values():
             dealt.scatter_copies()
         for bound in self.bound.values():
-            if bound.dealt is not None:
+            if bound.dealt_weight is not None:  # `scatter_copies` has written to its shards
                 bound.stamp = bound.current_stamp()
         if not bounds:
             return None
@@ -397,7 +397,7 @@ class Weights:
             notes = torch.full((ranks,), note, dtype=torch.bool, device=device)
             shards.gather([*not_dealt, notes], self.rows_over)
         for bound in bounds:
-            bound.stamp = bound.current_stamp()
+            bound.stamp = bound.current_stamp()  # so that rows of other ranks do not count as users' changes
         return None if note is None else bool(notes.any())
 
 
@@ -444,7 +444,7 @@ def check_form(bound: BoundParameter) -> None:
 
 def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
     """Verify that a weight can be updated and saved, and is on the required device if there is one."""
-    shards.cut_of(parameter, name, None)
+    shards.cut_of(parameter, name, rows_over=None)  # refuses a `DTensor` that cannot be updated
     parameter = shards.local(parameter)
     if parameter.is_inference():
         advice = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
