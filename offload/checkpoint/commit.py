@@ -331,7 +331,7 @@ class CommitJob:
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
     def _resolve_doubt(self) -> None:
-        """Delete checkpoints in doubt that rank 0 has given up, as `COMMIT` says, or released; confirm others."""
+        """Delete checkpoints in doubt that rank 0 gave up, as `COMMIT` says, or released; confirm those committed."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)

@@ -388,7 +388,7 @@ class Mirror:
                     queued.is_taken = True
                     self._skip_before(queued)
                     break
-            if task not in self._tasks:
+            if task not in self._tasks:  # `_skip_before` has removed it
                 return False
             if not task.is_taken:
                 with contextlib.suppress(queue.Empty):
@@ -537,7 +537,7 @@ class RankPart:
             CheckpointError: Rank 0 has failed before this rank could see that it had begun.
         """
         names = self.folder.names()
-        if self.is_new and self.failure_name(0) in names:
+        if self.is_new and self.failure_name(0) in names:  # else it may be of an earlier session's copy
             raise CheckpointError("rank 0 has failed; see what it says")
         return self.progress_name(0) in names or self.is_committed()
 
@@ -609,13 +609,13 @@ class RankPartCopy:
             if pid is not None:
                 raise CheckpointError(f"process {pid} is copying it")
             try:
-                if count:
+                if count:  # opened only to see that it can be
                     mirror.open_existing(store, CompletionQueue()).close()
             except OffloadError:
                 are_usable = False  # then none is: a store's tiles are counted on from the store before it
         useful = tuple((store, count) for store, count in recorded.stores if count and are_usable)
         tile_count = sum(count for _, count in useful)
-        if tile_count > len(self.manifest.tiles):
+        if tile_count > len(self.manifest.tiles):  # it cannot be of this part
             useful = ()
             tile_count = 0
         for store, count in recorded.stores:

@@ -237,7 +237,7 @@ class FolderCopy:
         if name in self.whole.belongs.shared:
             file.read()
         if len(self.files) >= most_open:
-            file.state = _state_of(os.stat(file.path))
+            file.state = _state_of(os.stat(file.path))  # `open_as_it_was` compares it
             self.files[name] = file
         elif file.open():
             self.files[name] = file

@@ -614,7 +614,7 @@ class GpuGradients(GradientStore):
     ) -> npt.NDArray[np.uint64]:
         """Return fingerprints of pieces of tensors on the device, one for each parameter; waits for the device.
 
-        Each tensor begins at its address in `begins`. The results overwrite the parameters' block sums.
+        Each tensor begins at its address in `begins`.
         """
         starts = (addresses - begins) // ITEM_BYTES[dtypes]
         numels = sizes // ITEM_BYTES[dtypes]
@@ -654,7 +654,7 @@ class GpuGradients(GradientStore):
             record.reset()
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Sum the squares of gradients that have changed since, then wait until all block sums are in host memory."""
+        """Sum the squares of gradients that are not summed yet, then wait until all block sums are in host memory."""
         tables = self._tables
         numbers = np.array(positions, np.int64)
         stale = numbers[self._summed_dtypes[numbers] == DtypeCode.NONE]

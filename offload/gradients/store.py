@@ -334,9 +334,10 @@ class HostGradients(GradientStore):
         """Copy a gradient to its slot, if it has one, and sum its squares in the same pass."""
         slot = self._slots[position]
         if slot.numel():
-            self._sum_and_copy(position, address, dtype, slot.data_ptr(), DTYPE_CODES[slot.dtype])
+            target, target_dtype = slot.data_ptr(), DTYPE_CODES[slot.dtype]
+            self._sum_and_copy(position, address, dtype, target=target, target_dtype=target_dtype)
         else:
-            self._sum_and_copy(position, address, dtype, address, dtype)
+            self._sum_and_copy(position, address, dtype, target=address, target_dtype=dtype)
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Sum the squares of those gradients that have changed since they were summed."""
@@ -345,7 +346,7 @@ class HostGradients(GradientStore):
         for position in numbers[~self._have_current_sums(numbers)].tolist():
             address = int(tables.gradients[position])
             dtype = DtypeCode(tables.gradient_dtypes[position])
-            self._sum_and_copy(position, address, dtype, address, dtype)
+            self._sum_and_copy(position, address, dtype, target=address, target_dtype=dtype)
         return numbers
 
     def _sum_and_copy(

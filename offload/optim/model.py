@@ -89,7 +89,7 @@ class ModelRest:
             if parameter is None or id(parameter) not in own_ids:
                 if parameter is not None and not parameter.requires_grad:
                     frozen[bare_by_name[name]] = value
-                else:
+                else:  # a buffer, extra state, or a weight of another optimizer
                     copied[bare_by_name[name]] = value
         places = {bare: tensors[name] for name, bare in bare_by_name.items() if name in tensors and bare in copied}
         return cls(copied, places, frozen, {name: value._version for name, value in frozen.items()})

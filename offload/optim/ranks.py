@@ -145,7 +145,6 @@ def _find_clash(everyone: Sequence[Mapping[str, _Digest]]) -> tuple[str, int, in
     first_seen: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by what is compared: the first rank that has it
     for rank, weights in enumerate(everyone):
         for name, (whole, place, digest) in weights.items():
-            # One name: the same whole. One piece of it: the same elements.
             for key, value in (((name,), whole), ((name, place), digest)):
                 first_rank, first_value = first_seen.setdefault(key, (rank, value))
                 if first_value != value:

@@ -353,7 +353,7 @@ def _state_of(module: Any) -> Any:
 
 
 def _weights_to_stay(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
-    """Return the weights of a model that stay on the device, named by weight or by module."""
+    """Return the weights of a model that stay on the device, by their or modules' names; refuse those that train."""
     if isinstance(on_device, str):
         raise ConfigError("on_device", on_device, "give a list of names")
     staying = set[nn.Parameter]()

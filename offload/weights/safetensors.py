@@ -134,7 +134,7 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
     for path, entries in files:
         for name, tensor in tensors_in(path, entries):
             target = targets[name]
-            if shards.is_dtensor(target):
+            if shards.is_dtensor(target):  # this rank's part
                 tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
             elements = shards.local(target.detach())
             elements.copy_(tensor)
