@@ -161,8 +161,8 @@ class CommitJob:
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
-    pause_mirroring: Callable[[], str] = str
-    note_mirrored: Callable[[str], object] = str
+    pause_mirroring: Callable[[], str] = str  # returns ""
+    note_mirrored: Callable[[str], object] = str  # does nothing
     is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
     read: list[KeptCheckpoint] = field(default_factory=list)
     reader: str = ""
@@ -187,7 +187,7 @@ class CommitJob:
         """This checkpoint, as the session keeps it once it is committed."""
         manifest = self.manifest
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
-        return KeptCheckpoint(self.folder.path, manifest.id, manifest.rank, stores, None)
+        return KeptCheckpoint(self.folder.path, manifest.id, manifest.rank, stores, save_number=None)
 
     def run(self) -> None:
         """Commit the checkpoint, then release older ones that need not be kept.
@@ -206,7 +206,7 @@ class CommitJob:
     def _wait_for_lock(self, lock: FolderLock) -> None:
         """Wait until no other session commits in the folder; if this raises, nothing has been written (`undone`)."""
         self.undone = True
-        self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", "that one says")
+        self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", ask="that one says")
         self.undone = False
 
     def _run(self) -> None:
@@ -231,7 +231,7 @@ class CommitJob:
         try:
             if manifest.rank > 0 and (mirrored := read_commit(folder).mirrored) is not None:
                 self.note_mirrored(mirrored)
-            self.request.on_commit()
+            self.request.on_commit()  # if it raises, nothing is released
             self._resolve_doubt()
             self._release_older()
         except Exception as error:  # the checkpoint has been committed all the same
@@ -246,7 +246,9 @@ class CommitJob:
             pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
         if self.extra is not None:
             folder.write(extra_name(manifest.id, manifest.rank), self.extra)
-        self._may_be_named = manifest.rank > 0
+        self._may_be_named = (
+            manifest.rank > 0
+        )  # once rank 0 has found this manifest; rank 0 itself then writes `COMMIT`
         folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
 
     def _write_commit(self, begun: str, earlier_ids: Sequence[str]) -> None:
@@ -257,6 +259,7 @@ class CommitJob:
             raise CheckpointError(f"{self.folder.path} was not committed: the session broke")
         self._may_be_named = True
         earlier_ids = [id for id in earlier_ids if id != manifest.id]  # which is there if two sessions mirror one
+        # The one that is replaced and those given up come first: `COMMIT` has room for `MAX_RELEASED` ids.
         replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
         self._mirrored_id = self.pause_mirroring()
         mirrored = self._mirrored_id if manifest.ranks > 1 and self._mirrored_id else None
@@ -278,13 +281,14 @@ class CommitJob:
         return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
     def _ranks_without_manifest(self) -> list[int]:
+        """Return the ranks whose manifests of this save are not in the folder."""
         names = set(self.folder.names())
         id, ranks = self.manifest.id, self.manifest.ranks
         return [rank for rank in range(ranks) if manifest_name(id, rank) not in names]
 
     def _find_ended_too_early(self) -> list[int]:
         """Return the ranks whose processes have ended before they did what this commit needs of them."""
-        ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will not come
+        ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will never come
         missing = self._ranks_without_manifest() if ended else []
         return [rank for rank in ended if rank == 0 or rank in missing]
 
@@ -327,13 +331,13 @@ class CommitJob:
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
     def _resolve_doubt(self) -> None:
-        """Delete checkpoints in doubt that rank 0 has given up, as `COMMIT` says, or released; confirm others."""
+        """Delete checkpoints in doubt that rank 0 gave up, as `COMMIT` says, or released; confirm those committed."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)
             # Before its standing: rank 0 may be releasing it now, and writes that down before `COMMIT` is deleted.
             is_there = _is_committed(folder, checkpoint.id)
-            verdict = standing(checkpoint.pin, "")
+            verdict = standing(checkpoint.pin, store="")
             if checkpoint.id in abandoned or verdict is Standing.RELEASED:
                 stores = [store_folder(path, store) for path, store in checkpoint.stores]
                 self._delete_uncommitted(folder, checkpoint.id, stores)
@@ -378,14 +382,14 @@ class CommitJob:
             self._release(checkpoint)
         # The folder may still have the store of a copy that was saved to it before.
         delete_free([path, *self.paths] if is_first else self.paths)
-        for checkpoint in [*self.read]:  # this session's own state is in its own stores by now
+        for checkpoint in [*self.read]:  # all state is in this session's own stores by now
             if not self.is_needed(checkpoint):
                 drop_notes(checkpoint.stores, self.reader)
                 if delete_released(checkpoint.stores):
                     self.read.remove(checkpoint)
 
     def _delete_replaced_files(self) -> None:
-        """Delete files of checkpoints that the folder held before; one that is being mirrored keeps them."""
+        """Delete files of checkpoints that the folder held before; of one that is being mirrored they stay."""
         replaced = read_commit(self.folder).replaced
         released_ids, _ = read_released(self.folder)
         if released_ids:
@@ -397,7 +401,7 @@ class CommitJob:
                 self.folder.delete(name)
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
-        """Release a checkpoint whose place this one takes, unless somebody needs it; see `released`."""
+        """Release a checkpoint whose place this one takes, unless somebody needs it, and note it in `released`."""
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"
         if release(checkpoint, note, is_needed=self.is_needed):
             self.released.append(checkpoint)
@@ -442,7 +446,7 @@ def release(
         if is_needed(checkpoint):
             _log.info("%s stays for now: somebody is reading it", checkpoint.folder)
             return False
-        verdict = standing(checkpoint.pin, "") if checkpoint.rank == 0 else _await_release_by_rank_0(checkpoint)
+        verdict = standing(checkpoint.pin, store="") if checkpoint.rank == 0 else _await_release_by_rank_0(checkpoint)
         if verdict is Standing.HELD and checkpoint.rank > 0:
             _log.info("%s stays for now: rank 0 has not released it", checkpoint.folder)
             return False
@@ -452,8 +456,8 @@ def release(
         if verdict is not Standing.MISSING:
             is_committed = verdict is Standing.HELD  # then this is rank 0
             _withdraw(checkpoint, note, committed=is_committed)
-        if is_needed(checkpoint):
-            return False  # somebody opened it meanwhile
+        if is_needed(checkpoint):  # somebody opened it meanwhile; from now on nobody can
+            return False
         _unpin_and_delete(checkpoint)
     except CheckpointError as error:
         _log.warning("%s could not be released: %s", checkpoint.folder, error)
@@ -506,7 +510,7 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
     earlier_ids, _ = read_released(above)
     if not earlier_ids and above.read(RELEASED_NAME) is not None:
         raise CheckpointError(f"{above.path}/{RELEASED_NAME} is not ours to replace: move it away")
-    _withdraw(KeptCheckpoint(target.path, id, 0, (), None), note, committed=True)
+    _withdraw(KeptCheckpoint(target.path, id, rank=0, stores=(), save_number=None), note, committed=True)
     above.write(RELEASED_NAME, seal_released((id, *earlier_ids), "these checkpoints were deleted with their folders"))
     return True
 
@@ -514,10 +518,10 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
 def _await_release_by_rank_0(checkpoint: KeptCheckpoint) -> Standing:
     """Return the standing of a checkpoint once rank 0 has released it, or after `SETTLE_S`."""
     until_s = time.monotonic() + waits.SETTLE_S
-    verdict = standing(checkpoint.pin, "")
+    verdict = standing(checkpoint.pin, store="")
     while verdict is Standing.HELD and time.monotonic() < until_s:
         time.sleep(0.01)
-        verdict = standing(checkpoint.pin, "")
+        verdict = standing(checkpoint.pin, store="")
     return verdict
 
 

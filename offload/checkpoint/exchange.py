@@ -170,7 +170,7 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
         self._rules = self._find_rules()
         self.names = [*self._rules]
-        counts = [self.step_of(name) for name in self.names]  # all of them, before anything is loaded
+        counts = [self.step_of(name) for name in self.names]  # raises before anything is loaded if one is wrong
         self.step = about.get("step", max(counts))
         if type(self.step) is not int or not 0 <= self.step < 1 << 62:
             raise CheckpointError(f"{self.path} is damaged: step is {str(self.step)[:60]}")
@@ -237,7 +237,7 @@ class SafetensorsSource:
         return self._rules[name]
 
     def keeps(self, name: str, rule: UpdateRule) -> bool:
-        """See `StateSource.keeps`; rules that keep tensors of the same names are not told apart."""
+        """Return whether a parameter has the state of a rule; rules with tensors of the same names count as one."""
         return self._rules[name].state == rule.state
 
     @property
@@ -281,7 +281,7 @@ class SafetensorsSource:
         return {key: shape for key, (shape, _) in self._entries.items()}
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges; see `Checkpoint.read`. Not through the mapping: its pages would count as this process's."""
+        """Read ranges of state tensors, not through the mapping: its pages would count as this process's memory."""
         buffer = torch.empty(READ_NUMEL, dtype=torch.float32, device="cpu")
         try:
             with open(self.path, "rb", buffering=0) as file:

@@ -77,6 +77,7 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole."""
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
     sizes = {file: nbytes for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)}
+    # By its name in the mirror's folder, each file's name in the run's folder, and its path there.
     targets = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file in sizes}
     paths = {file: os.path.join(above, in_run) for file, in_run in targets.items()}
     existing = [path for path in paths.values() if os.path.lexists(path)]

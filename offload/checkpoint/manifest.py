@@ -159,7 +159,8 @@ class Manifest:
         ref = self.tiles[tile]
         verifies = verify and self.checksums
         expected = ref.checksum if verifies else None
-        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], expected, verifies)
+        nbytes = self.tile_bytes[tile]
+        return TileRequest(0, tile, ref.step, ref.offset, address, nbytes, checksum=expected, verify=verifies)
 
     def parameters_of(self, tile: TileId) -> str:
         """Return in words, for messages, which parameters a tile has elements of."""
@@ -250,7 +251,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 60
 
 def _short(value: object) -> str:
     """Return a value in at most 60 characters, for messages."""
-    text = _REPR.repr(value)  # of any depth
+    text = _REPR.repr(value)  # bounded: a damaged file may have any depth
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -370,7 +371,7 @@ def encode(manifest: Manifest) -> bytes:
         CheckpointError: The manifest could not be read back, because of its metadata.
     """
     layout = manifest.layout
-    has_rules = layout.has_rules or layout.rule.packed_words > 0
+    has_rules = layout.has_rules or layout.rule.packed_words > 0  # else the name of the one rule says all
     rules = [*dict.fromkeys([layout.rule, *(subgroup.state.rule for subgroup in layout.subgroups)])]
     try:
         check_metadata(manifest.metadata)
@@ -418,7 +419,7 @@ def _formats(state: StateSpec) -> dict[str, str]:
     return {tensor.name: tensor.format.name for tensor in state.stored}
 
 
-# The tables of a manifest; errors name these columns.
+# The tables of a manifest; errors name these columns. For most see the attributes of `Parameter` and `Subgroup`.
 
 
 class _Parameter(Row, frozen=True):
@@ -491,7 +492,10 @@ def _parse(kind: str, form: type[Parsed], content: bytes, where: str) -> Parsed:
 
 
 def _explain(error: str, value: Any) -> str:
-    """Return msgspec's error about a body with the names of tables and columns in place of their numbers."""
+    """Return msgspec's error about a body with the names of tables and columns in place of their numbers.
+
+    "... - at `$.parameters[3][1]`" becomes "parameters[3] ('w').numel is -1; ...", given w's row.
+    """
     wrong, _, path = error.partition(" - at `$.")
     name = ""
     for depth, key in enumerate(re.findall(r"\w+", path)):  # field, row, column, and deeper
@@ -524,6 +528,7 @@ def decode(content: bytes, where: str) -> Manifest:
     try:
         return _decode(body)
     except (OffloadError, ValueError, LookupError, ArithmeticError, RecursionError) as cause:
+        # `check_layout` takes a wrong layout for a bug, but here the file is wrong.
         raise CheckpointError(f"{where} is damaged: {str(cause).partition(' (this is a bug')[0]}") from cause
 
 
@@ -569,6 +574,7 @@ def _tiles_by_id(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
 
 def _decode_state(body: _Body, rules: Sequence[UpdateRule]) -> StateSpec:
     """Return the layout's state, with the first rule; raise `ValueError` if this version has no such format."""
+    # Older manifests have no `formats`: their state has the first format.
     readable = [StateSpec(rules[0] if rules else NAMED[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
     if state is None:
@@ -588,7 +594,7 @@ def _decode_subgroup(index: int, row: _Subgroup, rules: Sequence[UpdateRule], st
 
 
 def _decode_layout(body: _Body, rules: Sequence[UpdateRule], state: StateSpec) -> Layout:
-    """Return the layout that a manifest describes; see `check_layout`."""
+    """Return the layout that a manifest describes; `check_layout` has to verify it."""
     rule_by_parameter: dict[int, UpdateRule] = {}
     for row in body.subgroups:
         if row.rule is not None:

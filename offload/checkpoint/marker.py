@@ -98,7 +98,7 @@ def mark_whole(folder: str) -> None:
                         _make_durable(path)
         opened = open_folder(folder)
         mark, marker = mark_in(opened)
-        if mark is Mark.BEGUN and marker is not DAMAGED:
+        if mark is Mark.BEGUN and marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
             opened.write(BEGUN, replace(marker, whole_s=marker.whole_s or time.time()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)

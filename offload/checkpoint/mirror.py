@@ -105,7 +105,7 @@ class Task:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this is rank 0, which alone has tasks without a part."""
         return self.part is None or self.part.request.rank == 0
 
 
@@ -154,7 +154,7 @@ class Mirror:
         return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
-        """Return the folder that mirrors a checkpoint's: of the same name, with the folder above an "optimizer"'s."""
+        """Return the folder that mirrors a checkpoint's folder, by its name; for "a/optimizer..." by both."""
         above, last = source.rstrip("/").split("/")[-2:]
         name = f"{above}/{last}" if last.startswith("optimizer") else last
         return f"{(self._path or '').rstrip('/')}/{name}"
@@ -170,7 +170,11 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun; see `RankPart`."""
+        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun.
+
+        Nothing is queued without a mirror, nor for a checkpoint in a framework's folder: the folder is mirrored as a
+        whole. `is_new` is False for a loaded one.
+        """
         if self._path is None:
             return
         source = os.fspath(saved.path)
@@ -205,7 +209,7 @@ class Mirror:
         files = failure = None
         try:
             files = FolderCopy(whole, mirror, is_new=is_new) if is_first else None
-        except OSError as cause:
+        except OSError as cause:  # raised in the mirror's thread, so that other ranks hear of it
             failure = cause
         if is_new:  # a loaded folder may be another run's, of which nothing is to be deleted
             self._run_folders.note(whole)
@@ -260,7 +264,10 @@ class Mirror:
         self._news.put(None)
 
     def note_mirrored(self, id: str) -> None:
-        """On ranks other than 0: note, when a `COMMIT` is read, that rank 0 mirrors the checkpoint `id` or none."""
+        """On ranks other than 0: note, when a `COMMIT` is read, that rank 0 mirrors the checkpoint `id` and no other.
+
+        What rank 0 has not taken by now it has skipped, except the newest.
+        """
         with self._lock:
             for task in self._tasks:
                 task.is_taken |= task.id == id
@@ -277,7 +284,7 @@ class Mirror:
         """Return whether a checkpoint is being mirrored, or its stores have a reader other than the mirror."""
         if self.has_taken(checkpoint.id):
             return True
-        self._is_known.wait(KNOWN_S)
+        self._is_known.wait(KNOWN_S)  # so that the mirror's own reading is not taken for another's
         return any(is_read(store_folder(*place), own=place in self._reads) for place in checkpoint.stores)
 
     # On the caller's thread
@@ -320,18 +327,19 @@ class Mirror:
 
     def _run(self) -> None:
         """Mirror what is queued, one task at a time, until the mirror is closed."""
-        with contextlib.suppress(psutil.Error, OSError, AttributeError):  # threads that it starts inherit this
+        # Other reads and writes go first: 7 is the last priority, which threads that this one starts inherit.
+        with contextlib.suppress(psutil.Error, OSError, AttributeError):
             psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_BE, 7)
         while not self._cancelled.is_set():
             task = self._take_next()
-            if task is None:
+            if task is None:  # nothing is queued, or mirroring is paused
                 self._news.get()
                 continue
             try:
                 if self._wait_for_rank_0(task):
                     self.mirror_task(task)
-                    self._finish_task(task, None)
-            except _Interrupted:
+                    self._finish_task(task, cause=None)
+            except _Interrupted:  # `close` ends the mirror
                 break
             except Exception as cause:
                 log.warning("%s was not mirrored: %s", task.source, cause)
@@ -364,7 +372,10 @@ class Mirror:
             self._close_task(task)
 
     def _wait_for_rank_0(self, task: Task) -> bool:
-        """Wait until rank 0 has begun to mirror a checkpoint; return False if it has skipped it for a newer one."""
+        """Wait until rank 0 has begun to mirror a checkpoint; return False if it has skipped it for a newer one.
+
+        On rank 0 the task is taken already.
+        """
         silence = waits.Silence()
         pause_s = 0.01
         while not task.is_taken:
@@ -377,7 +388,7 @@ class Mirror:
                     queued.is_taken = True
                     self._skip_before(queued)
                     break
-            if task not in self._tasks:
+            if task not in self._tasks:  # `_skip_before` has removed it
                 return False
             if not task.is_taken:
                 with contextlib.suppress(queue.Empty):
@@ -403,7 +414,7 @@ class Mirror:
         if self._unfinished is not None and self._unfinished.name != files.whole.name:
             delete_copy(self._unfinished, files.mirror, is_unfinished=True)
             self._unfinished = None
-        has_begun = files.begin()
+        has_begun = files.begin()  # False: the copy in the mirror is whole, and stays so
         if has_begun:
             self._unfinished = files.whole
         stays_whole = not has_begun and not task.is_new
@@ -434,7 +445,7 @@ class Mirror:
             raise _Interrupted
 
     def _copy_part(self, part: RankPart) -> bool:
-        """Copy this rank's part of a checkpoint, unless it is there; return whether it was copied."""
+        """Copy this rank's part of a checkpoint, unless all of that is there; return whether it was copied."""
         request = part.request
         part.folder.prepare()
         if part.is_committed():
@@ -526,7 +537,7 @@ class RankPart:
             CheckpointError: Rank 0 has failed before this rank could see that it had begun.
         """
         names = self.folder.names()
-        if self.is_new and self.failure_name(0) in names:
+        if self.is_new and self.failure_name(0) in names:  # else it may be of an earlier session's copy
             raise CheckpointError("rank 0 has failed; see what it says")
         return self.progress_name(0) in names or self.is_committed()
 
@@ -579,7 +590,7 @@ class RankPartCopy:
         self.progress = self._take_up_progress()
         if part.request.rank == 0:
             for name in part.folder.names():
-                if FAILURE.fullmatch(name):  # of an earlier copy: other ranks would give up
+                if FAILURE.fullmatch(name):  # of an earlier copy: other ranks would give up because of it
                     part.folder.delete(name)
         self._write_progress(*self.progress.stores)
 
@@ -598,13 +609,13 @@ class RankPartCopy:
             if pid is not None:
                 raise CheckpointError(f"process {pid} is copying it")
             try:
-                if count:
+                if count:  # opened only to see that it can be
                     mirror.open_existing(store, CompletionQueue()).close()
             except OffloadError:
                 are_usable = False  # then none is: a store's tiles are counted on from the store before it
         useful = tuple((store, count) for store, count in recorded.stores if count and are_usable)
         tile_count = sum(count for _, count in useful)
-        if tile_count > len(self.manifest.tiles):
+        if tile_count > len(self.manifest.tiles):  # it cannot be of this part
             useful = ()
             tile_count = 0
         for store, count in recorded.stores:
@@ -647,8 +658,9 @@ class RankPartCopy:
                 raise CheckpointError(f"{weights} is missing")
             self.part.folder.write(weights, content)
         request = replace(self.part.request, find_ended=self.part.find_failed)
+        manifest = self._manifest_of_copy()
         self.job = CommitJob(
-            self.part.folder, request, self._manifest_of_copy(), extra, (), 1, cancelled=cancelled, timeout_s=RANKS_S
+            self.part.folder, request, manifest, extra, older=(), keep=1, cancelled=cancelled, timeout_s=RANKS_S
         )
         self.job.run()
         self.keep()
@@ -664,7 +676,7 @@ class RankPartCopy:
             for tile, ref in islice(remaining, count):
                 tiles[tile] = msgspec.structs.replace(ref, store=number, offset=offset)
                 offset += slot_bytes(manifest.tile_bytes[tile])
-        return replace(manifest, stores=tuple(StoreRef(store, None) for store, _ in stores), tiles=tiles)
+        return replace(manifest, stores=tuple(StoreRef(store, path=None) for store, _ in stores), tiles=tiles)
 
     def keep(self) -> None:
         """Tell the store which slots are in use, so that `close` does not delete the tiles that are durable."""
@@ -674,7 +686,10 @@ class RankPartCopy:
             self.sink.keep({ref.offset for ref in tiles if ref.store == sink_number})
 
     def abandon(self) -> None:
-        """Delete this rank's copied stores and progress file, unless another rank may still commit the copy."""
+        """Delete this rank's copied stores and progress file, unless another rank may still commit the copy.
+
+        That rank 0's progress file is gone tells the others to give up.
+        """
         part = self.part
         if self.job is not None and self.job.is_doubtful:
             if not self._has_rank_0_given_up():

@@ -126,6 +126,7 @@ def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePa
 
 
 def _ceil_div(count: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
     return -(-count // divisor)
 
 
@@ -155,6 +156,7 @@ class _Flight(NamedTuple):
     tier: Tier
 
     def __str__(self) -> str:
+        """Return what is waited for, for messages."""
         return f"{self.tier.name} path {self.tier.path} to read at byte {self.request.offset}"
 
 
@@ -281,7 +283,7 @@ class Checkpoint:
     # Contents
 
     def keeps(self, name: str, rule: UpdateRule) -> bool:
-        """Return whether a parameter has the state of a rule, by its name; for packed state, of that size, too."""
+        """Return whether a parameter has the state of a rule of this name; packed state has to have its size, too."""
         saved = self.rule_of(name)
         return saved.name == rule.name and (not saved.packed_words or saved == rule)
 
@@ -298,7 +300,7 @@ class Checkpoint:
         return list(self._parts)
 
     def names_of(self, rank: int, ranks: int) -> list[str] | None:
-        """Return the parameters that a rank of `ranks` has saved, or rank 0 for it; None if other `ranks` saved."""
+        """Return the parameters that a rank has saved, or rank 0 for it; None unless as many ranks have saved."""
         if ranks == 1:
             return self.names
         if len(self.manifests) != ranks:
@@ -444,12 +446,12 @@ class Checkpoint:
             else:  # packed state is read as it is
                 copy = partial(_copy_bytes, part.source_bytes, run.out.view(torch.uint8)[part.bytes_of_run(form)])
             uses.setdefault((rank, part.tile), []).append(copy)
-        return lambda: None
+        return lambda: None  # each tile is decoded as it is read
 
     def _add_uses_of_planes(
         self, uses: _Uses, rank: int, name: str, run: _ElementRun, planes: Mapping[str, int]
     ) -> Callable[[], None]:
-        """Do so for a tensor in several planes, such as codes and scales; the returned function decodes it."""
+        """Do as `_add_uses` for a tensor in planes, such as codes and scales; the returned function decodes it."""
         subgroup = run.subgroup
         stored = {}
         for plane, number in planes.items():
@@ -488,7 +490,7 @@ class Checkpoint:
             TierError: The sink has failed.
         """
         last_written = self._move_tiles(tiles, sink)
-        if not self._flights.out:
+        if not self._flights.out:  # else a device has stalled
             to_sync = [last_written] if last_written is not None else []
             syncs = self._flights.run(lambda: to_sync.pop() if to_sync else None, lambda op, _: sink.sync(op))
             with contextlib.closing(syncs) as arrivals:
@@ -519,6 +521,7 @@ class Checkpoint:
             return self._read_flight((0, tile), free.pop())
 
         def start(op: int, flight: _Flight) -> None:
+            """Start a read or write; `op` is what its completion brings back."""
             move = flight.tier.write if flight.tier is sink else flight.tier.read
             move(flight.request._replace(op=op))
 
@@ -540,6 +543,7 @@ class Checkpoint:
     def close(self) -> None:
         """Close the stores; idempotent. If a device hangs, its stores are closed when it answers, or never."""
         self._closing.start()
+        # A device that has not answered so far may never do so.
         timeout_s = waits.SETTLE_S if self._flights.out else None
         waits.wait_for(self._closing.wait, lambda: f"the stores of {self.path} to be closed", timeout_s)
         error = self._closing.error
@@ -564,9 +568,11 @@ class Checkpoint:
             closing.start()
 
     def __enter__(self) -> Checkpoint:
+        """Return the opened checkpoint."""
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the stores."""
         self.close()
 
     # Stores
@@ -620,7 +626,7 @@ class Checkpoint:
             for candidate in candidates:
                 self._set_store_path(rank, number, candidate)
                 with contextlib.suppress(CheckpointError):
-                    if tile is not None:
+                    if tile is not None:  # else no tile tells which is right, and the first one will do
                         self._read_tile((rank, tile))
                     return
             self._set_store_path(rank, number, saved_path)
@@ -662,7 +668,7 @@ class Checkpoint:
         ranks = set()
         for piece in pieces:
             for start, numel in piece.runs(0, piece.numel):
-                no_memory = torch.empty(numel, dtype=torch.float32, device="meta")
+                no_memory = torch.empty(numel, dtype=torch.float32, device="meta")  # nothing is read
                 ranks |= {rank for rank, _ in self._element_runs(Range(piece.name, "", start, no_memory))}
         return ranks
 
@@ -675,7 +681,7 @@ class Checkpoint:
             for position, piece in enumerate(manifest.layout.parameters):
                 all_parts.setdefault(piece.name, []).append(SavedPiece(rank, position, piece.start))
         for name, parts in all_parts.items():
-            facts = set()
+            facts = set()  # what all pieces have to say alike
             for part in parts:
                 piece = self._piece(part)
                 steps = self.manifests[part.rank].steps[part.parameter]
@@ -698,7 +704,7 @@ class Checkpoint:
                 yield whole.rank, run
             return
         done, numel = 0, item.out.numel()
-        number = missed = 0
+        number = missed = 0  # the piece to try, and how many in a row did not have the next element
         while done < numel and missed < len(parts):
             part = parts[number]
             located = self._piece(part).locate(item.start + done)
@@ -778,7 +784,7 @@ class Checkpoint:
                 todo.append(key)
         if self._flights.out:
             raise CheckpointError(f"{self.path} cannot be read any more: open it anew")
-        todo.reverse()
+        todo.reverse()  # `next_flight` takes the last
         free = [buffer for buffer in range(self._buffer_count) if buffer not in self._cache.values()]
 
         def next_flight() -> _Flight | None:
@@ -792,6 +798,7 @@ class Checkpoint:
             return self._read_flight(key, buffer)
 
         def start(op: int, flight: _Flight) -> None:
+            """Start a read; `op` is what its completion brings back."""
             flight.tier.read(flight.request._replace(op=op))
 
         with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:

@@ -95,25 +95,31 @@ class Restorer:
             )
 
     def restore_step_counts(self) -> None:
-        """Copy the step counts, and seed and numbers of stochastic rounding."""
-        self._tables.steps[:] = [
+        """Copy the step counts, and what stochastic rounding draws by: the seed, and each parameter's number.
+
+        Where the checkpoint lacks the latter, the session keeps its own.
+        """
+        tables = self._tables
+        tables.steps[:] = [
             0 if position in self.anew else self._source.step_of(name) for position, name in enumerate(self.names)
         ]
         rounding = self._source.rounding
         if rounding is not None:
-            self._tables.seed, numbers = rounding
-            own_numbers = zip(self.names, self._tables.numbers, strict=True)
-            self._tables.numbers[:] = [numbers.get(name, own_number) for name, own_number in own_numbers]
+            tables.seed, saved_numbers = rounding
+            for position, name in enumerate(self.names):
+                tables.numbers[position] = saved_numbers.get(name, tables.numbers[position])
 
     def restore(self, run: RunVisit) -> None:
-        """Copy a visited subgroup's state, and derive its weights from it."""
+        """Copy a visited subgroup's state, and derive its weights from it; the visitor of a sweep that restores."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as exits:
-            views = [
+            # As a segment's context ends, its state is stored and, with `sets_master`, its weight rounded from the
+            # master.
+            views_by_segment = [
                 (segment, exits.enter_context(self._views.piece(run, view, segment, sets_master=True)))
                 for segment in subgroup.segments
             ]
-            self._read_segments(subgroup.index, views, view)
+            self._read_segments(subgroup.index, views_by_segment, view)
 
     def _read_segments(
         self, subgroup: int, views_by_segment: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View

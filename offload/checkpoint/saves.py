@@ -195,7 +195,7 @@ class Saves:
         self.kept: list[KeptCheckpoint] = []
         """The checkpoints that are kept, oldest first."""
         self._read_checkpoints: list[KeptCheckpoint] = []
-        """The loaded checkpoints whose stores without locks this session reads; see `CommitJob.read`."""
+        """Loaded checkpoints with stores without locks that this session has read: a commit deletes unneeded ones."""
         self._note_name = f"{READER_NAME}{uuid.uuid4().hex}.json"
         self._newer: list[KeptCheckpoint] = []
         """Checkpoints newer than the loaded one. Each is released when its folder is saved to again."""
@@ -203,13 +203,13 @@ class Saves:
         """Of saves whose checkpoints are parts of folders that will never be whole: these are released first."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
         """Path and store by path number: the session's own, then foreign ones, which are only read."""
-        self._path_count = len(stores)
+        self._path_count = len(stores)  # how many of `self.stores` are the session's own
         self._queue = queue
         self._other_tiers = others
         self._memory = memory
         self._views = views
         self._keep = config.checkpoints
-        self._keeps_all = False
+        self._keeps_all = False  # while a `keeping_all` lasts
         self._io_backend = config.io_backend
         self._settle_s = settle_s
         paths = [path for path, _ in stores]
@@ -250,7 +250,7 @@ class Saves:
             pending.wait()
 
     def wait_for_mirror(self, timeout_s: float | None) -> None:
-        """Wait until nothing is left to mirror; see `Mirror.wait`."""
+        """Wait until nothing is left to mirror; raise if the last could not be mirrored, or the time is over."""
         self.mirror.wait(timeout_s)
 
     @property
@@ -280,15 +280,15 @@ class Saves:
         """Return the request of the save whose checkpoint is in a framework's folder, for this rank's part of it."""
         path = whole.source(whole.checkpoint)
         commit = read_commit(open_folder(path))
-        if self.last is not None and self.last.request.id == commit.id:  # which knows what ranks have ended
+        if self.last is not None and self.last.request.id == commit.id:  # its request knows what ranks have ended
             return replace(self.last.request, path=path)
         return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
 
     def end_mirror(self, patience_s: float) -> None:
-        """Close the mirror, then release the checkpoints that waited for it; see `Mirror.close`."""
+        """Wait up to `patience_s` for the mirror, close it, and release the checkpoints that waited for it."""
         self.mirror.close(patience_s, self._settle_s)
         for kept in self._awaiting_mirror:
-            release(kept, "", missing=True, is_needed=self.mirror.is_needed)
+            release(kept, note="", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
         """Return the mirror's figures."""
@@ -395,11 +395,11 @@ class Saves:
         save_numbers: list[int] = []
         if error is None and pending.job is not None:
             checkpoint = pending.job.checkpoint
-            checkpoint.save_number = None if pending.request.copy else pending.save.number
+            checkpoint.save_number = None if pending.request.copy else pending.save.number  # a copy holds no slots
             if pending.job.committed:
                 save_numbers = self._note_committed(pending, pending.job, checkpoint)
             else:
-                error = self.commit_error()
+                error = self.commit_error()  # it is in doubt: see `_run_job`
                 self._doubtful.append(checkpoint)
                 self._undecided_ids = [id for id in self._undecided_ids if id != checkpoint.id]
         self.mirror.resume_mirroring()
@@ -440,7 +440,7 @@ class Saves:
         pending.error = error
         pending.job = None
         pending.records = {}
-        pending.request = replace(pending.request, extra=None)  # until the next save
+        pending.request = replace(pending.request, extra=None)  # `last` would keep it until the next save
         self.last, self.pending = pending, None
         pending.done.set()
         if pending.request.on_done is not None:
@@ -465,7 +465,7 @@ class Saves:
         if not candidates:
             folders = ", ".join(kept.folder for kept in self.kept) or "none"
             raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {folders}")
-        present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
+        present = [kept for kept in candidates if standing(kept.pin, store="") is not Standing.MISSING]
         save_numbers = list[int]()
         for kept in present or candidates:
             if after_mirror and self._must_wait_for_mirror(kept):
@@ -479,7 +479,7 @@ class Saves:
         """Return whether a checkpoint is being mirrored, here or possibly on rank 0, which may have more to copy."""
         if self.mirror.has_taken(kept.id):
             return True
-        is_held_by_rank_0 = kept.rank > 0 and standing(kept.pin, "") is Standing.HELD
+        is_held_by_rank_0 = kept.rank > 0 and standing(kept.pin, store="") is Standing.HELD
         return self._is_mirrored and is_held_by_rank_0
 
     def _release_from(
@@ -574,7 +574,7 @@ class Saves:
         for checkpoints in (self.kept, self._newer, self._awaiting_mirror):
             awaits_mirror = checkpoints is self._awaiting_mirror
             for kept in [*checkpoints]:
-                verdict = standing(kept.pin, "")
+                verdict = standing(kept.pin, store="")
                 # One that awaits the mirror: rank 0 tries each time, the others follow once it has gone.
                 is_due = awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
                 if is_due or verdict is Standing.RELEASED:
@@ -586,7 +586,7 @@ class Saves:
     def _run_job(self, pending: PendingSave, commit: Commit) -> None:
         """Commit a save, and post the outcome to the engine thread; an error is kept for `commit_error`."""
         job = None
-        code = 0
+        code = 0  # of the completion: the machine holds the save's slots if it is 0, else frees them
         try:
             job = pending.job = self._make_job(pending, commit.records)
             job.run()
@@ -635,7 +635,7 @@ class Saves:
                 stores.append(StoreRef(store, path))
             else:
                 store, _ = pending.sink
-                stores.append(StoreRef(store, None))
+                stores.append(StoreRef(store, path=None))  # in the checkpoint's own folder
         store_numbers = {path_number: number for number, path_number in enumerate(path_numbers)}
         return replace(
             pending.manifest,
@@ -662,7 +662,9 @@ class Saves:
             return
         locked = self._lock_stores(stores, checkpoint)
         if locked is not None:
-            self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
+            self.kept.append(
+                KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, save_number=None, locks=locked.locks)
+            )
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
@@ -693,6 +695,7 @@ class Saves:
             return None
         locked = _StoreLocks()
         for path, store in stores:
+            # The number of the session's own path that the store lies on.
             own_stores = enumerate(self.stores[: self._path_count])
             number = next((number for number, (own_path, _) in own_stores if own_path == path), None)
             if session is not None and number is not None and number in empty and number not in locked.reopened:
@@ -706,7 +709,7 @@ class Saves:
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
                 return None
             locked.locks += ((path, store, lock),)
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError):  # a pin that stays as it was keeps its store
             for path, store in stores:
                 note_move(checkpoint.id, checkpoint.path, path, store)
                 unpin_released(path, store)
@@ -754,6 +757,7 @@ class Saves:
         """
         self.last_folder = checkpoint.path
         takeover = Takeover()
+        # Path numbers of the checkpoint's stores: of those that this session has or reopens the path's own, else new.
         own_numbers = {place: number for number, place in enumerate(self.stores[: self._path_count])}
         places = dict.fromkeys(_places_of(manifest))
         numbers = {place: own_numbers[place] for place in places if place in own_numbers}
@@ -772,7 +776,8 @@ class Saves:
         without_locks = tuple((path, store) for path, store in foreign_places if not parse_place(path).has_locks)
         if without_locks:
             note_reading(without_locks, self._note_name)
-            self._read_checkpoints.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
+            read = KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, save_number=None)
+            self._read_checkpoints.append(read)
         self._other_tiers.update(foreign_tiers)
         for number, reopened in all_reopened.items():
             session.replace_tier(number, reopened.tier)
@@ -840,7 +845,7 @@ class Saves:
             takeover.pinned_records[self._last_number] = records
             first = pinned[0]
             stores = _places_of(first.manifest)
-            if id == checkpoint.id:
+            if id == checkpoint.id:  # it is kept last, below
                 loaded_number = self._last_number
             elif own_stores.issuperset(stores):
                 kept = KeptCheckpoint(first.folder, id, first.manifest.rank, stores, self._last_number)
@@ -852,7 +857,7 @@ class Saves:
         self.kept.append(loaded)
 
     def _close_foreign_stores(self) -> None:
-        """Close the foreign stores, whose numbers are below a sink's."""
+        """Close the foreign stores, whose tiles lie in our own by now. A sink, with a higher number, stays."""
         for number in [number for number in self._other_tiers if number < len(self.stores)]:
             self._other_tiers.pop(number).close()
 

@@ -121,7 +121,7 @@ def standing(pin: Pin, store: str) -> Standing:
             nothing, as the store is in use.
         store: The store's directory, or prefix of a bucket. "" will do if the pin's folder is not `HERE`.
     """
-    if not pin.id:
+    if not pin.id:  # see `_pins_of_copy_around`
         return Standing.MISSING
     folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
     try:
@@ -131,7 +131,7 @@ def standing(pin: Pin, store: str) -> Standing:
             commit = unseal_commit(content, folder)
             if commit.id == pin.id:
                 return Standing.HELD
-            released_ids = commit.replaced
+            released_ids = commit.replaced  # another checkpoint is there now
         else:
             released_ids, _ = read_released(opened)
         begun = begun_name(opened, pin.id)
@@ -320,7 +320,7 @@ def find_stores(path: str) -> list[Leftover]:
 
 
 def leftover_bytes(paths: Sequence[str]) -> int:
-    """Return the bytes of stores on `paths` that nobody has locked: their sessions have ended."""
+    """Return the bytes of stores on `paths` whose sessions have ended: of those that have locks, and none is held."""
     total_bytes = 0
     for place in map(parse_place, paths):
         with contextlib.suppress(OSError):
@@ -330,7 +330,10 @@ def leftover_bytes(paths: Sequence[str]) -> int:
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Return who uses and reads a store, and which pins keep it; with `locked`, the caller's own lock is no use."""
+    """Return who uses and reads a store, and which pins keep it; errors are noted in `problem`.
+
+    With `locked` the caller itself has the store's lock, which is then not counted as a use.
+    """
     nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
     pins: tuple[Pin, ...] = ()
     missing: tuple[Pin, ...] = ()
@@ -348,10 +351,13 @@ def judge(store: Folder, *, locked: bool = False) -> Leftover:
 
 
 def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
-    """Return the pins whose checkpoints are in their folders, and those whose checkpoints are missing."""
+    """Return the pins of a store whose checkpoints are in their folders, and those whose checkpoints are missing.
+
+    In them `HERE` is replaced by the folder.
+    """
     pins = read_pins(store)
     name = store.label
-    if not any(pin.folder == HERE for pin in pins):
+    if not any(pin.folder == HERE for pin in pins):  # it may be in a checkpoint from before there were such pins
         pins += _pins_of_copy_around(name)
     parent, _, _ = name.rpartition("/")
     verdicts = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
@@ -361,7 +367,10 @@ def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
 
 
 def _pins_of_copy_around(store: str) -> list[Pin]:
-    """Return the pin that a store in a self-contained checkpoint's folder has to have: older ones have none."""
+    """Return the pin that a store has to have because of the self-contained checkpoint in whose folder it lies.
+
+    No pin if it lies in none. A pin without an id if the checkpoint there cannot be read.
+    """
     folder, _, name = store.rpartition("/")
     around = open_folder(folder)
     if around.read(COMMIT_NAME) is None:
@@ -381,7 +390,7 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
     The store is judged again under the lock. A store without a lock file may be on a file system without locks, and
     is deleted only if it is empty. A store that is just being made looks like a leftover until its session has locked
     it; if it is deleted, the session makes it again. Only files that stores are made of are deleted. For `missing`
-    and `ended` see `Leftover.may_go`.
+    and `ended`, what the caller knows of the store, see `Leftover.may_go`.
     """
     store = leftover.folder
     lock = store.acquire_lock()
@@ -418,7 +427,7 @@ def note_reading(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
 
 
 def drop_notes(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
-    """Delete the notes that `note_reading` has written."""
+    """Delete the notes that `note_reading` has written. Failures are ignored: a note that stays keeps its store."""
     for path, store in stores:
         with contextlib.suppress(CheckpointError):
             store_folder(path, store).delete(reader)
@@ -437,7 +446,7 @@ def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
     for path, store in stores:
         unpin_released(path, store)
         opened = store_folder(path, store)
-        if not opened.names():  # deleted before
+        if not opened.names():  # it has no files: it was deleted before
             continue
         if not read_pins(opened) and delete_unused(opened):
             _log.info("deleted %s, which a session that has ended left behind", opened.path)
@@ -447,7 +456,10 @@ def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
 
 
 def delete_unused(store: Folder, *, missing: bool = False, ended: bool = False) -> bool:
-    """Delete a store whose lock the caller has, if it may be freed; return whether it is deleted. See `remove`."""
+    """Delete a store whose lock the caller has, if it may be freed (`Leftover.may_go`); return whether it is deleted.
+
+    A failure is logged or, if it is the system's (`OSError`), ignored.
+    """
     if not judge(store, locked=True).may_go(missing=missing, ended=ended):
         return False
     try:

@@ -44,6 +44,7 @@ def manifest_in_place(
     saved = manifest.layout
 
     def pieces_without_names(layout: Layout) -> list[tuple[object, ...]]:
+        """Return what this rank has of each parameter; names are compared with the saved ones by themselves."""
         return [(p.numel, p.dtype, p.start, p.unsharded_numel, p.box) for p in layout.parameters]
 
     is_alike = (
@@ -100,6 +101,7 @@ def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
     """Return a manifest that calls a store's directory `path`, if it has another name for the same directory."""
 
     def rename(ref: StoreRef) -> StoreRef:
+        """Return the entry of a store, with `path` in it if it is this store's."""
         is_meant = ref.store == store and ref.path and is_same(ref.path, path)
         return StoreRef(store, path) if is_meant else ref
 
@@ -129,7 +131,7 @@ def pinned_in(
                 if verdict is Standing.MISSING:
                     return None
                 if verdict is Standing.RELEASED:
-                    has_released = True
+                    has_released = True  # its slots are free, unless somebody still reads them
                     continue
                 folder = pin.folder
                 id, manifests = read_manifests(open_folder(folder))

@@ -106,14 +106,16 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
         return None
     holes: dict[int, list[tuple[int, int]]] = {address: [] for address in storages}
     for tensor in left_out:
-        first = int(tensor.storage_offset()) * tensor.itemsize
-        holes.get(tensor.untyped_storage()._cdata, []).append((first, first + tensor.nbytes))
+        holes_of_storage = holes.get(tensor.untyped_storage()._cdata)
+        if holes_of_storage is not None:  # else `pickled` does not have this tensor
+            first = int(tensor.storage_offset()) * tensor.itemsize
+            holes_of_storage.append((first, first + tensor.nbytes))
     with writable(path) as file:
         for address, storage in storages.items():
             content = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
             nbytes = storage.nbytes()
             done = 0
-            for first, end in [*sorted(holes[address]), (nbytes, nbytes)]:
+            for first, end in [*sorted(holes[address]), (nbytes, nbytes)]:  # write what is before each hole
                 write_tensor(file, content[done:first], places[address] + done)
                 done = max(done, end)
     return places

@@ -143,6 +143,7 @@ class _File:
         if self.content is not None:
             return True
         try:
+            # Without O_NONBLOCK, to open a named pipe would wait for a writer.
             self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno == errno.ENXIO:  # a socket
@@ -171,7 +172,7 @@ class _File:
             self.close()
 
     def open_as_it_was(self) -> bool:
-        """Open a file whose state was noted earlier; see `open`.
+        """Open a file whose state was noted earlier; return whether it can be copied.
 
         Raises:
             CheckpointError: It has been changed since.
@@ -189,6 +190,7 @@ class _File:
         self.descriptor = -1
 
     def _state(self) -> tuple[int, int]:
+        """Return the open file's `state` as it is now."""
         return _state_of(os.fstat(self.descriptor))
 
 
@@ -235,7 +237,7 @@ class FolderCopy:
         if name in self.whole.belongs.shared:
             file.read()
         if len(self.files) >= most_open:
-            file.state = _state_of(os.stat(file.path))
+            file.state = _state_of(os.stat(file.path))  # `open_as_it_was` compares it
             self.files[name] = file
         elif file.open():
             self.files[name] = file
@@ -250,10 +252,12 @@ class FolderCopy:
         mark, marker = mark_in(folder)
         unchanged = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
         if mark is Mark.WHOLE:
-            is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)
+            is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)  # 0.0: the run's has no time
             if not self._is_new or (is_same_save and unchanged.keys() == self.files.keys()):
                 return False
-        this, copier = Process.this(), marker.process
+        this = Process.this()
+        copier = marker.process
+        # A process on another machine is taken to have ended: nobody can tell.
         is_another = this and copier and copier != this and copier.machine == this.machine
         if copier and is_another and not copier.has_ended():
             raise CheckpointError(f"process {copier.pid} is copying it")
@@ -261,7 +265,8 @@ class FolderCopy:
         self._copied = unchanged if mark is Mark.BEGUN else {}
         self._write_marker(folder, BEGUN)
         folder.delete(WHOLE)
-        for name in marker.files.keys() - self.files.keys():  # of another folder of that name
+        # Delete what the mirror has of another folder of that name.
+        for name in marker.files.keys() - self.files.keys():
             if name.startswith(f"{self.whole.name}/"):
                 directory, last = os.path.split(name)
                 open_folder(f"{self.mirror}/{directory}").delete(last)
@@ -303,7 +308,7 @@ class FolderCopy:
             self._copied[name] = file.state
             nbytes, _ = file.state
             unnoted_bytes += nbytes
-            # A marker lists all names, so it is written only once a sixteenth more files, or many bytes, are copied.
+            # A marker lists all names, so it is written again only after a sixteenth more files, or many bytes.
             if len(self._copied) > noted_count + noted_count // 16 or unnoted_bytes > NOTE_BYTES:
                 self._write_marker(marked, BEGUN)
                 noted_count = len(self._copied)

@@ -99,7 +99,7 @@ class Additions:
 
         Args:
             gradients: Rows of (device address, slot's address, elements, dtype).
-            slots_bytes: See `buffer_bytes`.
+            slots_bytes: Bytes of all slots that are added to, which size the buffers.
         """
         if not any(numel for _, _, numel, _ in gradients):
             return []

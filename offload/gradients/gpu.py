@@ -209,9 +209,9 @@ class GpuGradients(GradientStore):
         self._regions: list[tuple[Block, Arena]] = []
         self._slots_bytes = 0
         self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._wide_slots: dict[int, torch.Tensor] = {}  # by position; see `_ensure_wide_slot`
+        self._wide_slots: dict[int, torch.Tensor] = {}  # by position: fp32, for gradients that fit into no slot
         self._unsent_visits: dict[int, _FetchOfVisit] = {}  # by subgroup: fetches of this step that are not enqueued
-        self._gap_bytes = 0  # see `PieceCopies.to_host`
+        self._gap_bytes = 0  # smaller gaps between slots are padding, which a copy may overwrite
         self._visits_sent_early: set[int] = set()  # visits that have not begun, and whose gradients are on their way
         self.final_read: Mark | None = None
 
@@ -246,7 +246,15 @@ class GpuGradients(GradientStore):
             no_sums = np.zeros(0, np.uint64)
             host_sums = no_sums if host_arena is None else host_arena.numpy(offset, count, np.uint64)
             device_sums = BlockPlace(device_block, offset)
-            self.records.append(_GradientState(parameter.numel, empty, False, host_sums, device_sums, starts))
+            state = _GradientState(
+                parameter.numel,
+                empty,
+                stays=False,
+                host_sums=host_sums,
+                device_sums=device_sums,
+                segment_starts=starts,
+            )
+            self.records.append(state)
             offset += count * BLOCK_SUM_BYTES
         self._note_slots(plan)
         return [record.blocks for record in self.records[first:]]
@@ -267,17 +275,17 @@ class GpuGradients(GradientStore):
             record.stays = any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
         self._slots_bytes = sum(slot.nbytes for slot in self._slots)
         self._slot_addresses, _ = self.slots_at()
-        # A gap between slots that is smaller than any slot is padding, which a copy may overwrite.
+        # A gap that is smaller than any slot has none in it.
         item_bytes = (
             TORCH_DTYPES[self._slot_settings.dtype_of(parameter)].itemsize for parameter in self._parameters
         )
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(item_bytes, default=0)
 
     def _borrow(self, *, buffers: bool, caller: Hashable = None) -> None:
-        """Borrow device memory for block sums, with `buffers` also for small pieces, and copy the sums to it.
+        """Borrow device memory for block sums that have none, and copy the sums to it; with `buffers` also buffers.
 
-        The caller holds the lock. Memory is allocated on the stream of `caller`, by default the current one; the
-        engine thread, which has none of the user's streams, gives it.
+        The caller holds the lock. The buffers are for small pieces. Memory is allocated on the stream of `caller`, by
+        default the current one; on the engine thread, where no stream of the user's is current, it must be given.
         """
         lanes = self.lanes
         device = lanes.device
@@ -309,7 +317,7 @@ class GpuGradients(GradientStore):
             self.send_bucket()
             self._copy_sums()
             for block, _ in self._regions:
-                if not block.lasts:
+                if not block.lasts:  # it is borrowed; `_borrow` gives it another address
                     block.address = 0
             lanes.return_borrowed()
 
@@ -368,7 +376,7 @@ class GpuGradients(GradientStore):
             else:
                 mark = self._add_further(position, address, dtype)
             record.arrivals += 1
-        self.bind(position, record.address, dtype, True)
+        self.bind(position, record.address, dtype, gathered=True)
         self._summed_dtypes[position] = dtype
         return mark
 
@@ -405,9 +413,10 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source = address, record.dtype, record.numel
-        target_that_is_added_to = record.address, record.dtype, True
+        first_gradient = record.address, record.dtype
+        is_added = True  # not copied
         sums_address = record.device_sums.address
-        device.gradient_blocks(DeviceLane.GRADIENTS, *source, sums_address, *target_that_is_added_to)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, sums_address, *first_gradient, is_added)
         departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
@@ -429,7 +438,7 @@ class GpuGradients(GradientStore):
                 if (record := self.records[position]).slot.numel()
             ]
             count = len(copies) + len(bucket.further)
-            # A single copy uses no kernel, so lane `PIECES` need not follow for it.
+            # Without copies no lane follows; a single one needs no kernel on `PIECES`, which gathers small ones.
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[:count]:
                 device.follow(lane, mark)
             if copies:
@@ -442,7 +451,7 @@ class GpuGradients(GradientStore):
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
             bucket.departure.sending = bucket.sending or []
             bucket.departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=self.lanes.wakes)
-            self._bucket = None
+            self._bucket = None  # only now: an interrupt before this line leaves the bucket to be sent again
             self.lanes.wake(bucket.departure.lane_mark)
 
     def _sum_squares(self, gradients: Sequence[_Collected]) -> None:
@@ -526,7 +535,7 @@ class GpuGradients(GradientStore):
         """Return a gradient with the mark after which it is there; None if its slot has another dtype."""
         slot = self._slots[position]
         if slot.numel() and slot.dtype is not gradient.dtype:
-            return None  # the step copies it to a wide slot
+            return None  # no update before the step can read it: the step copies it to a wide slot
         return gradient, self.lanes.device.mark(DeviceLane.CALLER, timed=False)
 
     def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
@@ -537,22 +546,28 @@ class GpuGradients(GradientStore):
 
         The subgroup's run waits for them. The caller may write to the gradients meanwhile: the step compares
         fingerprints, and so notices that the update has read other gradients.
+
+        Args:
+            final: Gradients that lie in no slot, by parameter, each with the mark after which it is complete.
+            subgroup: The subgroup.
+            masters: Copies of its fp32 weights to their image: rows of (source, target, bytes).
         """
-        if len(masters):
+        if len(masters):  # the last update's new weights may still be on their way to the GPU
             self.lanes.order_after_sent(subgroup.index)
         copies: list[tuple[int, int, int]] = masters.tolist()
         for segment in subgroup.segments:
             if segment.parameter in final and segment.numel:
                 gradient, mark = final[segment.parameter]
-                for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
+                for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):  # `PIECES` gathers small ones for `LEAVING`
                     self.lanes.device.follow(lane, known(mark, "a gradient on a device has no mark"))
                 offset = segment.start * gradient.itemsize
                 slot = self._slots[segment.parameter]
                 nbytes = segment.numel * gradient.itemsize
                 copies.append((gradient.data_ptr() + offset, slot.data_ptr() + offset, nbytes))
         if copies:
-            self.lanes.fetch_gradients(Visit(subgroup.index), (), as_pieces(copies), self._gap_bytes)
-            self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
+            visit = Visit(subgroup.index)
+            self.lanes.fetch_gradients(visit, marks=(), copies=as_pieces(copies), gap_bytes=self._gap_bytes)
+            self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)  # after `PIECES`, too
 
     def end_final(self) -> None:
         """Wait until no lane reads the gradients of `fetch_final`, which the caller then drops."""
@@ -569,7 +584,10 @@ class GpuGradients(GradientStore):
         *,
         masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints; those of masters, and of gradients that did not arrive, are made on the device."""
+        """See `GradientStore.fingerprints`: the CPU makes those of gradients that have arrived in their slots.
+
+        The device makes those of all other gradients, and of masters.
+        """
         records = [self.records[position] for position in positions.tolist()]
         on_device = np.array([masters or record.mark is None for record in records], bool)
         fingerprints = super().fingerprints(positions, addresses, np.where(on_device, np.uint64(0), sizes))
@@ -577,7 +595,7 @@ class GpuGradients(GradientStore):
         if not chosen.size:
             return fingerprints
         positions = positions[chosen]
-        if masters:
+        if masters:  # fp32 weights
             begins = self._tables.weights[positions]
             dtypes = np.full(chosen.size, DtypeCode.FLOAT32, np.int32)
         else:
@@ -596,7 +614,7 @@ class GpuGradients(GradientStore):
     ) -> npt.NDArray[np.uint64]:
         """Return fingerprints of pieces of tensors on the device, one for each parameter; waits for the device.
 
-        Each tensor begins at its address in `begins`. The results overwrite the parameters' block sums.
+        Each tensor begins at its address in `begins`.
         """
         starts = (addresses - begins) // ITEM_BYTES[dtypes]
         numels = sizes // ITEM_BYTES[dtypes]
@@ -608,7 +626,8 @@ class GpuGradients(GradientStore):
         with self._lock:
             self._borrow(buffers=False, caller=lanes.caller)
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
-                device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
+                # After updates, and after the caller's work, which the lanes have followed.
+                device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))
             targets = [
                 record.device_sums.address + number * BLOCK_SUM_BYTES
                 for record, number in zip(records, first_sums, strict=True)
@@ -627,7 +646,7 @@ class GpuGradients(GradientStore):
     # Between passes
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """Note where a parameter's gradient lies; if it is another one, forget those that have arrived."""
+        """Note where a parameter's gradient lies; unless `gathered`, forget those of it that have arrived."""
         super().bind(position, address, dtype, gathered)
         record = self.records[position]
         if not gathered and record.arrivals:  # the caller has bound another gradient
@@ -635,7 +654,7 @@ class GpuGradients(GradientStore):
             record.reset()
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Sum the squares of gradients that have changed since, then wait until all block sums are in host memory."""
+        """Sum the squares of gradients that are not summed yet, then wait until all block sums are in host memory."""
         tables = self._tables
         numbers = np.array(positions, np.int64)
         stale = numbers[self._summed_dtypes[numbers] == DtypeCode.NONE]
@@ -673,7 +692,7 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         for _, gradient in self.in_transit:
             device.record_use(gradient)
-        # The caller may use their memory again once lane `GRADIENTS` has passed.
+        # The caller's stream reuses their memory only once lane `GRADIENTS`, the last to read them, has passed.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
         self._drop_bucket(mark)
@@ -725,7 +744,7 @@ class GpuGradients(GradientStore):
             departed = mark is not None and self._slots[position].numel()
             if mark is not None and (visit.gpu or departed):
                 marks.append(mark.on_lane())
-            elif not visit.gpu:
+            elif not visit.gpu:  # else the GPU reads it where it is bound
                 if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step
                     for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                         self.lanes.device.follow(lane, mark.on_lane())

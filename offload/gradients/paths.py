@@ -76,7 +76,7 @@ class PathGradients(GradientStore):
         self._filling: _Filling | None = None  # the buffer that gradients are written to now
         self._incomplete: dict[str, None] = {}  # parameters whose gradients are being copied; also after an interrupt
         self._announced: set[str] = set()  # those of them whose copy has not begun
-        self._drops = 0  # how often all gradients have been forgotten
+        self._drops = 0  # how often all gradients were forgotten or used: shows that it happened during a copy
         self._buffers: Arena | None = None
         self._buffer_bytes = 0
         self._bounce_address = 0  # of the buffer that a gradient is copied to first from a device
@@ -133,7 +133,7 @@ class PathGradients(GradientStore):
         return bool(self._arrivals.any() or self._incomplete)
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Copy or add the gradient of one backward pass to buffers; see `Gradients.arrived`.
+        """Copy or add the gradient of one backward pass to buffers, which may wait for the paths.
 
         Raises:
             ConfigError: Its dtype is wider than that in which gradients are kept, or an earlier pass was interrupted.
@@ -174,7 +174,7 @@ class PathGradients(GradientStore):
         if self._drops != drops:
             return
         self._arrivals[position] += 1
-        super().bind(position, target, kept_dtype, True)
+        super().bind(position, target, kept_dtype, gathered=True)
         self._summed_dtypes[position] = kept_dtype
         self._incomplete.pop(parameter.name, None)
 

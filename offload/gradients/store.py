@@ -89,7 +89,7 @@ class GradientStore:
     ) = nothing
     fetch_final = end_final = nothing
     stays = has_arrived = have_arrived = begin_step = never
-    """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
+    """Methods that do nothing (`nothing`), or return False (`never`), for gradients in host memory alone."""
 
     def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
         self._slot_settings = slots
@@ -203,7 +203,7 @@ class GradientStore:
         raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
-        """Return a parameter's slot, a flat tensor; empty if it has none. See `Gradients.slot`.
+        """Return a parameter's slot in host memory, a flat tensor; empty if it has none.
 
         Raises:
             ConfigError: There are no slots at all.
@@ -274,11 +274,17 @@ class GradientStore:
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
-        """Take in the gradient of a backward pass; see `Gradients.arrived`."""
+        """Copy or add the gradient of a backward pass, or note it; return the mark after which no lane reads it.
+
+        None where there are no lanes: it has been read.
+        """
         raise NotImplementedError
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """Note where a parameter's gradient lies; unless `gathered`, its squares have to be summed for a norm."""
+        """Note where a parameter's gradient lies; unless `gathered`, its squares have to be summed for a norm.
+
+        `gathered` is set where its squares were summed as it arrived.
+        """
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
@@ -319,6 +325,7 @@ class HostGradients(GradientStore):
         bound_addresses = self._tables.gradients.tolist()
         return [
             (address, slot.nbytes)
+            # More slots than parameters: of a `use_plan` that failed.
             for slot, address in zip(self._slots, bound_addresses, strict=False)
             if address == slot.data_ptr() and address
         ]
@@ -327,9 +334,10 @@ class HostGradients(GradientStore):
         """Copy a gradient to its slot, if it has one, and sum its squares in the same pass."""
         slot = self._slots[position]
         if slot.numel():
-            self._sum_and_copy(position, address, dtype, slot.data_ptr(), DTYPE_CODES[slot.dtype])
+            target, target_dtype = slot.data_ptr(), DTYPE_CODES[slot.dtype]
+            self._sum_and_copy(position, address, dtype, target=target, target_dtype=target_dtype)
         else:
-            self._sum_and_copy(position, address, dtype, address, dtype)
+            self._sum_and_copy(position, address, dtype, target=address, target_dtype=dtype)
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Sum the squares of those gradients that have changed since they were summed."""
@@ -338,7 +346,7 @@ class HostGradients(GradientStore):
         for position in numbers[~self._have_current_sums(numbers)].tolist():
             address = int(tables.gradients[position])
             dtype = DtypeCode(tables.gradient_dtypes[position])
-            self._sum_and_copy(position, address, dtype, address, dtype)
+            self._sum_and_copy(position, address, dtype, target=address, target_dtype=dtype)
         return numbers
 
     def _sum_and_copy(

@@ -62,7 +62,7 @@ class _Saved:
         """Raise what torch raises for a saved tensor that was changed in place."""
         if self.tensor._version == self.version:
             return
-        with _counting:  # `_Storage.is_of` may just have incremented the counter, on another thread
+        with _counting:  # again: `_Storage.is_of` may just have incremented the counter, on another thread
             version = self.tensor._version
         if version != self.version:
             origin = "" if self._origin is None else ", which is output {} of {},".format(*self._origin)
@@ -126,7 +126,7 @@ class _SavedOnPaths(_Saved):
         device, dtype = self.kind
         memory = torch.empty(self.storage.nbytes, dtype=torch.uint8, device=device)
         self.activations.read(self.storage.written, memory.data_ptr())
-        self.check()
+        self.check()  # again, as reading takes a while
         with torch.no_grad():
             return torch.empty(0, dtype=dtype, device=device).set_(memory.untyped_storage(), *self.form)
 
@@ -194,7 +194,9 @@ class ActivationsOnPaths:
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor():
             return False
         # In a transform of torch.func tensors have no memory of their own; those saved in backward are used at once.
-        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1:
+        is_in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        is_in_backward = torch._C._current_graph_task_id() != -1  # the number of the pass, -1 for none
+        if is_in_transform or is_in_backward:
             return False
         storage = tensor.untyped_storage()
         is_of_weight = storage._cdata in self._weights or isinstance(tensor._base, torch.nn.Parameter)

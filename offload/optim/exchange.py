@@ -126,6 +126,7 @@ class Exchange:
                         self._error = self._error or error
                     has_failed |= self._error is not None or engine.broken is not None
                     bucket.gather(self._mesh)
+                    # A failed rank sends old weights: then those here are of two steps.
                     failures = all_gather(torch.tensor([has_failed], dtype=torch.bool, device="cpu"), self._mesh)
                     self._has_mixed_weights |= bool(failures.any()) and not has_failed
                     if copies is not None:
@@ -137,12 +138,12 @@ class Exchange:
             self._has_mixed_weights = True
             self._error = self._error or error
         finally:
-            for latch in latches:
+            for latch in latches:  # after an error: those who wait then raise it
                 if not latch.is_set():
                     latch.set()
 
     def wait_for(self, keys: Iterable[Hashable]) -> None:
-        """Wait until some buckets have been exchanged.
+        """Wait until some buckets have been exchanged, by their keys; return at once if no exchange is under way.
 
         Raises:
             StepAbortedError: This rank's step has failed.
@@ -159,7 +160,7 @@ class Exchange:
             self._raise_failure()
 
     def finish(self) -> None:
-        """Wait until all buckets have been exchanged; see `wait_for`."""
+        """Wait until all buckets have been exchanged, if an exchange is under way; raise as `wait_for` does."""
         thread = self._thread
         if thread is not None:
             waits.wait_for(_waiter_for_end(thread), lambda: "weights that other ranks update")
@@ -180,7 +181,8 @@ class Exchange:
         """End the exchange: send other ranks what they wait for, and wait only briefly for what they send."""
         thread = self._thread
         self._thread = None
-        if thread is None or waits.wait_for(_waiter_for_end(thread), lambda: "", waits.QUIET_S):
+        has_ended = thread is None or waits.wait_for(_waiter_for_end(thread), lambda: "", waits.QUIET_S)
+        if has_ended:  # else the thread still uses the group
             with contextlib.suppress(Exception):  # all groups may have been destroyed
                 torch.distributed.destroy_process_group(self._group)
 
@@ -191,7 +193,8 @@ class _Copies:
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = accelerator(device)
         with torch.accelerator.device_index(self._device.index):
-            self._stream = self._backend.stream(self._device, False)
+            goes_first = False  # no higher priority than other streams
+            self._stream = self._backend.stream(self._device, goes_first)
 
     def follow(self) -> None:
         """Order the stream after all work that the caller has enqueued."""
@@ -206,7 +209,8 @@ class _Copies:
 
     def mark(self) -> Any:
         """Return an event after all work on the stream; within `stream_is_current`."""
-        event = self._backend.event(self._device, False)
+        is_timed = False
+        event = self._backend.event(self._device, is_timed)
         event.record(self._stream)
         return event
 

@@ -47,7 +47,7 @@ def begin_folder(folder: str, belongs: Marker = ALONE) -> bool:
 
     Args:
         folder: The folder.
-        belongs: See `mark_begun`.
+        belongs: What to note of files that belong to the folder: a marker with `depth`, `beside` and `shared`.
 
     Returns:
         Whether all ranks see the mark. If not, ranks have folders of their own on different file systems, none whole.
@@ -68,17 +68,21 @@ def end_folder(optimizer: Any, folder: str) -> None:
 
 def mark_folder(folder: str) -> None:
     """Mark a folder as whole, once all ranks have written to it. Collective."""
-    any_rank(False)
+    any_rank(False)  # its result means nothing: all ranks meet in it
     _on_first_rank(lambda: mark_whole(folder))
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
     """Do `work` on rank 0; the other ranks wait for that. If it fails, all ranks raise."""
     is_first = world()[1] == 0
-    on_all_ranks(work if is_first else tuple, "rank 0 could not mark the folder; see what it says")
+    do_nothing = tuple
+    on_all_ranks(work if is_first else do_nothing, other="rank 0 could not mark the folder; see what it says")
 
 
 def mirror_folder(optimizer: Any, folder: str, *, is_new: bool = True) -> None:
-    """Queue a copy of a folder to the mirror, for this rank; see `Checkpoints.mirror_folder`. No collective."""
+    """Queue a copy of a folder to the mirror, if there is one, for this rank. No collective.
+
+    `is_new` is False for a folder that was loaded, not saved.
+    """
     size, rank = world()
     optimizer.engine.checkpoints.mirror_folder(folder, rank, size, is_new=is_new)

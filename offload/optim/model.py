@@ -89,7 +89,7 @@ class ModelRest:
             if parameter is None or id(parameter) not in own_ids:
                 if parameter is not None and not parameter.requires_grad:
                     frozen[bare_by_name[name]] = value
-                else:
+                else:  # a buffer, extra state, or a weight of another optimizer
                     copied[bare_by_name[name]] = value
         places = {bare: tensors[name] for name, bare in bare_by_name.items() if name in tensors and bare in copied}
         return cls(copied, places, frozen, {name: value._version for name, value in frozen.items()})
@@ -134,7 +134,7 @@ class ModelRest:
         return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
 
     def _write_frozen(self, folder: Folder, file: str) -> int:
-        """Write frozen weights to a file; return its digest. Raises if they were changed meanwhile."""
+        """Write frozen weights to a file; return its digest. Raises if they were changed since `of` was called."""
         digest = 0
 
         def pieces() -> Iterator[memoryview]:
@@ -211,7 +211,7 @@ class SavedRest:
         return CheckpointError(f"{os.path.join(self.path, self.file)} is damaged: its checksum is another one")
 
     def check(self, rest: ModelRest, *, weights_only: bool) -> dict[str, Any]:
-        """Verify that a model has these tensors; return the values that are not in the file of frozen weights.
+        """Verify that a model has these tensors, and no others; return the values of those that are not frozen.
 
         Raises:
             CheckpointError: It has others, or they cannot be read.
@@ -231,7 +231,7 @@ class SavedRest:
                 f"{listed(not_saved)}"
             )
         for name, form in saved.items():
-            if here.get(name, form) != form:
+            if here.get(name, form) != form:  # a tensor that is extra state is not in `here`
                 _, saved_dtype, saved_shape = form
                 _, dtype, shape = here[name]
                 raise CheckpointError(
@@ -254,7 +254,7 @@ class SavedRest:
         bare_by_name = bare_names(model.state_dict(keep_vars=True))
         others = {name: copied[bare] for name, bare in bare_by_name.items() if bare in copied and bare not in tensors}
         if others:  # modules' extra state (`get_extra_state`)
-            model.load_state_dict(others, strict=False)
+            model.load_state_dict(others, strict=False)  # all other names were restored above
 
     def _read_frozen(self, targets: Sequence[torch.Tensor]) -> None:
         """Read the file with frozen weights into tensors, through a buffer where they are not in host memory.

@@ -85,7 +85,8 @@ class Muon(OffloadedOptimizer):
         self._has_warned_of_names = False
         self._exact_names: frozenset[str] = frozenset()  # parameters whose names match `exact_names`
         self._matched_count = 0  # how many parameters there were when that was computed
-        super().__init__(params, {**muon, **adamw, "use_muon": True}, offload, options)
+        defaults = {**muon, **adamw, "use_muon": True}
+        super().__init__(params, defaults, offload, options)
 
     def _open(self, config: OffloadConfig) -> None:
         """Deal matrices, then open the engine."""
@@ -147,7 +148,8 @@ class Muon(OffloadedOptimizer):
             answers: list[Any] = [None] * mesh.size()
             have_gradients = [parameter.grad is not None for parameter in dealt]
             torch.distributed.all_gather_object(answers, have_gradients, group=mesh.get_group())
-            for parameter, on_ranks in zip(dealt, zip(*answers, strict=True), strict=True):
+            by_parameter = zip(*answers, strict=True)  # each rank has answered for all parameters
+            for parameter, on_ranks in zip(dealt, by_parameter, strict=True):
                 if len({*on_ranks}) > 1:
                     advice = "have one on each rank, or on none"
                     raise ConfigError(f"gradient of {name_of[parameter]}", "not on all ranks", advice)
@@ -220,7 +222,7 @@ class Muon(OffloadedOptimizer):
         (lr,) = not_negative(group, "lr")
         adamw_lr = lr * ratio if has_muon else lr
         adamw = {**self.defaults, **group, "lr": adamw_lr, "eps": eps}
-        return MUON.values(group), ADAMW.values({**adamw, "maximize": False})
+        return MUON.values(group), ADAMW.values({**adamw, "maximize": False})  # an option that Muon lacks
 
     def _check_group(self, group: Group) -> None:
         """Check a group's hyperparameters: Muon's, and AdamW's, too."""

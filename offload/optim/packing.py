@@ -63,7 +63,7 @@ class Form:
             raise TypeError(f"a {type(value).__name__}")
         if value.layout != torch.strided or not shards.is_dense(value):
             raise TypeError("a tensor that is not dense")
-        return cls(None, value.dtype, tuple(value.shape), tuple(value.stride()))
+        return cls(number=None, dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))
 
     @property
     def nbytes(self) -> int:
@@ -165,13 +165,13 @@ class Packing:
         marks = self._read_marks(packed_words) if packed_words.numel() else 0
         state: dict[Any, Any] = {}
         for number, (key, (form, start)) in enumerate(self._places.items()):
-            mark = (marks >> MARK_BITS * number) & 3
+            mark = (marks >> MARK_BITS * number) & ((1 << MARK_BITS) - 1)
             if mark in (VALUE, UNSIGNED) and form is not None:
                 value = self._view_of_place(packed_words, form, start)
                 state[key] = value if form.number is None else form.number(value.item())
                 if mark == UNSIGNED:
                     state[key] += 1 << 64
-            elif mark:
+            elif mark:  # `NONE`; without a mark the state has no such key
                 state[key] = None
         return state
 
@@ -192,7 +192,7 @@ class Packing:
         """Pack a state into `packed_words`; tensors that lie in their place already are not copied.
 
         Raises:
-            TypeError: See `check`; nothing has been written then.
+            TypeError: The state has other keys or forms than are packed; nothing has been written then.
         """
         self.check(state)
         if not packed_words.numel():  # of a parameter without elements
@@ -223,7 +223,7 @@ class Packing:
             elif value.data_ptr() != targets[key].data_ptr():
                 targets[key].copy_(value)
             marks |= mark << MARK_BITS * number
-        as_signed = marks - (1 << 64) if marks >> 63 else marks
+        as_signed = marks - (1 << 64) if marks >> 63 else marks  # the same 64 bits, as torch has them
         self._as_bytes(packed_words)[:FLAG_BYTES].view(torch.int64).fill_(as_signed)
 
     def _read_marks(self, packed_words: torch.Tensor) -> int:

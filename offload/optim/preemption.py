@@ -67,12 +67,12 @@ class SigtermHandler:
             self._before(number, frame)
         elif self._before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            signal.raise_signal(number)  # ends the process; nothing is done if signals were ignored (SIG_IGN)
 
     def pass_on(self) -> None:
         """Run the earlier handler for a signal that was noted, on the main thread; it may end the process."""
         main = threading.main_thread()
-        if not self.has_signal:
+        if not self.has_signal:  # another rank has had it
             self.is_committing = False
         elif threading.current_thread() is main:
             self(signal.SIGTERM, inspect.currentframe())
@@ -94,7 +94,7 @@ class SigtermHandler:
             save()
             what = "SIGTERM: a checkpoint was committed to %s, and is not mirrored"
             wait_mirror()
-        except Exception:
+        except Exception:  # logged only: the signal ends this run, whatever was saved
             log.exception(what, where)
         except BaseException:
             self.is_committing = False
@@ -103,7 +103,7 @@ class SigtermHandler:
 
     def pass_on_together(self) -> None:
         """Wait for all ranks, then `pass_on`: when one rank ends, a launcher ends the others. Collective."""
-        any_rank(False)
+        any_rank(False)  # its result means nothing: all ranks meet in it
         self.pass_on()
 
     def restore(self) -> None:
@@ -130,7 +130,7 @@ class Preemption:
         self._folder: str | os.PathLike[str] | Callable[[], object] = ""
         self._extra: Callable[[], Any] | None = None
         self._model: Callable[[], torch.nn.Module | None] = _no_model
-        self._restore: Callable[[], object] = tuple
+        self._restore: Callable[[], object] = tuple  # does nothing before `use`
 
     def use(
         self,

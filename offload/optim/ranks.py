@@ -52,7 +52,7 @@ def any_rank(note: bool) -> bool:
     """Return whether `note` is true on any rank; a collective."""
     if world()[0] == 1:
         return note
-    has_cpu = "cpu:" in torch.distributed.get_backend_config()
+    has_cpu = "cpu:" in torch.distributed.get_backend_config()  # else, as with NCCL alone, the device's
     device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
     notes = torch.tensor([note], dtype=torch.int32, device=device)
     torch.distributed.all_reduce(notes)
@@ -76,7 +76,7 @@ def on_all_ranks(work: Callable[[], object], other: str) -> None:
     except Exception as error:
         failure = error
     if any_rank(failure is not None):
-        raise failure or CheckpointError(other)
+        raise failure or CheckpointError(other)  # this rank's own error, else another rank's
 
 
 def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> SaveRequest:

@@ -137,7 +137,7 @@ class ClassRunner:
         self._starts_with_state = False  # whether the class makes state in its constructor
         self._changes_groups = False  # whether the class changes its groups in a step
         self._groups_after: dict[int, tuple[Mapping[str, Any], Group]] = {}  # before and after this step, by number
-        self._tried_forms: set[tuple[Any, ...]] = set()  # group's number and kinds of parameters in a trial
+        self._tried_forms: set[tuple[Any, ...]] = set()  # of `check_alone`: a group's number and kinds of parameters
 
     def begin_step(self) -> None:
         """Forget the groups as the last step's updates have left them."""
@@ -181,7 +181,8 @@ class ClassRunner:
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
         with _without_memory():
             trial_groups = [{**group, "params": [*map(trial_tensor_of, group["params"])]} for group in groups]
-            self._inner = optimizer = self._make_optimizer(trial_groups)
+            optimizer = self._make_optimizer(trial_groups)
+        self._inner = optimizer  # `step_packed` lends it one parameter after another
         self._check_own_tensors(optimizer)
         self._starts_with_state = bool(optimizer.state)
         pairs = zip(optimizer.param_groups, groups, strict=True)
@@ -285,8 +286,8 @@ class ClassRunner:
         with _without_memory():
             trial_tensor = torch.nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
             optimizer = self._make_optimizer([{**own_group, "params": [trial_tensor]}])
-            for step in range(STEPS + 1):  # the first time without a step: some classes have state at once
-                if step:
+            for step in range(STEPS + 1):
+                if step:  # at first none is taken: some classes have state at once
                     gradient_dtype = self._gradient_dtype(dtype)
                     gradient = torch.empty_strided(size, stride, dtype=gradient_dtype, device="cpu")
                     _set_grad(trial_tensor, gradient)
@@ -297,7 +298,7 @@ class ClassRunner:
                     form = self._form_of(key, value, name)
                     if forms.get(key) not in (None, form) and form is not None:
                         raise self._refusal(f"{key!r}, which was {forms[key]} and is {form} a step later", name)
-                    forms[key] = form or forms.get(key)
+                    forms[key] = form or forms.get(key)  # None as long as only None was seen
             self._note_changes_of_group(before, _without_parameters(optimizer.param_groups[0]))
         return forms
 
@@ -339,7 +340,7 @@ class ClassRunner:
         trials = _trials_of([*smallest.values()], _without_parameters(group))
         for trial in trials:
             self.rule_of(trial.like, trial.name, group, number)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the trial seeds the CPU's generator, which is restored afterwards
             optimizer, together = self._step_together(trials)
             alone = copy(self)  # another thread may be using `self._inner`
             alone._inner = optimizer
@@ -403,7 +404,7 @@ class ClassRunner:
                 for weight, (_, gradients), form in zip(weights, drawn, forms, strict=True):
                     _set_grad(weight, gradients[step].as_strided(*form))
                 step_alone(optimizer)
-        for name, value in vars(optimizer).items():
+        for name, value in vars(optimizer).items():  # what is in attributes would not be offloaded, nor saved
             if name not in OWN_ATTRIBUTES and not _are_equal(before.get(name), value):
                 advice = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
                 raise ConfigError("wrap", self.name, advice)
@@ -430,15 +431,21 @@ class ClassRunner:
         )
         packed_words = torch.zeros(rule.numel_of(PACKED, weight.numel()), dtype=torch.float32, device="cpu")
         for gradient in gradients:
-            self._groups_after = {}
-            segment = SegmentTensors(weight, (), gradient.clone(), None, SegmentFlag(0), rule.row(1, values, 1.0))
+            self._groups_after = {}  # not cleared: this runner is a copy, and the original has the same dict
+            scalars = rule.row(1, values, grad_scale=1.0)
+            segment = SegmentTensors(
+                weight, state=(), gradient=gradient.clone(), weight=None, flags=SegmentFlag(0), scalars=scalars
+            )
             self.update(Piece(parameter, segment, packed_words), number, values)
             values = {**values, **self.group_changes_after(number, values)}
         state = self.packing_of(parameter).load(packed_words)
         return weight.as_strided(like.size(), like.stride()), state, values
 
     def state_of_empty(self, parameter: Parameter, count: int) -> dict[Any, Any]:
-        """Return the state that the class makes in a step of a parameter without elements, with this step count."""
+        """Return the state that the class makes in a step of a parameter without elements, of which none is stored.
+
+        Its "step", if it has one, is `count`.
+        """
         dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
         shape = known(parameter.shape, "a parameter without a shape")
         trial_tensor, optimizer = self._trial_optimizer(shape, dtype, parameter.group)
@@ -449,7 +456,7 @@ class ClassRunner:
         return state
 
     def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
-        """Return a function that makes one update of a new tensor, to be timed; see `Runner.trial`."""
+        """Return a function that makes one update of a new tensor of this shape and dtype, to be timed."""
         _, optimizer = self._trial_optimizer(shape, torch.float32 if self.masters else dtype, group)
         return partial(step_alone, optimizer)
 
@@ -482,6 +489,7 @@ class ClassRunner:
         after = self.step_packed(view, piece.parameter, packed_words, values, step_alone)
         if view.data_ptr() != master.data_ptr():  # the class has replaced the parameter's memory
             piece.shaped(master).copy_(view)
+        # The group's first update in a step decides what becomes of the group.
         _, after_first = self._groups_after.setdefault(group, (values, after))
         if not _are_equal(after_first, after):
             advice = f"use one that changes its groups by the step alone: {piece.parameter.name} left another one"
@@ -524,7 +532,7 @@ class ClassRunner:
                 advice = f"use a class whose state keeps its form: of {parameter.name}, {cause}"
                 raise ConfigError("wrap", self.name, advice) from cause
             return _without_parameters(inner.param_groups[0])
-        finally:
+        finally:  # hold no view of memory that the engine uses for other state
             self._inner.param_groups = []
             self._inner.state = defaultdict(dict)
 
@@ -536,9 +544,11 @@ class ClassRunner:
         packed_words: torch.Tensor,
         groups: Sequence[Group],
     ) -> None:
-        """Call a method such as `train` for one parameter; its master and packed state change in place."""
+        """Call a method such as `train` for one parameter; its master (fp32) and packed state change in place."""
+        # The class gets the parameter in the dtype that it updates: that of the weight, without `masters`.
         weight = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
-        piece = Piece(parameter, SegmentTensors(weight, (), None, None, SegmentFlag(0), None))
+        segment = SegmentTensors(weight, state=(), gradient=None, weight=None, flags=SegmentFlag(0), scalars=None)
+        piece = Piece(parameter, segment)
         values = groups[parameter.group]
         view = torch.nn.Parameter(piece.shaped(weight))
         after = self.step_packed(view, parameter, packed_words, values, methodcaller(method))
@@ -546,10 +556,10 @@ class ClassRunner:
         piece.shaped(master).copy_(view)
 
     def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
-        """Return the hyperparameters of a group that a step, or another method, has changed.
+        """Return the hyperparameters of a group that a step, or another `method`, has changed, with their new values.
 
-        `values` are those before. If no parameter of the group was updated, call the class on the empty group, as it
-        may change a group in every step.
+        `values` are those before. If no parameter of the group was updated, the method is called with the group
+        without parameters here, as the class may change a group in every step.
         """
         if number not in self._groups_after and (self._changes_groups or method != "step"):
             self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
@@ -562,7 +572,10 @@ class ClassRunner:
 
 
 def _trials_of(parameters: Sequence[tuple[str, torch.Tensor]], values: Group) -> list[_Trial]:
-    """Return trials like some parameters, one more like the first, and one with half the rate; see `check_alone`."""
+    """Return trials like some parameters, one more like the first, and one like it with half the rate.
+
+    The last one is for another group: see `check_alone`.
+    """
     first, *others = [(name, _small_tensor_like(parameter)) for name, parameter in parameters]
     if plain_number(values.get("lr")) == 0:  # a schedule will raise it; with 0 all results would be equal
         values["lr"] = values["lr"] + 0.01
@@ -598,7 +611,7 @@ def _changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 
 
 def _is_fake(value: Any) -> bool:
-    """Return whether a value is or contains a fake tensor, optimizer in `_without_memory`."""
+    """Return whether a value is or contains a fake tensor, as made in `_without_memory`."""
     if isinstance(value, Mapping):
         return any(map(_is_fake, value.values()))
     return isinstance(value, FakeTensor) or (isinstance(value, list | tuple) and any(map(_is_fake, value)))
@@ -625,5 +638,5 @@ def _are_equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_are_equal, one, other))
     try:
         return one is other or bool(one == other) or (one != one and other != other)
-    except Exception:
+    except Exception:  # such objects cannot be compared
         return False

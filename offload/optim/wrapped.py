@@ -69,7 +69,7 @@ class PackedState(StateView):
             return self.read([parameter])[0][name]
 
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
-        """Check one parameter's whole state, and return it packed, with values of the types that the class uses."""
+        """Check one parameter's whole state; return it packed, with the class's types, and the step count."""
         entry = dict(entry) if isinstance(entry, Mapping) else {}
         packing = self.runner.packing_of(self._layout_of(bound))
         words = self._layout.numel_of(bound.position, PACKED)
@@ -104,7 +104,8 @@ class WrappedOptimizer(OffloadedOptimizer):
         self.kind = runner.name
         groups, defaults = runner.groups(params)
         largest_numel = 0
-        self.rule = ClassRule(runner.name, 1)  # replaced by the largest parameter's rule, which sizes subgroups
+        # Replaced by the largest parameter's rule, which sizes subgroups; stays if there is no parameter to update.
+        self.rule = ClassRule(runner.name, packed_words=1)
         for at, group in enumerate(groups):
             named = [
                 item if isinstance(item, tuple) else (f"param_groups[{at}].params[{n}]", item)
@@ -127,7 +128,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         """Refuse a parameter that is a `DTensor`, as a class updates whole ones, or that cannot be updated at all."""
         if shards.is_dtensor(parameter):
             combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
-        check_parameter(parameter, name, None)
+        check_parameter(parameter, name, required=None)  # on any device
 
     def _open(self, config: OffloadConfig) -> None:
         """Try the class on its groups, then open the engine; refuse `shard` on several ranks."""
@@ -209,7 +210,7 @@ class WrappedOptimizer(OffloadedOptimizer):
                 """Call the method on one parameter, with views of its state."""
                 runner.walk(name, layout.parameters[position], views[MASTER], views[PACKED], groups)
 
-            self.engine.state.change(walk, masters=True)
+            self.engine.state.change(walk, masters=True)  # weights become their rounded masters
             self._weights.note_written(bounds)
             self._state.note_change()
             for at, group in enumerate(self.param_groups):

@@ -25,9 +25,9 @@ class Alone:
     def __init__(self, device: torch.device) -> None:
         distributed: Any = torch.distributed
         if BACKEND not in distributed.Backend.backend_list:
-            distributed.Backend.register_backend(
-                BACKEND, _make_group, extended_api=True, devices=["cpu", device.type]
-            )
+            devices = ["cpu", device.type]
+            # `extended_api`: torch passes `_make_group` all that it knows, and options.
+            distributed.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=devices)
         distributed.init_process_group(BACKEND, store=distributed.HashStore(), rank=0, world_size=1)
         end = weakref.finalize(self, _end_group, weakref.ref(distributed.group.WORLD))
         end.atexit = False  # a process that ends needs no group

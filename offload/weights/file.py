@@ -110,7 +110,7 @@ class WeightsInFile:
         _check_model(model)
         files = checked(model, safetensors)
         offsets, self.nbytes = _offsets_in_file(modules_of_units)
-        self.file = MappedFile(path, up(max(self.nbytes, 1), PAGE_BYTES))
+        self.file = MappedFile(path, up(max(self.nbytes, 1), PAGE_BYTES))  # an empty file cannot be mapped
         self._handles: list[Any] = []
         names = {module: name for name, module in model.named_modules()}
         moved: dict[torch.Tensor, nn.Parameter] = {}
@@ -148,7 +148,7 @@ class WeightsInFile:
         weights, places = [], list[tuple[int, int]]()
         for module in modules:
             for name, weight in own_parameters(module).items():
-                if not weight.numel():
+                if not weight.numel():  # it has no place in the file
                     continue
                 offset = offsets[weight]
                 if weight not in moved:
@@ -237,7 +237,7 @@ def _check_once(model: nn.Module) -> None:
     """Refuse a model with hooks of an earlier call, which would find its weights moved out of their file."""
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
-            function = getattr(hook, "func", hook)  # of a `partial`
+            function = getattr(hook, "func", hook)  # what a `partial` calls, or the hook itself
             owner = getattr(function, "__self__", None)
             if isinstance(owner, WeightsInFile | ShardsInFile) and owner._handles:
                 allowed = "call weights_in_file once, or close() before what it returned"

@@ -115,7 +115,8 @@ class WeightsInHostMemory:
         """By group its index into `_ranges`."""
         if path is not None:
             weights_bytes = sum(up(weight.nbytes) for weight in model.parameters() if weight not in stays)
-            self.file = MappedFile(path, up(weights_bytes + len(modules) * PAGE_BYTES, PAGE_BYTES))
+            padding_bytes = len(modules) * PAGE_BYTES  # at most: each group begins on a page
+            self.file = MappedFile(path, up(weights_bytes + padding_bytes, PAGE_BYTES))
         process_group = alone(self.device)
         end = weakref.finalize(self, _free_memory, self._pinned, self._arenas, process_group)
         end.atexit = False  # the end of the process frees all of it anyway
@@ -128,6 +129,7 @@ class WeightsInHostMemory:
         self.nbytes = sum(layer_bytes.values())
         self.pinned_bytes = self._pinned.pinned_bytes
         self._layers = None if self.file is None else LayerReadAhead(self.file, [[place] for place in self._ranges])
+        # The model's own weights, those in no layer, stay on the device from the first to the last layer.
         own_bytes = sum(layer_bytes.pop(group) for group in self._groups if model in group.modules)
         # One layer is computed while the next one is copied.
         self.window_bytes = own_bytes + sum(sorted(layer_bytes.values())[-2:])
@@ -153,7 +155,8 @@ class WeightsInHostMemory:
         nbytes = ends[-1]
         memory, begin = self._allocate(group, nbytes)
         places = []
-        for fsdp_param, (name, weight), offset in zip(fsdp_params, weights, [0, *ends], strict=False):
+        offsets = [0, *ends[:-1]]
+        for fsdp_param, (name, weight), offset in zip(fsdp_params, weights, offsets, strict=True):
             place = memory.tensor(begin + offset, weight.numel(), weight.dtype).view(weight.shape)
             if not weight.is_meta:
                 place.copy_(weight.detach())
@@ -185,11 +188,17 @@ class WeightsInHostMemory:
         return self._pinned.pinned_bytes - before == memory.nbytes
 
     def _allocate(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
-        """Return the memory for a group's weights, a new arena or the file, and the offset of the weights in it."""
+        """Return the memory for a group's weights, and their offset in it: a new arena, or the next part of the file.
+
+        Of the file, also note the group's layer number and range, for `LayerReadAhead`.
+        """
         if self.file is None:
-            self._arenas.append(Arena(max(1, nbytes)))
+            self._arenas.append(Arena(max(1, nbytes)))  # all weights may be without elements
             return self._arenas[-1], 0
-        begin = up(sum(self._ranges[-1]), PAGE_BYTES) if self._ranges else 0
+        begin = 0
+        if self._ranges:
+            last_begin, last_bytes = self._ranges[-1]
+            begin = up(last_begin + last_bytes, PAGE_BYTES)
         self._layer_numbers[group] = len(self._ranges)
         self._ranges.append((begin, nbytes))
         return self.file, begin
@@ -212,14 +221,14 @@ class WeightsInHostMemory:
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Let FSDP2 begin to gather a group, and copy its weights to the device on the stream for gathers.
 
-        Replaces the group's `unshard`. On a mesh of one device FSDP2 itself would copy only in
+        Replaces the group's `unshard`, which is passed. On a mesh of one device FSDP2 itself would copy only in
         `wait_for_unshard`, on the caller's stream, which then could not compute meanwhile.
         """
         before = group._all_gather_result
         unshard(async_op)
         gathered = group._all_gather_result
         has_begun = gathered is not None and gathered is not before
-        if not has_begun or gathered.all_gather_input_split_sizes:  # sizes: FSDP2 gathers by itself
+        if not has_begun or gathered.all_gather_input_split_sizes:  # there are sizes where FSDP2 gathers by itself
             return
         for fsdp_param in group.fsdp_params:
             name, address = self._places.get(fsdp_param, ("", 0))
@@ -240,7 +249,7 @@ class WeightsInHostMemory:
         Replaces the group's `wait_for_unshard`, which here finds the copies in place of the weights.
         """
         pending = self._gathering.pop(group, None)
-        if pending is None or group._all_gather_result is None:
+        if pending is None or group._all_gather_result is None:  # no copies, or they are not wanted any more
             wait_for_unshard()
             return
         copies, event = pending
@@ -256,10 +265,10 @@ class WeightsInHostMemory:
 
     @_disable_dynamo
     def _before_forward(self, model: Any, inputs: object) -> None:
-        """Check the model's weights, and make FSDP2 begin anew; a hook before the model's forward.
+        """Check that the model's weights were not replaced by other tensors; a hook before the model's forward.
 
-        Refuses weights that were replaced by other tensors. Frees the device's copies of the model's own weights, so
-        that they are copied again, as the weights may have been written to.
+        Also frees the device's copies of the model's own weights, so that they are copied again, as the weights may
+        have been written to; and resets FSDP2 after a pass that raised.
         """
         if torch._C._current_graph_task_id() != NO_PASS:  # activation checkpointing runs this forward again
             return
@@ -302,7 +311,10 @@ class WeightsInHostMemory:
     def _place_loaded(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
     ) -> None:
-        """Wrap plain tensors as `DTensor`s, placed as the weights are; a hook before `load_state_dict`."""
+        """Wrap plain tensors as `DTensor`s, placed as the weights are; a hook before `load_state_dict`.
+
+        Waits for copies of the weights to the device, as `load_state_dict` then writes to the weights.
+        """
         if metadata.get("assign_to_params_buffers"):
             advice = "leave it out: weights in host memory stay where they are, and take the values"
             raise ConfigError("assign", True, advice)
@@ -341,7 +353,7 @@ def _state_of(module: Any) -> Any:
 
 
 def _weights_to_stay(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
-    """Return the weights of a model that stay on the device, named by weight or by module."""
+    """Return the weights of a model that stay on the device, by their or modules' names; refuse those that train."""
     if isinstance(on_device, str):
         raise ConfigError("on_device", on_device, "give a list of names")
     staying = set[nn.Parameter]()
@@ -424,7 +436,7 @@ def _shard(model: nn.Module, modules: Iterable[nn.Module], stays: set[nn.Paramet
 
     mesh = shards.mesh_of_all(device.type)
     for module in modules:
-        policy = CPUOffloadPolicy(pin_memory=False)
+        policy = CPUOffloadPolicy(pin_memory=False)  # `_move_group` pins memory of exact size
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=stays or None)
     give_buffers(model, device)
     moved: dict[nn.Parameter, nn.Parameter] = {}

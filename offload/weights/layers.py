@@ -105,7 +105,7 @@ class GatherGroups:
             if layer in chosen:
                 chosen.difference_update(layer.modules())
                 self._add_groups_in(layer, groups)
-        for module in (model, *groups):
+        for module in (model, *groups):  # the groups so far: the call adds others, which have one dtype
             self._split_by_dtype(module, groups)
         self.modules = [*(module for module in reversed(self._names) if module in groups), model]
 
@@ -150,7 +150,7 @@ class GatherGroups:
         dtypes: dict[nn.Module, torch.dtype | None] = {}
         for member, parent in parent_of.items():
             parents_dtype = dtypes.get(parent, group_dtype)
-            dtypes[member] = own_dtypes[member] or parents_dtype
+            dtypes[member] = own_dtypes[member] or parents_dtype  # without trainable weights: as its parent
             if dtypes[member] != parents_dtype:
                 if not is_called(member) or not self._has_all_uses(member):
                     where = f"trainable weights of {own_dtypes[member]}, in a layer of {parents_dtype}"
@@ -184,7 +184,8 @@ def check_weights(model: nn.Module, late: combinations.Row) -> None:
     """
     names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     dense = (weight for weight in names if weight.layout == torch.strided and shards.is_dense(weight))
-    shards.check_apart({weight: names[weight] for weight in dense if shards.local(weight).data_ptr()})
+    with_memory = (weight for weight in dense if shards.local(weight).data_ptr())  # not those on the meta device
+    shards.check_apart({weight: names[weight] for weight in with_memory})
     if _optimizer_of(names) is not None:
         gc.collect()  # it may be an optimizer that nobody holds any more
         found = _optimizer_of(names)

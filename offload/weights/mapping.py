@@ -102,7 +102,7 @@ class MappedFile(mmap.mmap):
                 self = super().__new__(cls, descriptor, nbytes, mmap.MAP_SHARED)
             except OSError as error:
                 raise TierError("map", tier="file", path=place, errno=error.errno) from error
-            weakref.finalize(self, opened.pop_all().close)
+            weakref.finalize(self, opened.pop_all().close)  # no error: the descriptor stays open as long as this
         self.folder, self.nbytes, self.descriptor = place, nbytes, descriptor
         self.address = np.frombuffer(self, np.uint8).ctypes.data
         _files.append(weakref.ref(self))
@@ -198,10 +198,10 @@ class LayerReadAhead:
         """Wait until a layer is in memory, read ahead the one that is next, and let go of the one before.
 
         Raises:
-            TierError: See `MappedFile.fault_in`.
+            TierError: They cannot be read.
         """
         last = self._last
-        if number != last:
+        if number != last:  # else its turn goes on
             self._following[self._before, last] = number
             self._before = last
             self._last = number
@@ -211,7 +211,7 @@ class LayerReadAhead:
             self._file.fault_in(offset, nbytes)
         if 0 <= coming < len(self._layers) and coming != number:
             self._thread.read_ahead(self._file, self._layers[coming])
-        if last not in (-1, number, coming):
+        if last not in (-1, number, coming):  # it is not used again soon
             for offset, nbytes in self._layers[last]:
                 self._file.advise_unneeded(offset, nbytes)
 
@@ -233,7 +233,8 @@ class ReadAheadThread:
             threading.Thread(
                 target=_serve_read_ahead, args=(self._requests,), name="offload-weights", daemon=True
             ).start()
-            weakref.finalize(self, self._requests.put, None).atexit = False
+            end = weakref.finalize(self, self._requests.put, None)  # ends the thread with this object
+            end.atexit = False  # the end of the process ends it anyway
         self._requests.put((file, ranges))
 
 
@@ -266,7 +267,7 @@ class MappedWeights:
         """Wait until all ranges are in memory, to be written to.
 
         Raises:
-            TierError: See `MappedFile.fault_in`.
+            TierError: They cannot be read.
         """
         for file, offset, nbytes in self.ranges:
             file.fault_in(offset, nbytes, to_write=True)
@@ -290,7 +291,7 @@ class MappedWeightsWindow:
         """Let go of an earlier update's weights, and wait for this one's.
 
         Raises:
-            TierError: See `MappedFile.fault_in`.
+            TierError: They cannot be read.
         """
         if len(self._not_released) == VISITS_BEFORE_RELEASE:
             self._not_released.popleft().start_write_back()

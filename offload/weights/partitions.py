@@ -77,7 +77,7 @@ class Partitions:
             ranges.append(joined((address - self._file.address, nbytes) for address, nbytes in places.items()))
             self._numbers.update(dict.fromkeys(places, number))
         self._layers = LayerReadAhead(self._file, ranges)
-        self._file.advise_unneeded(0, self._file.nbytes, was_written=True)
+        self._file.advise_unneeded(0, self._file.nbytes, was_written=True)  # all of it, until layers are read
         said = format_bytes(self._used), os.fspath(self._file.folder), len(self._numbers), len(ranges)
         log.info("%s of partitions lie in a file in %s: %d, used in %d layers", *said)
 
@@ -85,10 +85,10 @@ class Partitions:
         """Wait until the layers of tensors to be read are in memory; read ahead the layer that came next last time.
 
         Raises:
-            TierError: See `MappedFile.fault_in`.
+            TierError: They cannot be read.
         """
         for tensor in tensors:
-            number = self._numbers.get(tensor.data_ptr(), self._last)
+            number = self._numbers.get(tensor.data_ptr(), self._last)  # one that lies elsewhere needs no layer
             if number != self._last:
                 self._layers.begin(number)
                 self._last = number

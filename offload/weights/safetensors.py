@@ -64,7 +64,7 @@ def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
         header_bytes = int.from_bytes(file.read(8), "little")
         start = 8 + header_bytes
         try:
-            if not 2 <= header_bytes <= min(MOST_HEADER_BYTES, nbytes - 8):
+            if not 2 <= header_bytes <= min(MOST_HEADER_BYTES, nbytes - 8):  # JSON's shortest object is "{}"
                 raise ValueError("no header")
             header = json.loads(file.read(header_bytes))
             entries = sorted(
@@ -101,8 +101,8 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
     """Return the tensors of files after checking that the model has all; warn of meta weights that no file has.
 
     Raises:
-        ConfigError: See `entries_in`, or a file has a tensor that the model lacks.
-        OSError: See `entries_in`.
+        ConfigError: A file is no whole safetensors file, or has a tensor that the model lacks.
+        OSError: A file cannot be opened.
     """
     if isinstance(files, str | os.PathLike):
         raise ConfigError("safetensors", files, "give a list of files")
@@ -134,7 +134,7 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
     for path, entries in files:
         for name, tensor in tensors_in(path, entries):
             target = targets[name]
-            if shards.is_dtensor(target):
+            if shards.is_dtensor(target):  # this rank's part
                 tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
             elements = shards.local(target.detach())
             elements.copy_(tensor)

@@ -90,13 +90,13 @@ class ShardsInFile:
             fsdp_param.sharded_param = moved
         else:
             place.copy_(padded)
-            weight._local_tensor = unpadded
+            weight._local_tensor = unpadded  # the parameter stays the same object
         fsdp_param._sharded_param_data = place
         return place.data_ptr()
 
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Wait until a group's shards are in memory, then let FSDP2 gather them; replaces its `unshard`."""
-        if group._all_gather_result is None and group.is_sharded:
+        if group._all_gather_result is None and group.is_sharded:  # else it is gathered, or about to be
             for fsdp_param in group.fsdp_params:
                 name, address = self._places[fsdp_param]
                 data = fsdp_param._sharded_param_data

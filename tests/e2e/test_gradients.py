@@ -115,9 +115,9 @@ def test_only_what_has_changed_is_gathered_anew(streaming: Any, monkeypatch: pyt
         gradients = optimizer.engine._parts.gradients
         gather = gradients._sum_and_copy
 
-        def noted(position: int, *rest: Any) -> None:
+        def noted(position: int, *rest: Any, **target: Any) -> None:
             gathered.append(position)
-            gather(position, *rest)
+            gather(position, *rest, **target)
 
         monkeypatch.setattr(gradients, "_sum_and_copy", noted)
         optimizer.clip_grad_norm_(1e9)
