@@ -544,7 +544,7 @@ def _with_least_memory(setting: Setting, target_s: float) -> Setting:
             if candidate.iteration_s <= target_s:
                 return candidate
         enough += (scenario.host_memory - enough + 1) // 2
-        if scenario.host_memory - enough < ROUNDING_UNITS[-1]:
+        if scenario.host_memory - enough < ROUNDING_UNITS[-1]:  # too little to save
             break
     return setting
 

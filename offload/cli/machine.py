@@ -298,7 +298,7 @@ def described(arguments: argparse.Namespace) -> RatesFile:
     )
     return RatesFile(
         rates=rates,
-        cpu_bytes_per_s={EXACT: {0: rates.cpu_bytes_per_s}},
+        cpu_bytes_per_s={EXACT: {0: rates.cpu_bytes_per_s}},  # 0: for no known number of threads
         machine={"cpu": f"{cores} cores", "cores": cores, "memory_bytes": host.nbytes, "gpu": gpu_name},
         paths=tuple({"path": f"{STAND_IN}{number}", "bytes": drive.nbytes} for number, drive in enumerate(drives)),
         warnings=(f"a machine in words; assumed: {'; '.join(notes.assumed)}",) if notes.assumed else (),

@@ -80,7 +80,7 @@ class RunRecord:
         warm_rows = self.rows[1:] or self.rows
 
         def median(name: str) -> float | None:
-            """Return the median of a row's entry over all rows that have it; None if none has."""
+            """Return the median of an entry over the `warm_rows` that have it; None if none has."""
             values = [row[name] for row in warm_rows if row.get(name) is not None]
             return statistics.median(values) if values else None
 

@@ -827,7 +827,7 @@ def _forward_backward_s(
         backward_s = max(backward_s, link_s.backward)
         if read_s:
             path_busy_s[path_of(rates)] += read_s
-    return PerPass(forward_s, max(backward_s, *path_busy_s, 0.0))
+    return PerPass(forward_s, max([backward_s, *path_busy_s]))
 
 
 def least_memory_use(scenario: Scenario) -> MemoryUse | None:
