@@ -1,6 +1,7 @@
 """The `offload` command: one subcommand a module, imported only when it runs.
 
-Exit status: 0 done, 1 failed (or a comparison found a difference), 2 bad input, 130 interrupted.
+Exit status: 0 done, 1 failed (or a comparison found a difference), 2 bad input, 130 interrupted, 141 the reader of
+stdout is gone (128 and the signal's number, as shells have it).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = _parser()
+    # Passed in, not returned: if parsing raises, it says which command (None: none yet) the error is about.
     arguments = argparse.Namespace(command=None)
     # Idle threads of torch's pool spin by default, which starves the engine's own threads (and whatever else
     # runs here) of cores: forward and backward take twice as long beside one busy thread. Sleeping costs nothing
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return int(_COMMANDS[arguments.command].run(arguments))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would fail, too
         return 141
     except KeyboardInterrupt:
         print("offload: interrupted", file=sys.stderr)

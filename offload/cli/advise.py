@@ -68,6 +68,9 @@ RECOMPUTE_ASKS = 3
 PLACE_ASKS = {"host": 8, "path": 200}
 """Likewise for weights that lie elsewhere than where they are computed."""
 
+MOST_GPU_BYTES_MORE = 10 << 30
+"""Most bytes by which GPU memory for state is raised to see what that would save."""
+
 GPU_SETTINGS = frozenset(name for name, one in ADVISED.items() if one.metadata["advised"].weights_on == "gpu")
 """Settings for weights on a GPU: whoever gives one wants the weights there."""
 
@@ -103,6 +106,7 @@ class Choices:
         computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
         can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
         places = [scenario.model.weights_on]
+        # Others are tried for one rank alone, and not against a setting that says that weights lie on the GPU.
         if weights_on is None and scenario.machine.all_ranks == 1 and not GPU_SETTINGS & given.keys():
             if scenario.machine.rates.gpu.lanes:
                 places.append("host")
@@ -116,7 +120,10 @@ class Choices:
         )
 
     def _values_to_try(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
-        """Return the values to try of each setting that is not computed: its own alone if it is given."""
+        """Return the values to try of each setting that is not computed.
+
+        Its own value alone if it is given, or if another would change nothing.
+        """
         values = {}
         for name, field in ADVISED.items():
             if name in COMPUTED_SETTINGS:
@@ -135,8 +142,8 @@ class Choices:
             values = self._values_to_try(moved)
             for *chosen, recompute in itertools.product(*values.values(), self.recompute):
                 settings = dict(zip(values, chosen, strict=True))
-                asks = RECOMPUTE_ASKS * recompute + PLACE_ASKS.get(place, 0)
-                for name, value in settings.items():
+                asks = PLACE_ASKS.get(place, 0) + (RECOMPUTE_ASKS if recompute else 0)
+                for name, value in settings.items():  # the first value asks nothing, each further one as much again
                     asks += ADVISED[name].metadata["advised"].asks * values[name].index(value)
                 variant = replace(moved, model=replace(moved.model, recompute=recompute))
                 asks_and_variants.append((asks, variant.with_settings(**settings)))
@@ -163,6 +170,7 @@ class Choices:
             report(number, len(variants), "planned")
             if any_fits and variant.model.weights_on == "path":
                 continue  # slower, and a drive is worn
+            planned = variant  # which the error names if no budgets can be fixed
             try:
                 planned = self.fix_budgets(variant)
                 answer = ask(planned, simulate=False)
@@ -211,7 +219,7 @@ class Choices:
             try:
                 gpu_bytes = memory_use(candidate).gpu_bytes
             except (ConfigError, InfeasiblePlanError):
-                return candidate
+                return candidate  # the caller's `ask` raises the same
             if gpu_bytes <= gpu_room(gpu_memory):
                 return candidate
             by_gpu_bytes.setdefault(gpu_bytes, candidate)
@@ -228,7 +236,7 @@ class Choices:
         host_room = self._host_room(scenario)
         chooses_host = "host_memory" in self.computed
         chooses_gpu = "gpu_memory" in self.computed
-        if chooses_gpu:
+        if chooses_gpu:  # host memory is chosen first, as if no state were at home on the GPU
             scenario = scenario.with_settings(gpu_memory=0)
         if chooses_host and host_room and not scenario.machine.rates.paths:
             scenario = scenario.with_settings(host_memory=_with_spare(scenario.state_bytes))
@@ -273,7 +281,7 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
     for _ in range(FITTING_ROUNDS):
         try:
             use = memory_use(scenario.with_settings(**{field: budget}))
-        except InfeasiblePlanError:  # more has to lie there
+        except InfeasiblePlanError:  # it is too little for what has to lie there: try all the room, then between
             if budget >= room:
                 return 0
             fits = budget
@@ -287,7 +295,7 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
             fits = budget
         state_bytes = bytes_by_purpose["state"]
         nearer = _round_down(max(0, min(budget, state_bytes) - excess))  # as other uses hardly change
-        if nearer <= fits or state_bytes == last_state_bytes:
+        if nearer <= fits or state_bytes == last_state_bytes:  # nothing more fits, or the last change had no effect
             break
         last_state_bytes = state_bytes
         budget = nearer if nearer < too_much else _round_down((fits + too_much) // 2)
@@ -319,7 +327,7 @@ def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
     for opened in (choices, all_computed):
-        with contextlib.suppress(ConfigError, PlanError):
+        with contextlib.suppress(ConfigError, PlanError):  # none fits: open more
             first = next(opened.fitting_answers(scenario, leaves=False))
             return " and ".join(switch_texts(scenario, first.scenario, choices))
     return ""
@@ -327,6 +335,8 @@ def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
 
 def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
     """Return how to come from one scenario to another, each switch by its setting and its option."""
+    # Numbers order the texts: settings by their `asks`, weights elsewhere (98) and recomputation (99) just before
+    # rounded state (100), and last budgets and placement that the user has given.
     asks_and_texts: list[tuple[int, str]] = []
     if after.model.weights_on != before.model.weights_on:
         where = {"host": "host memory", "path": "a file on a drive"}[after.model.weights_on]
@@ -388,8 +398,8 @@ class Setting:
             hidden_s = {where: seconds for where, seconds in hidden_s.items() if where == "forward"}
         overlap = min(hidden_s, key=lambda where: hidden_s[where], default="off")
         if overlap != "off" and hidden_s[overlap] < worthwhile_s:
-            return cls(answer, overlap, hidden_s[overlap])
-        return cls(answer, "off", answer.iteration_s)
+            return cls(answer, overlap, iteration_s=hidden_s[overlap])
+        return cls(answer, overlap="off", iteration_s=answer.iteration_s)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -397,13 +407,14 @@ class Setting:
         return config_of(self.answer, self.overlap)
 
     def __str__(self) -> str:
+        """Return the settings that matter, in words."""
         return str(self.answer.scenario) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
 
 
 def _has_room_for_hiding(answer: Answer) -> bool:
     """Return whether the host has memory for what steps that are hidden in backward take more."""
     machine = answer.scenario.machine
-    hiding_bytes, _ = answer.hiding_bytes
+    hiding_bytes, _storage_bytes = answer.hiding_bytes
     used_bytes = machine.ranks * (answer.use.host_bytes + hiding_bytes)
     memory_bytes = machine.memory_bytes
     return memory_bytes is None or used_bytes <= memory_bytes - reserved_bytes(memory_bytes, machine.ranks)
@@ -412,8 +423,8 @@ def _has_room_for_hiding(answer: Answer) -> bool:
 def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
     """Return the fields of an `OffloadConfig` that an answer is about; what is the default is left out."""
     scenario = answer.scenario
-    host_bytes = _used_of_budget(answer, "HOST", scenario.host_memory, answer.use.host_bytes)
-    gpu_bytes = _used_of_budget(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)
+    host_bytes = _used_of_budget(answer, home="HOST", budget=scenario.host_memory, used=answer.use.host_bytes)
+    gpu_bytes = _used_of_budget(answer, home="GPU", budget=scenario.gpu_memory, used=answer.use.gpu_bytes)
     nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in scenario.config.node_bytes.items()}
     chosen = {
         "host_memory": nodes or budget_text(host_bytes),
@@ -428,7 +439,7 @@ def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
     return config
 
 
-def _used_of_budget(answer: Answer, home: str, budget: int, used: int) -> int:
+def _used_of_budget(answer: Answer, *, home: str, budget: int, used: int) -> int:
     """Return how much of a budget to give: what a plan's state takes of it, with a little to spare, rounded up.
 
     The spare is for the padding of a model's own tensors, which is not known here; it is within `used`, all that the
@@ -436,11 +447,13 @@ def _used_of_budget(answer: Answer, home: str, budget: int, used: int) -> int:
     """
     from offload.plan import Home
 
-    return min(budget, _with_spare(answer.plan.home_bytes[Home[home]], used))
+    return min(budget, _with_spare(answer.plan.home_bytes[Home[home]], most=used))
 
 
 def best_settings(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
-    """Return the settings with the shortest iterations, the best first; those that another one beats come last.
+    """Return the settings with the shortest iterations, the shortest first.
+
+    Those that another beats (as good in every way, and better in one) come last, but the first stays first.
 
     Raises:
         PlanError: None fits.
@@ -482,7 +495,8 @@ def cheapest_setting(scenario: Scenario, choices: Choices, target_s: float, repo
     """
     tried: list[Setting] = []
     for answer in choices.fitting_answers(scenario, report):
-        is_hopeless = answer.iteration_s > 4 * target_s  # hiding a step does not make an iteration a quarter of it
+        # Not worth a simulation: hiding a step does not make an iteration a quarter of it.
+        is_hopeless = answer.iteration_s > 4 * target_s
         setting = Setting.of(answer if is_hopeless else ask(answer.scenario))
         if setting.iteration_s <= target_s:
             return _with_least_memory(setting, target_s) if "host_memory" in choices.computed else setting
@@ -518,19 +532,19 @@ def _with_least_memory(setting: Setting, target_s: float) -> Setting:
     too_little, enough = 0, scenario.host_memory
     for _ in range(HALVINGS):
         middle = _round_down((too_little + enough) // 2)
-        if not too_little < middle < enough:
+        if not too_little < middle < enough:  # rounding leaves nothing between
             break
         if meets_target(middle):
             enough = middle
         else:
             too_little = middle
     while enough < scenario.host_memory:
-        with contextlib.suppress(InfeasiblePlanError):
+        with contextlib.suppress(InfeasiblePlanError):  # more is tried then
             candidate = Setting.of(ask(scenario.with_settings(host_memory=enough)))
             if candidate.iteration_s <= target_s:
                 return candidate
         enough += (scenario.host_memory - enough + 1) // 2
-        if scenario.host_memory - enough < ROUNDING_UNITS[-1]:
+        if scenario.host_memory - enough < ROUNDING_UNITS[-1]:  # too little to save
             break
     return setting
 
@@ -549,7 +563,7 @@ def settings_table(settings: list[Setting]) -> str:
         host = format_bytes(answer.scenario.machine.ranks * answer.use.host_bytes)
         gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
         rows.append((f"{number}", str(setting), iteration, step, host, gpu, answer.estimate.bound_by))
-    return in_columns(rows, right=(2, 3, 4, 5))
+    return in_columns(rows, right=(2, 3, 4, 5))  # the figures
 
 
 def to_paste(setting: Setting) -> str:
@@ -617,7 +631,7 @@ def _weight_lines(answer: Answer) -> list[str]:
     if not scenario.model.is_streamed:
         return []
     is_sharded = scenario.machine.all_ranks > 1
-    sharded = "    # sharded by FSDP2"
+    sharded = "    # sharded by FSDP2"  # by the user: a comment among the lines to paste
     if scenario.model.weights_on == "host":
         line = f"{sharded} with offload_policy=CPUOffloadPolicy()"
         return [line if is_sharded else "    offload.weights_in_host_memory(model)"]
@@ -625,6 +639,7 @@ def _weight_lines(answer: Answer) -> list[str]:
     if scenario.computes_on_gpu:
         if not is_sharded:
             return [f"    offload.weights_in_host_memory(model, path={place})"]
+        # Pinned memory cannot be a file's.
         sharded += " with offload_policy=CPUOffloadPolicy(pin_memory=False)"
     in_file = f"    offload.weights_in_file(model, {place})"
     return [sharded, in_file] if is_sharded else [in_file]
@@ -659,7 +674,7 @@ def _assumption_lines(answer: Answer) -> list[str]:
 
 
 def _deepspeed_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config that DeepSpeed's object takes; gradients leave the GPU there anyway."""
+    """Return the fields of a config that DeepSpeed's object takes: not `keep_grads`, which DeepSpeed decides."""
     return {name: value for name, value in config.items() if ADVISED[name].metadata["deepspeed"] is None}
 
 
@@ -720,11 +735,12 @@ def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
     from offload.predict.explanation import LEAST_SAVED, ONE_MORE, changes
 
     scenario, plan, machine = answer.scenario, answer.plan, answer.scenario.machine
-    host_memory = machine.memory_bytes or 1 << 60
+    host_memory = machine.memory_bytes or 1 << 60  # unknown: no limit
     gpu_memory = machine.rates.gpu.memory_bytes or 1 << 60
     host_left = (host_memory - reserved_bytes(host_memory, machine.ranks)) // machine.ranks - answer.use.host_bytes
-    more_host = min(max(1 << 30, int(MORE_HOST_SHARE * plan.state_bytes)), host_left)
-    more_gpu = min(10 << 30, gpu_room(gpu_memory) - answer.use.gpu_bytes)
+    worth_trying = max(1 << 30, int(MORE_HOST_SHARE * plan.state_bytes))
+    more_host = min(worth_trying, host_left)
+    more_gpu = min(MOST_GPU_BYTES_MORE, gpu_room(gpu_memory) - answer.use.gpu_bytes)
     now_s = answer.estimate.step_s
     found = []
     for change in changes(plan, machine.rates, more_host, more_gpu):
@@ -737,7 +753,7 @@ def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
         if saved_s <= LEAST_SAVED * now_s:
             continue
         what = change.what
-        if change.nbytes:
+        if change.nbytes:  # `what` is "host" or "GPU"
             what = f"{what} budget +{format_bytes(change.nbytes)} a rank"
         elif what == ONE_MORE and len(machine.rates.paths) == 1:
             what = "a second path like this one"

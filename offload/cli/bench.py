@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         add_help=False,
-        prefix_chars="\0",  # options are the script's, --help included
+        prefix_chars="\0",  # so that nothing is an option here: all are the script's, --help included
         help="compare iteration times with torch's AdamW and DeepSpeed's offloading (in a source checkout)",
     )
     parser.add_argument("options", nargs="*")
@@ -43,7 +43,7 @@ def script(package: Path) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark with the options as they are.
+    """Run the benchmark with the options as they are; return its exit status.
 
     Raises:
         OffloadError: There are no benchmarks here.

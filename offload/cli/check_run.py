@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         outcome["found"].append(f"on the CPU: {', '.join(ON_CPU)} of the settings were left out")
     text = "\n".join([about, *outcome["found"]])
     if outcome["different"] and arguments.quiet and not arguments.json:
-        print(text)
+        print(text)  # --quiet prints differences only, and `tell` then nothing
     tell(arguments, {"script": script, "steps": steps, **outcome}, text)
     return int(outcome["different"])
 
@@ -176,8 +176,9 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
     as_it_is, in_memory = seen
     first = _first_difference(as_it_is, in_memory)
     own = _own_differences(as_it_is, in_memory)
-    beyond = next((row for row in in_memory.beside if not row[2] <= row[3]), None)
-    is_different = first is not None or bool(own) or beyond is not None
+    # NaN is too far, too.
+    too_far = [(step, name, apart, room) for step, name, apart, room in in_memory.beside if not apart <= room]
+    is_different = first is not None or bool(own) or bool(too_far)
     found = [
         f"as it is and in memory: the same bits in {len(as_it_is.tensors)} gradients, weights and tensors of state"
     ]
@@ -192,8 +193,9 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         found[0] = difference or found[0]
         found += further
     share = max((apart / room for _, _, apart, room in in_memory.beside if room), default=None)
-    if beyond is not None:
-        where = "the master of {1} in step {0}: {2:.3g} apart, {3:.3g} allowed".format(*beyond)
+    if too_far:
+        step, name, apart, room = too_far[0]
+        where = f"the master of {name} in step {step}: {apart:.3g} apart, {room:.3g} allowed"
         found.append(f"torch's optimizer DIFFERS, first in {where}")
     elif share is not None:
         found.append(f"torch's optimizer: no master is further apart than {share:.2g} of what is allowed")
@@ -210,7 +212,7 @@ def _run_both(request: Request, folder: Path, progress: Progress, *, first: int,
         run_folder = folder / f"{number}"
         run_folder.mkdir()
         seen.append(_run(msgspec.structs.replace(request, reference=reference), run_folder, name))
-        shutil.rmtree(folder / "output", ignore_errors=True)
+        shutil.rmtree(folder / "output", ignore_errors=True)  # of `offload train`, which wants a new folder
     return seen
 
 
@@ -230,7 +232,8 @@ def _difference_lines(
         apart = "" if any(unlike.values()) else _distance(folder, 0)
         difference = f"as it is and in memory DIFFER, first in {first[1]} in step {first[0]}{apart}"
     lines = []
-    for number, name in enumerate(own[:MOST_SHOWN], first is not None):
+    numbers_before = 0 if first is None else 1  # of `Request.dump`, in which `first` comes first
+    for number, name in enumerate(own[:MOST_SHOWN], numbers_before):
         apart = ", and so it does between two runs of one kind" if name in changing else _distance(folder, number)
         lines.append(f"the script's {name} DIFFERS at the end{apart}")
     if own[MOST_SHOWN:]:
@@ -273,7 +276,10 @@ def _run(request: Request, folder: Path, name: str) -> Seen:
 
 
 def _first_difference(left: Seen, right: Seen) -> tuple[int, str] | None:
-    """Return step and name of the first tensor with other bits; gradients that one has let go of are left out."""
+    """Return step and name of the first tensor with other bits; None if none has.
+
+    Left out is what one run alone has: a gradient that the other has let go of.
+    """
     theirs = {(step, name): digest for step, name, digest in right.tensors}
     for step, name, digest in left.tensors:
         if theirs.get((step, name), digest) != digest:
@@ -282,15 +288,16 @@ def _first_difference(left: Seen, right: Seen) -> tuple[int, str] | None:
 
 
 def _own_differences(left: Seen, right: Seen) -> list[str]:
-    """Return the names of the script's own tensors that both have, with other bits."""
+    """Return the names of the script's own tensors that both runs have, but with other bits."""
     return [name for name, digest in left.own.items() if right.own.get(name, digest) != digest]
 
 
 def _distance(folder: Path, number: int) -> str:
-    """Return how far a tensor is apart in the two runs that kept it, in words."""
+    """Return in words how far a tensor, by its number in `Request.dump`, is apart in the two runs that kept it."""
     import torch
 
-    ours, theirs = (torch.load(folder / run / TENSOR.format(number), weights_only=True) for run in ("2", "3"))
+    second_runs = ("2", "3")  # folders of `_run_both`: as it is, and in memory
+    ours, theirs = (torch.load(folder / run / TENSOR.format(number), weights_only=True) for run in second_runs)
     if ours.shape != theirs.shape:
         return f": it is {' by '.join(map(str, ours.shape))}, and in memory {' by '.join(map(str, theirs.shape))}"
     ours, theirs = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (ours, theirs))

@@ -53,11 +53,11 @@ class _TorchTwin:
     """Torch's own optimizer over copies of the state of one of ours, made before a step."""
 
     def __init__(self, optimizer: Any) -> None:
-        bound = optimizer._weights.bound
+        bound = optimizer._weights.bound  # parameters that the optimizer updates
         self._names = {p: name for p, name, _ in names(optimizer.param_groups) if p in bound}
         self._masters = {p: optimizer.state_for(p)["master"] for p in self._names}
         self._first_masters = {p: master.clone() for p, master in self._masters.items()}
-        self._versions = {p: shards.version(p) for p in self._names}
+        self._versions = {p: shards.version(p) for p in self._names}  # to notice that the script changes a weight
         groups = []
         for group in optimizer.param_groups:
             masters = [self._masters[p] for p in group["params"] if p in self._names]
@@ -103,10 +103,10 @@ class _Watch:
     def __init__(self, request: Request, folder: Path) -> None:
         self.seen = Seen()
         self._request, self._folder = request, folder
-        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # steps taken, by optimizer
         self._torch_twins: WeakKeyDictionary[Any, _TorchTwin] = WeakKeyDictionary()
-        self._max_norms: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-        self._saved: dict[str, str] = {}
+        self._max_norms: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # of the next step, if it is clipped
+        self._saved: dict[str, str] = {}  # folders of this run, by the script's names of checkpoints
 
     def begin(self) -> None:
         """Replace methods of the optimizers, and register hooks before and after each step."""
@@ -118,8 +118,9 @@ class _Watch:
             "load_checkpoint": self._load_checkpoint,
             "checkpoint_folder": self._checkpoint_folder,
         }
+        # What the script does with checkpoints of its own leaves them as they are.
         ignored = ["release_checkpoint", "commit_on_sigterm"]
-        if self._request.reference:
+        if self._request.reference:  # no step is hidden, and hooks leave gradients alone
             replacements["clip_grad_norm_"] = self._clip_grad_norm
             ignored += ["overlap_forward", "overlap_backward", "park"]
             for route in Route.__subclasses__():
@@ -130,7 +131,7 @@ class _Watch:
             )
         for name, replacement in replacements.items():
             self._replace(name, replacement)
-        for name in ignored:
+        for name in ignored:  # what is returned stands for a hook's handle
             self._replace(name, lambda _plain, *_arguments, **_options: SimpleNamespace(remove=lambda: None))
 
     @staticmethod
@@ -194,12 +195,13 @@ class _Watch:
         step = self._steps.setdefault(optimizer, 0)
         if step >= self._request.steps:
             raise _Enough
+        # `arguments` begin with the optimizer itself.
         if closure := (arguments[1] if len(arguments) > 1 else options.get("closure")):
             with torch.enable_grad():
                 loss = closure()
             arguments, options = (optimizer, lambda: loss), {}
         optimizer.finish()  # the last step, if it is hidden; reading state would also end updates in backward
-        if step:
+        if step:  # new weights of the step before, which may have been hidden until now
             self._record(optimizer, step, "weight")
         self._record(optimizer, step + 1, "gradient")
         if self._request.reference and optimizer.torch_class is not None:
@@ -217,7 +219,7 @@ class _Watch:
         if optimizer in self._torch_twins:
             self.seen.beside += self._torch_twins[optimizer].compare(optimizer, step)
         if step == self._request.steps:
-            for other in [*self._steps]:
+            for other in [*self._steps]:  # so that the script's own tensors are whole
                 other.finish()
             for kind in ("weight", *optimizer.rule.names):
                 self._record(optimizer, step, kind)
@@ -328,6 +330,7 @@ def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, An
                 for name, cell in zip(*_closure(value), strict=True):
                     yield f".{name}", cell.cell_contents
     elif not isinstance(value, (ModuleType, OffloadedOptimizer)) and (
+        # This one type of the standard library has attributes that scripts give it.
         isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] not in _FOREIGN
     ):
         for name, child in [*getattr(value, "__dict__", {}).items()]:
@@ -338,7 +341,7 @@ def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, An
 
 
 def _closure(value: FunctionType | type) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the names and the cells of the variables of outer functions that a function uses; a class has none."""
+    """Return the names and cells of the variables of outer functions that a function uses; none for a class."""
     return (value.__code__.co_freevars, value.__closure__ or ()) if isinstance(value, FunctionType) else ((), ())
 
 
@@ -350,6 +353,7 @@ def main(file: str) -> None:
     np.random.seed(0)
     torch.manual_seed(0)  # all seeds, before the script sets its own
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # A debugging aid that deterministic algorithms switch on, and which costs a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     watch = _Watch(request, folder)
     watch.begin()
@@ -360,7 +364,7 @@ def main(file: str) -> None:
                 from offload.cli import main as command
 
                 sys.exit(command(request.arguments))
-            sys.path[0] = str(Path(request.script).resolve().parent)
+            sys.path[0] = str(Path(request.script).resolve().parent)  # as `python SCRIPT` has it
             runpy.run_path(request.script, run_name="__main__")
     finally:
         (folder / SEEN).write_bytes(msgspec.msgpack.encode(watch.seen))

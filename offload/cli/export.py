@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export.
+    """Write the checkpoint's state as the options say, and print what was written.
 
     Raises:
         ConfigError: The target is there already, or the checkpoint is not the framework's.
@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     with closing(Progress(0, title="export", quiet=arguments.quiet, unit="MiB", after_s=5.0)) as progress:
 
         def show(doing: str, done_bytes: int, total_bytes: int) -> None:
+            """Show the MiB that are written or copied."""
             progress.show(done_bytes >> 20, total_bytes >> 20, doing)
 
         if framework is not None:
@@ -95,7 +96,7 @@ def _check_target(target: str, *, makes_folder: bool, replace: bool) -> None:
         raise ConfigError("OUT", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
     if not makes_folder:
         parse_output("OUT", target)
-    is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))
+    is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))  # an empty folder will do
     if not is_free and not replace:
         raise ConfigError("OUT", target, "it is there already; give --replace to have it replaced")
 

@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copy it, and say what was copied.
+    """Copy a checkpoint from the mirror, and say what was copied.
 
     Raises:
         CheckpointError: Nothing is whole there, or it cannot be copied.
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = [arguments.name] if arguments.name else find_whole(mirror)
     if not names:
         raise CheckpointError(f"{mirror} has no checkpoint that is whole")
-    name = names[-1]
+    name = names[-1]  # without --name the one that became whole last
     nbytes = 0
     with closing(Progress(1, title="fetch", quiet=arguments.quiet, unit="B", after_s=5.0)) as progress:
 

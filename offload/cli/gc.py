@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if verdict is None and arguments.dry_run:
             verdict = "would be deleted"
         elif verdict is None:
+            # --store says that the session of a bucket's store has ended.
             is_removed = remove(store, missing=arguments.really, ended=arguments.store is not None)
             failed = failed or not is_removed
             verdict = "deleted"
@@ -85,7 +86,7 @@ def _why_kept(store: Leftover, arguments: argparse.Namespace) -> str | None:
     if store.problem:
         return f"kept: {store.problem}"
     if store.used_by is not None:
-        return f"kept: process {store.used_by or '?'} uses it"
+        return f"kept: process {store.used_by or '?'} uses it"  # 0 where its pid is unknown
     if store.being_read:
         return "kept: somebody reads it"
     if store.pins:

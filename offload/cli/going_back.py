@@ -141,6 +141,7 @@ def _folders_by_file(framework: str, checkpoint: str) -> dict[str, str]:
         return {"": _state_folder_of_lightning(checkpoint, advice)}
     first = FILES[framework]
     stem, ending = os.path.splitext(first)
+    # Accelerate numbers the files of further optimizers: optimizer_1.bin.
     further = (f"{stem}_{number}{ending}" for number in count(1)) if framework == "accelerate" else ()
     names = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([first], further))
     files = {name: os.path.join(checkpoint, name) for name in names}
@@ -158,7 +159,7 @@ def _state_folder_of_lightning(checkpoint: str, advice: str) -> str:
     """Return the folder of state that Lightning's file names."""
     if not os.path.isfile(checkpoint):
         raise ConfigError("CHECKPOINT", checkpoint, advice)
-    path = os.path.realpath(checkpoint)  # `save_last="link"`
+    path = os.path.realpath(checkpoint)  # Lightning's `save_last="link"` makes links; the folder is beside the file
     states = _load_file(path, "lightning").get("optimizer_states")
     if not isinstance(states, list) or len(states) != 1:
         raise ConfigError("CHECKPOINT", checkpoint, f"it has no state of one optimizer; {advice}")
@@ -191,7 +192,7 @@ def _folders_by_deepspeed_file(checkpoint: str) -> dict[str, str]:
 
 
 def _load_file(path: str, framework: str) -> dict[str, Any]:
-    """Load a framework's file, with tensors mapped from it."""
+    """Load a framework's file, with tensors mapped from it; empty if it holds no dict."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as cause:
@@ -301,7 +302,7 @@ def _save_without_data(content: Any, file: IO[bytes]) -> None:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Refuse a target whose disk has no room for the state, before anything is written."""
+    """Refuse a target whose disk has no room for the state, before any of the state is written."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
@@ -338,16 +339,16 @@ def _groups_and_names(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[li
         return groups, _names_by_group(opened, len(groups))
     parameters = opened.manifests[0].layout.parameters
     try:
-        if any(number is not None and number < 0 for group in members for number in group):
+        if any(number is not None and number < 0 for group in members for number in group):  # Python would take it
             raise IndexError("below 0")
         named = [[None if number is None else parameters[number].name for number in group] for group in members]
-        return groups, [named[number] for number in range(len(groups))]
+        return groups, [named[number] for number in range(len(groups))]  # raises if there are too few
     except (TypeError, LookupError) as cause:
         raise CheckpointError(f"{opened.path} is damaged: its groups have no such parameters: {cause}") from cause
 
 
 def _names_by_group(opened: Checkpoint, group_count: int) -> list[list[str | None]]:
-    """Return each group's parameters as an older version wrote them, without those that have no state."""
+    """Return each group's parameters by their layout, as older checkpoints note no members; only those with state."""
     names: list[list[str | None]] = [[] for _ in range(group_count)]
     for name in opened.names:
         part = opened.parts(name)[0]
@@ -376,6 +377,7 @@ def _write_folder(
     All is written in `scratch`, and renamed to `out` when it is on the disk.
     """
     made = scratch / "made"
+    # What is not copied: folders of state, files that are written anew, and markers of whether the folder is whole.
     left_out = {*map(os.path.basename, state_folders.values()), *state_folders, BEGUN, WHOLE}
     names = [name for name in sorted(os.listdir(folder)) if name not in left_out]
     total = sum(file.lstat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
@@ -390,7 +392,7 @@ def _write_folder(
             while piece := source_file.read(PIECE_BYTES):
                 copied_file.write(piece)
                 done += len(piece)
-                progress("copying", min(done, total), total)
+                progress("copying", min(done, total), total)  # of a link, `total` has its own size, not the file's
             copied_file.flush()
             os.fsync(copied_file.fileno())
 

@@ -37,7 +37,8 @@ CORE_BYTES_PER_S = 10.6e9
 USUAL_MEMORY_BYTES_PER_S = 51.2e9
 USUAL_GPU_BYTES_PER_S = 360e9
 USUAL_CORES = 8
-PCIE_BYTES_PER_S = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
+PCIE_BYTES_PER_S = {3: 15.75e9, 4: 31.5e9, 5: 63e9}  # each way over 16 lanes, by generation
+USUAL_PCIE = 4
 CALL_S, OPERATION_S = 10e-6, 100e-6
 
 STAND_IN = "/mnt/drive"
@@ -204,11 +205,11 @@ def _parse_gpus(field: str, value: str) -> Gpus:
     cards = {known.replace("-", ""): known for known in CARDS}
     if plain in cards:
         card = CARDS[cards[plain]]
-        return Gpus(count, card, Memory(card.memory_bytes, card.bytes_per_s))
-    similar = [cards[known] for known in difflib.get_close_matches(plain, cards, 1, 0.7)]
-    if re.match(r"[\d.]", name):
+        return Gpus(count, card=card, memory=Memory(card.memory_bytes, card.bytes_per_s))
+    similar = [cards[known] for known in difflib.get_close_matches(plain, cards, n=1, cutoff=0.7)]
+    if re.match(r"[\d.]", name):  # a size, or a card's name that begins with a digit
         try:
-            return Gpus(count, None, _parse_memory(field, name))
+            return Gpus(count, card=None, memory=_parse_memory(field, name))
         except ConfigError:
             if not similar:
                 raise
@@ -231,6 +232,7 @@ def _parse_drive(field: str, value: str) -> Drive:
 
 
 def _parse_cores(field: str, value: str) -> int:
+    """Return a number of CPU cores."""
     return parse_count(field, value, most=MAX_THREADS)
 
 
@@ -252,7 +254,7 @@ def described(arguments: argparse.Namespace) -> RatesFile:
         raise ConfigError("--link", f"{format_bytes(arguments.link)}/s", "describe the GPU, too: --gpu 24GiB")
     if len(drives) > MOST_DRIVES:
         raise ConfigError("--drive", len(drives), f"give {MOST_DRIVES} at most")
-    notes = _Notes({}, [])
+    notes = _Notes(source={}, assumed=[])
     cores = arguments.cores
     if cores is None:
         cores = USUAL_CORES
@@ -282,8 +284,8 @@ def described(arguments: argparse.Namespace) -> RatesFile:
         cpu_bytes_per_s=min(cores * CORE_BYTES_PER_S, memory_bytes_per_s / UPDATE_MEMORY_COST),
         paths=tuple(
             PathRates(
-                drive.read_bytes_per_s / 2,
-                drive.write_bytes_per_s / 2,
+                read_bytes_per_s=drive.read_bytes_per_s / 2,
+                write_bytes_per_s=drive.write_bytes_per_s / 2,
                 read_alone_bytes_per_s=drive.read_bytes_per_s,
                 write_alone_bytes_per_s=drive.write_bytes_per_s,
             )
@@ -296,7 +298,7 @@ def described(arguments: argparse.Namespace) -> RatesFile:
     )
     return RatesFile(
         rates=rates,
-        cpu_bytes_per_s={EXACT: {0: rates.cpu_bytes_per_s}},
+        cpu_bytes_per_s={EXACT: {0: rates.cpu_bytes_per_s}},  # 0: for no known number of threads
         machine={"cpu": f"{cores} cores", "cores": cores, "memory_bytes": host.nbytes, "gpu": gpu_name},
         paths=tuple({"path": f"{STAND_IN}{number}", "bytes": drive.nbytes} for number, drive in enumerate(drives)),
         warnings=(f"a machine in words; assumed: {'; '.join(notes.assumed)}",) if notes.assumed else (),
@@ -332,15 +334,21 @@ def _gpu_rates(gpus: Gpus, link: float | None, notes: _Notes) -> GpuRates:
         gpu_bytes_per_s = USUAL_GPU_BYTES_PER_S
         notes.assumed.append(f"{USUAL_GPU_BYTES_PER_S / GB:g} GB/s of GPU memory (--gpu 1TB/s:24GiB)")
         memory_source = "assumed: as an RTX 3060 has"
-    usual_link = LINK_FRACTION * PCIE_BYTES_PER_S[gpus.card.pcie if gpus.card else 4]
+    pcie = gpus.card.pcie if gpus.card else USUAL_PCIE
+    usual_link = LINK_FRACTION * PCIE_BYTES_PER_S[pcie]
     text = f"a link of {usual_link / GB:.3g} GB/s each way (--link)"
     link = notes.given_or_usual("gpu.h2d_bytes_per_s", link, usual_link, why=_SOURCES["link"], text=text)
     notes.source["gpu.d2h_bytes_per_s"] = notes.source["gpu.h2d_bytes_per_s"]
     notes.source["gpu.update_bytes_per_s"] = f"{memory_source}; {_SOURCES['update']}"
     notes.source["gpu.call_s"] = _SOURCES["call"]
     notes.source["gpu.memory_bytes"] = gpus.card.source if gpus.card else "given"
-    update_bytes_per_s = gpu_bytes_per_s / UPDATE_MEMORY_COST
-    return GpuRates(update_bytes_per_s, link, link, memory_bytes=gpus.memory.nbytes, call_s=CALL_S)
+    return GpuRates(
+        update_bytes_per_s=gpu_bytes_per_s / UPDATE_MEMORY_COST,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        memory_bytes=gpus.memory.nbytes,
+        call_s=CALL_S,
+    )
 
 
 def _flops_per_s(card: Card | None, notes: _Notes, *, is_given: bool) -> float:
@@ -349,7 +357,7 @@ def _flops_per_s(card: Card | None, notes: _Notes, *, is_given: bool) -> float:
         return 0.0
     flops_per_s = FLOPS_FRACTION * card.flops_per_s
     notes.source["compute_flops_per_s"] = f"{card.source}; {_SOURCES['flops']}"
-    if not is_given:  # else what is given takes its place
+    if not is_given:  # else --flops takes its place, and nothing is assumed
         notes.assumed.append(f"{flops_per_s / 1e12:.3g} TFLOP/s of each GPU in forward and backward (--flops)")
     return flops_per_s
 
@@ -445,7 +453,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
         memory_bytes = arguments.node_memory
     gpus = _gpu_count_of(file) if arguments.gpus is None else arguments.gpus
     if arguments.gpus == 0 and rates.gpu.weights_on == "gpu":
-        rates = replace(rates, gpu=NO_GPU, compute_flops_per_s=0.0)  # which are the GPU's
+        rates = replace(rates, gpu=NO_GPU, compute_flops_per_s=0.0)  # these FLOP/s are the GPU's
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
     shared_paths = [text.partition("=")[0].strip() for text in arguments.shared_path]
@@ -486,14 +494,14 @@ def _file_of(arguments: argparse.Namespace) -> RatesFile:
 
 
 def _first_paths(rates: Rates, field: str, value: str) -> Rates:
-    """Return rates without further paths than the first so many, as `--path-count` says."""
+    """Return rates with the first paths alone, as many as `value` says; `field` is the option that said it."""
     known = len(rates.paths)
     count = parse_count(field, value, least=0, most=known, why=f"the rates know {known} paths: ")
     return replace(rates, paths=rates.paths[:count])
 
 
 def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
-    """Return a node's rates where a path is one file system for all nodes.
+    """Return a node's rates where a path is one file system for all nodes, so that the node gets a share of it.
 
     Args:
         rates: What a node reaches by itself.
@@ -504,6 +512,7 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
     why = f"the rates know {len(rates.paths)} paths, from 0: "
     number = parse_count("--shared-path", name, least=0, most=len(rates.paths) - 1, why=why)
     path = rates.paths[number]
+    # Without a size: the file system moves for all nodes what one node was measured to reach.
     total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
     if not total:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
@@ -568,6 +577,6 @@ def _figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 figures |= _figures(item, f"{prefix}{name}[{number}].")
-        elif value and f"{prefix}{name}".rpartition(".")[2] != "at_once":
+        elif value and f"{prefix}{name}".rpartition(".")[2] != "at_once":  # 1, without a source
             figures[f"{prefix}{name}"] = value
     return figures

@@ -63,7 +63,8 @@ def choose_shape(target_numel: int, *, layers: int | None = None, hidden: int | 
     ]
     best = min(candidates, key=lambda shape: _distance(shape, target_numel))
     is_fixed = layers is not None and hidden is not None
-    if not is_fixed and abs(math.log(best.numel / target_numel)) > math.log(2):
+    is_far = abs(math.log(best.numel / target_numel)) > math.log(2)  # by more than a factor of 2
+    if not is_fixed and is_far:
         raise ConfigError(
             "--params", target_numel, f"the nearest model has {best.numel} parameters; change --params or the shape"
         )
@@ -72,7 +73,7 @@ def choose_shape(target_numel: int, *, layers: int | None = None, hidden: int | 
 
 def _widths(target_numel: int, layers: int) -> list[int]:
     """Return the widths around the one that meets the target; multiples of 64 where that is fine enough."""
-    exact = math.sqrt(target_numel / (12 * layers))
+    exact = math.sqrt(target_numel / (12 * layers))  # a layer has about 12 hidden**2 parameters (`Shape.numel`)
     grain = 64 if exact >= 512 else 16
     below = max(grain, int(exact // grain) * grain)
     # Small models have much of their weight in the embedding and want to be narrower than `exact`.

@@ -123,8 +123,8 @@ def add_parser(commands: Any) -> None:
     add_value(node, "--gpus", gpus, "number of GPUs; 0: the CPU computes, as --flops says")
     work = parser.add_argument_group("the rest of the iteration")
     add_value(work, "--tokens", parse_count, "tokens of each rank in an iteration: predicts forward and backward")
-    reads = partial(parse_number, least=1, most=1e24, what="operations a second")
-    add_value(work, "--flops", reads, "FLOP/s they reach (default: that of the rates)", metavar="F")
+    parse_flops = partial(parse_number, least=1, most=1e24, what="operations a second")
+    add_value(work, "--flops", parse_flops, "FLOP/s they reach (default: that of the rates)", metavar="F")
     work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
     add_value(work, "--accumulate", parse_count, "micro-steps that the tokens come in (default: 1)", default=1)
     search = parser.add_argument_group("search, of what is not given")
@@ -132,8 +132,8 @@ def add_parser(commands: Any) -> None:
     search.add_argument("--advise", action="store_true", help="show the three best settings, and their config")
     wear = parser.add_argument_group("wear of the drives")
     add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet")
-    reads = partial(parse_number, least=1e-3, most=1e9)
-    add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
+    parse_steps = partial(parse_number, least=1e-3, most=1e9)
+    add_value(wear, "--steps-per-day", parse_steps, "(default: one iteration after the other)")
     add_value(parser, "--picture", parse_output, "where the plan's picture goes: tiers and lanes, as .png or .html")
     add_output(parser, "print everything as JSON on stdout, and nothing else there")
 
@@ -159,7 +159,7 @@ def _draw_picture(answer: Answer, text: str, file: str) -> None:
 
     scenario = answer.scenario
     tiers = _drawn_tiers(answer)
-    timeline = answer.prediction.timeline if answer.prediction else ()
+    timeline = answer.prediction.timeline if answer.prediction else ()  # without one, tiers alone are drawn
     if len(timeline) > MOST_DRAWN:
         timeline = ()
     paths = [scenario.machine.path_label(number) or "unknown" for number in range(len(answer.rates.paths))]
@@ -225,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> bool:
-    """Refuse options that do not go together; return whether settings are to be searched."""
+    """Refuse options that do not go together; return whether settings are to be searched (--advise, --target)."""
     if arguments.params is None and arguments.config is None and arguments.model is None:
         arguments.refuse("give a model, by --model NAME, --params N or --config FILE")
     search_options = {"--target": arguments.target, "--advise": arguments.advise}
@@ -247,7 +247,13 @@ def _scenario_from_options(arguments: argparse.Namespace) -> tuple[Scenario, adv
     model = model_of(arguments, weights_on=arguments.weights_on or machine.rates.gpu.weights_on)
     # Several ranks are planned as in ZeRO, where gradients leave the GPU during backward.
     usual = {"keep_grads": machine.all_ranks == 1}
-    scenario = Scenario.of(model, machine, arguments.path_bytes, arguments.gpu_staging, **{**usual, **settings})
+    scenario = Scenario.of(
+        model,
+        machine,
+        path_bytes=arguments.path_bytes,
+        gpu_staging=arguments.gpu_staging,
+        **{**usual, **settings},
+    )
     return scenario, advise.Choices.of(scenario, settings, arguments.weights_on)
 
 
@@ -279,7 +285,7 @@ def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.C
 
 
 def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
-    """Return the progress bar of a search or a simulation."""
+    """Return the progress bar of a search or a simulation, of which the total is not known yet."""
     return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0)
 
 
@@ -301,7 +307,7 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
 
 
 def _remedies(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choices) -> str:
-    """Return what to add to the error of a plan that does not fit: the least host memory, switches that help."""
+    """Return what to add to the error of a plan that does not fit: the least host memory, and options that help."""
     lacks_host_memory = not {GPU_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}
     least = f"; {_least_memory_text(scenario, choices)}" if lacks_host_memory else ""
     switches = advise.fitting_switches_text(scenario, choices)
@@ -309,7 +315,7 @@ def _remedies(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Ch
 
 
 def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
-    """Return the least host memory that a rank takes, with whatever of the switches takes less."""
+    """Return in words the least host memory that a rank takes, and the switches with which it takes no more."""
     machine = scenario.machine
     uses = [(least_memory_use(variant), variant) for variant in choices.variants(scenario)]
     planned = [(use, variant) for use, variant in uses if use is not None]
@@ -329,7 +335,7 @@ def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
 
 def _path_wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
     """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts."""
-    if steps_per_day is None:
+    if steps_per_day is None:  # one iteration after the other
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     lane_bytes = answer.prediction.lane_bytes if answer.prediction else {}
     rows = []
@@ -455,7 +461,7 @@ def _time_lines(answer: Answer) -> list[str]:
     if answer.weight_transfers is not None:
         lines += answer.weight_transfers.lines(answer.rates, compute_s(answer.scenario, answer.rates))
     gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
-    more = f"{gap:.1%}" if gap >= 0.0005 else "nothing"
+    more = f"{gap:.1%}" if gap >= 0.0005 else "nothing"  # not 0.0%
     lines.append(
         f"step {format_seconds(answer.step_s)}{mark}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
         f"(the step takes {more} more)"

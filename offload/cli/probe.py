@@ -42,8 +42,8 @@ def add_parser(commands: Any) -> None:
     where = "paths to measure, beside each update"
     add_value(parser, "--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
     add_value(parser, "--out", parse_output, "rates file to write (default: this machine's, below ~/.cache)")
-    reads = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")
-    add_value(parser, "--seconds", reads, "about how long to measure (default: 20)", metavar="S", default=20.0)
+    seconds = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")
+    add_value(parser, "--seconds", seconds, "about how long to measure (default: 20)", metavar="S", default=20.0)
     add_output(parser, "print the file's content on stdout, and nothing else there", "no progress and no table")
 
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _can_write(file: Path, *, makes_folder: bool) -> bool:
-    """Return whether a file can probably be written when all is measured."""
+    """Return whether a file can probably be written when all is measured; `makes_folder`: folders are made then."""
     folder = file.parent
     while makes_folder and not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
@@ -119,7 +119,7 @@ def describe(found: RatesFile) -> str:
         lines.append(f"  memory node{node.node}: {rates}")
     for number, path in enumerate(found.rates.paths):
         lines.append(f"path {number} takes {path.memory_cost:.2g} bytes of that from updates for each byte moved")
-    for lane, (_, memory_cost) in found.rates.gpu.lanes.items():
+    for lane, (_bytes_per_s, memory_cost) in found.rates.gpu.lanes.items():
         if lane == "h2d":  # copies the other way take as much
             lines.append(f"GPU copies take {memory_cost:.2g} bytes of that for each byte moved")
     return "\n".join(lines)

@@ -52,7 +52,8 @@ class Progress:
             self._bar.update(done - self._bar.n)
             return
         now_s = time.monotonic()
-        if now_s >= self._next_line_s or (done == total and not self._after_s):
+        ends = done == total and not self._after_s  # with `after_s`, short work shows nothing, its end neither
+        if now_s >= self._next_line_s or ends:
             self._next_line_s = now_s + LINE_S
             print(f"{self._title}: {self._unit} {done}/{total}, {details}", file=sys.stderr, flush=True)
 

@@ -80,6 +80,7 @@ class RunRecord:
         warm_rows = self.rows[1:] or self.rows
 
         def median(name: str) -> float | None:
+            """Return the median of an entry over the `warm_rows` that have it; None if none has."""
             values = [row[name] for row in warm_rows if row.get(name) is not None]
             return statistics.median(values) if values else None
 
@@ -144,7 +145,7 @@ class Comparison:
         our_losses: Sequence[float],
         their_losses: Sequence[float],
     ) -> Comparison:
-        """Compare weights, by name, and losses of two runs."""
+        """Compare weights, by name, and losses of two runs; weights of a name have the same dtype and shape."""
         import numpy as np
         import torch
 

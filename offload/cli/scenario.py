@@ -125,7 +125,7 @@ class Scenario:
             placement = "cpu"
             settings["keep_grads"] = False
         stride = 0
-        if isinstance(placement, str) and placement.startswith(STRIDE):
+        if isinstance(placement, str) and placement.startswith(STRIDE):  # "stride:<k>"
             stride = int(placement.removeprefix(STRIDE))
             placement = "auto"  # a config knows no strides
         if not model.weights_on_gpu:
@@ -140,14 +140,17 @@ class Scenario:
         return changed if changed.config.format is self.config.format else changed._with_own_update_rate()
 
     def _with_own_update_rate(self) -> Scenario:
-        """Return this with the CPU's update rate for its own state formats, if a rates file knows rates by format."""
+        """Return this with the rate at which the CPU updates these state formats; unchanged without a rates file."""
         if self.machine.file is None:
             return self
-        cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels)
+        cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels_by_format)
         return self.at_rates(replace(self.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
 
     def with_weights_on(self, place: str) -> Scenario:
-        """Return this with weights elsewhere: a value of `Model.weights_on`."""
+        """Return this with weights elsewhere (a value of `Model.weights_on`).
+
+        If they leave the GPU, settings for weights on a GPU are as if they had not been given.
+        """
         if place == self.model.weights_on:
             return self
         model = replace(self.model, weights_on=place)
@@ -161,7 +164,10 @@ class Scenario:
         return replace(self, machine=replace(self.machine, rates=rates))
 
     def with_host_memory(self, nbytes: int) -> Scenario:
-        """Return this with other host memory: less on the slowest of its memory nodes, or more on the fastest."""
+        """Return this with other host memory: less on the slowest of its memory nodes, or more on the fastest.
+
+        Without a size for each memory node, it is one size.
+        """
         node_bytes = self.config.node_bytes
         fastest_first = [*self.machine.rates.fastest_first(node_bytes)]
         left = nbytes
@@ -169,7 +175,7 @@ class Scenario:
         for number in fastest_first:
             sizes[number] = min(left, node_bytes[number])
             left -= sizes[number]
-        if fastest_first:
+        if fastest_first:  # else no nodes are configured, and `sizes` is empty
             sizes[fastest_first[0]] += left
         return self.with_settings(host_memory={f"node{number}": size for number, size in sizes.items()} or nbytes)
 
@@ -195,7 +201,7 @@ class Scenario:
 
     @property
     def exact_params(self) -> int:
-        """How many parameters have exact state in any case."""
+        """How many parameters have exact state though others share scales; 0 where the format has no such scales."""
         return self.model.exact_params if self.config.format.shares_scales else 0
 
     def value(self, name: str) -> Any:
@@ -262,15 +268,15 @@ class Scenario:
         return ", ".join(words)
 
     @property
-    def _numels(self) -> dict[StateFormat, int]:
-        """Parameters by the format of their state."""
+    def _numels_by_format(self) -> dict[StateFormat, int]:
+        """Number of parameters by the format of their state."""
         numels = {self.config.format: self.model.params - self.exact_params}
         return {**numels, EXACT: self.exact_params} if self.exact_params else numels
 
     @property
     def guess_warning(self) -> str:
         """The warning that the update rate of a state format is only a guess; "" if it was measured."""
-        return self.machine.file.guesses(self._numels) if self.machine.file else ""
+        return self.machine.file.guesses(self._numels_by_format) if self.machine.file else ""
 
     @property
     def warnings(self) -> list[str]:
@@ -295,7 +301,7 @@ class Scenario:
 
     @property
     def gradients_leave(self) -> bool:
-        """Whether some gradients are written to the paths."""
+        """Whether host memory has too little room for all gradients, so that some are written to the paths."""
         return self.gradient_memory is not None and self.gradient_memory < GRADIENT_BYTES * self.numel
 
     @property
@@ -359,7 +365,7 @@ class Scenario:
 
     @property
     def least_gpu_bytes(self) -> int:
-        """Bytes that a rank's computing GPU holds even if no state is at home there and the CPU updates all."""
+        """Least bytes that a rank's GPU holds: with no state at home there, and all updates on the CPU."""
         nbytes = sum(self.forward_backward_bytes.values())
         if not self.model.weights_on_gpu:
             return nbytes
@@ -383,7 +389,7 @@ def _check_streamed(model: Model, machine: Machine, settings: Mapping[str, Any])
     if not has_place:
         needed = "a path (--drive)" if model.weights_on == "path" else "a GPU that computes them (--gpu)"
         raise ConfigError("--weights-on", model.weights_on, f"have {needed}")
-    if settings.get("placement", 0) not in ("auto", "cpu", 0):
+    if settings.get("placement", 0) not in ("auto", "cpu", 0):  # 0 is a fraction: the GPU updates none
         combinations.WEIGHTS_ON_CPU.refuse("placement", settings["placement"], least='"cpu"')
     if settings.get("gpu_memory", 0) not in ("auto", 0):
         combinations.WEIGHTS_ON_CPU.refuse("gpu_memory", settings["gpu_memory"], least=0)
@@ -640,7 +646,7 @@ def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     layout = _layout(numel, exact_numel, _subgroup_numel(config, numel, empty), empty)
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
     path_room = [1 << 60 if path.max_bytes is None else path.max_bytes for path in config.path_configs]
-    if model.weights_on == "path":
+    if model.weights_on == "path":  # their file takes room of state's
         weights_path = path_of(machine.rates)
         path_room[weights_path] = max(0, path_room[weights_path] - WEIGHT_BYTES * numel)
     budgets = config.budgets(
@@ -682,7 +688,7 @@ def rank_rates(scenario: Scenario) -> Rates:
         return replace(rates, gpu=NO_GPU) if scenario.model.is_streamed else rates
     needs_gpu = scenario.computes_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu")
     if needs_gpu:
-        rates.gpu.check_used(planned=True)
+        rates.gpu.check_used(planned=True)  # raises if there is no GPU at all
         raise ConfigError(
             "--ranks", ranks, f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
         )
@@ -697,6 +703,7 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
     plan = choose_plan(layout, budgets, rates, scenario.placement)
     if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=_cpu_gradient_bytes(plan)))
+    # Gradients that go from a GPU to the paths pass through one buffer more.
     return plan.with_buffer_bytes(bounces=1 if scenario.model.weights_on_gpu else 0)
 
 
@@ -742,6 +749,7 @@ def ask(
     prediction = None
     if simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES:
         needs_timeline = timeline or forward_s is not None  # hidden steps are predicted from it
+        # The second step is predicted: the first fetches nothing, as all state is fresh.
         prediction = predict(plan, rates, steps=2, timeline=needs_timeline, report=report)
     step_s = prediction.step_s if prediction else cost.step_s
     weights_s = transfers.step_s(rates) if transfers else 0.0
@@ -819,7 +827,7 @@ def _forward_backward_s(
         backward_s = max(backward_s, link_s.backward)
         if read_s:
             path_busy_s[path_of(rates)] += read_s
-    return PerPass(forward_s, max(backward_s, *path_busy_s, 0.0))
+    return PerPass(forward_s, max([backward_s, *path_busy_s]))
 
 
 def least_memory_use(scenario: Scenario) -> MemoryUse | None:
@@ -831,6 +839,7 @@ def least_memory_use(scenario: Scenario) -> MemoryUse | None:
     budgets = [0, *itertools.accumulate(layout.subgroup_bytes)]
 
     def plan_with(resident: int) -> Plan:
+        """Return a plan, at no rates, with the state of so many subgroups in memory."""
         return make_plan(*_layout_and_budgets(scenario.with_host_memory(budgets[resident])))
 
     def has_plan(resident: int) -> bool:
@@ -841,12 +850,13 @@ def least_memory_use(scenario: Scenario) -> MemoryUse | None:
             return False
         return True
 
+    # By bisection, as there is a plan with more if there is one with fewer.
     fewest = bisect.bisect_left(range(len(budgets)), True, key=has_plan)
     if fewest == len(budgets):
         return None
     if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there, which `_plan` counts
         return memory_use(scenario.with_host_memory(budgets[fewest]))
-    return plan_memory_use(plan_with(fewest).with_buffer_bytes(0), scenario)
+    return plan_memory_use(plan_with(fewest).with_buffer_bytes(bounces=0), scenario)
 
 
 def missing_option_line(scenario: Scenario) -> str:

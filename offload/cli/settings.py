@@ -83,8 +83,8 @@ def _add_checkpoints(checkpoints: Any) -> None:
     kept = "keep a checkpoint in this folder, of the last step and of those between"
     add("--save", parse_path, kept, metavar="DIR")
     add("--save-every", _count(10**9), "steps from one checkpoint to the next (default: only the last)")
-    again = "go on from the checkpoint in this folder; give the same model, data, --steps and --seed as before, and "
-    add("--resume", parse_path, f"{again}any other offloading", metavar="DIR")
+    again = "go on from the checkpoint in this folder, with the model, data, --steps and --seed as before"
+    add("--resume", parse_path, f"{again}; offloading may differ", metavar="DIR")
 
 
 def _count(most: int, *, least: int = 1) -> Any:
@@ -93,7 +93,7 @@ def _count(most: int, *, least: int = 1) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check and train; see `train.run`.
+    """Check the options, and train; return the exit status of `train.run`.
 
     Raises:
         ConfigError: Options do not go together.

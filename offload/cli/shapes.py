@@ -54,7 +54,8 @@ class Shape:
     @property
     def _small_params(self) -> int:
         """Parameters of a layer's norms and biases."""
-        return 2 * self.hidden + self.biased * (self.hidden + 2 * self.shared)
+        norms = 2 * self.hidden
+        return norms + (self.hidden + 2 * self.shared if self.biased else 0)
 
     @property
     def _embedding_params(self) -> int:
@@ -168,7 +169,7 @@ def parse_model(field: str, value: str) -> str:
     if name not in MODELS:
         published = re.fullmatch(r"(?:.*/)?(?:meta-)?([a-z]+)[\d.]*(?:-[\d.]+)?-([\d.]+b)\b.*", name)
         short = f"{published[1]}-{published[2]}" if published else name  # Qwen/Qwen2.5-7B-Instruct: qwen-7b
-        similar = [short] if short in MODELS else difflib.get_close_matches(name, MODELS, 1)
+        similar = [short] if short in MODELS else difflib.get_close_matches(name, MODELS, n=1)
         guess = f"did you mean {similar[0]}? " if similar else ""
         advice = f"{guess}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
         raise ConfigError(field, value, advice)

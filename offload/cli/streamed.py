@@ -106,6 +106,7 @@ class WeightTransfers:
         to_gpu = self.to_gpu_bytes
         is_pinned = self.kept_bytes is None  # in host memory; a mapped file's is not
         link = self.gpu.times(1.0 if is_pinned else PAGEABLE_PART)
+        # Backward copies weights to the GPU while gradients leave it; each direction slows the other.
         both_ways = link.copying(to_gpu.backward, self.from_gpu_bytes)
         weights_s = to_gpu.backward / both_ways.h2d.alone
         gradients_s = self.from_gpu_bytes / both_ways.d2h.alone

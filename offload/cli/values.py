@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser.error`."""
+        """Print an error about the command line as one line, and end the process with status 2."""
         self.exit(2, f"{self.prog}: {one_line(message)} (see `{self.prog} --help`)\n")
 
 
@@ -69,7 +69,7 @@ class _ReadAction(argparse.Action):
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
     ) -> None:
-        """See `argparse.Action`."""
+        """Read and note the value, or the list of values, of this option or argument; argparse calls this."""
         name = self.option_strings[0] if self.option_strings else str(self.metavar)
         if isinstance(values, list):
             earlier = getattr(namespace, self.dest) or ()  # the option may be given several times
@@ -269,7 +269,7 @@ def parse_seconds(field: str, value: str) -> float:
     Raises:
         ConfigError: It is none, or out of range.
     """
-    number, unit = read_number(value) or (0, "")
+    number, unit = read_number(value) or (0, "")  # what is no duration counts 0 seconds, which are refused
     seconds = float(number) * _SECONDS.get(unit, 0.0)
     if not 1e-6 <= seconds <= MOST_S:
         raise ConfigError(field, value, f"give a duration up to {format_seconds(MOST_S)}, such as 10s, 500ms or 2min")

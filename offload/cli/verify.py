@@ -74,7 +74,7 @@ def _checkpoints_of(path: str) -> list[str]:
         pinned = {pin.folder for store in stores for pin in store.pins}
         folders = [*sorted(pinned), *(folder for folder in _checkpoints_below(path) if folder not in pinned)]
         if not folders:
-            raise
+            raise  # why `path` itself is no checkpoint
         return folders
 
 
@@ -108,7 +108,8 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
 
     problems: list[str] = []
     tiles = parameters = 0
-    if marked_around(folder)[1] is Mark.BEGUN:
+    _, mark = marked_around(folder)
+    if mark is Mark.BEGUN:
         return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": [], "interrupted": True}
     try:
         with Checkpoint(folder) as checkpoint:
@@ -116,7 +117,7 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
             total = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
             for rank, manifest in enumerate(checkpoint.manifests):
                 extra = checkpoint.extra(rank)
-                if manifest.metadata.get(MODEL_KEY):
+                if manifest.metadata.get(MODEL_KEY):  # weights and buffers that no optimizer has were saved, too
                     SavedRest.read(checkpoint.path, checkpoint.id, rank, extra or b"").verify()
             with closing(Progress(total, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:
                 for _, _, problem in checkpoint.verify():

@@ -36,8 +36,8 @@ MOST_SHAPES = 300
 """Most bars of a lane that a vector picture has as shapes; a lane of more, each less than a pixel wide, is pixels."""
 
 LANES_TITLE = "Lanes during a step, predicted"
-_SHADES = (0.55, 0.95)
-_TEXT_COLOURS = ("black", "white")
+_SHADES = (0.55, 0.95)  # opacity of a lane's bars, in turn
+_TEXT_COLOURS = ("black", "white")  # of the text on each
 _LIGHT = "#bbbbbb"
 
 
@@ -90,7 +90,8 @@ def lanes_into(
     """Draw a step into axes; what paths stand for is written below them."""
     lanes = sorted({interval.lane for interval in timeline}, key=lane_order)
     start_s = min((interval.started_s for interval in timeline), default=0.0)
-    span_s = max((interval.finished_s for interval in timeline), default=0.0) - start_s or 1e-6
+    end_s = max((interval.finished_s for interval in timeline), default=0.0)
+    span_s = end_s - start_s or 1e-6  # not 0: it is divided by
     unit, per_s = ("s", 1.0)
     if span_s < 10:
         unit, per_s = ("ms", 1e3) if span_s >= 10e-3 else ("µs", 1e6)
@@ -123,7 +124,7 @@ def _draw_lane(
 
     rows_in_lane = tracks(intervals)
     depth = max(rows_in_lane, default=0) + 1
-    height = 0.76 / depth
+    height = 0.76 / depth  # of a row's 1, half of which (0.38) is above its middle
     colour = _LANE_COLOURS.get(intervals[0].lane.split(":")[0], "#888888")
     bars = []
     for number, (interval, row_in_lane) in enumerate(zip(intervals, rows_in_lane, strict=True)):
@@ -193,7 +194,7 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
     in_row = axes.get_yaxis_transform()  # x: a share of the width; y: a tier's row
     for row, tier in enumerate(tiers):
         used = sum(tier.parts.values())
-        bar_bytes = max(used, tier.nbytes or used, 1)
+        bar_bytes = max(used, tier.nbytes or used, 1)  # more may be used than there is; nothing may be
         left = 0.0
         for name, nbytes in tier.parts.items():
             if nbytes:
@@ -218,7 +219,11 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
 
 
 def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
-    """Return a picture of steps: for each its number, the seconds measured, and those predicted, if known."""
+    """Return a picture of steps.
+
+    Args:
+        steps: Of each its number, the seconds measured, and those predicted, if known.
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_figure(10.0, 3.2)

@@ -54,6 +54,7 @@ class Page:
         self._parts.append(f'<figure role="img" aria-label="{html.escape(alternative, quote=True)}">{svg}</figure>')
 
     def __str__(self) -> str:
+        """Return the whole page as HTML."""
         title = html.escape(self._title)
         head = (
             f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

@@ -11,9 +11,11 @@ import pytest
 from pages import Reader
 
 from offload import cli
-from offload.cli.scenario import gpu_room, reserved_bytes
+from offload.cli.advise import Choices
+from offload.cli.scenario import Scenario, gpu_room, reserved_bytes
 from offload.cli.shapes import MODELS
 from offload.config import OffloadConfig, parse_bytes
+from offload.errors import InfeasiblePlanError
 
 GIB = 1 << 30
 DESKTOP = ["--gpu", "1TB/s:24GiB", "--link", "25GB/s", "--host", "60GB/s:64GiB", "--drive", "3.5GB/s:2TB"]
@@ -240,6 +242,23 @@ def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[s
         assert "it fits with weights in host memory (--weights-on host, docs/weights.md) and" in said
     assert "27.5 GiB weights" in said
     assert "or have weights in host memory (--weights-on host; docs/weights.md)" in said
+
+
+@pytest.mark.parametrize("unfixed", ["state exact", "state compact8"])
+def test_the_variant_without_budgets_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unfixed: str
+) -> None:
+    """Not the one before it, of which there is none at the first."""
+    fix_budgets = Choices.fix_budgets
+
+    def fix_most(self: Choices, scenario: Scenario) -> Scenario:
+        if str(scenario).startswith(unfixed):
+            raise InfeasiblePlanError("one staging slot", 2, {"staging_memory": 1}, "raise staging_memory")
+        return fix_budgets(self, scenario)
+
+    monkeypatch.setattr(Choices, "fix_budgets", fix_most)
+    words = ["--params", "70e9", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--weights-on", "cpu", "--advise"]
+    assert f"no setting fits; with the leanest ({unfixed}" in refused(capsys, *words)
 
 
 @pytest.mark.slow
