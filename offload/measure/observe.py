@@ -157,9 +157,10 @@ def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
         for verb, rates in known.items()
         if step.totals.get(f"{verb}:{number}", _IDLE).shows_rate
     }
+    # The parts of their rates alone that directions keep beside each other: as known, and as shown.
     known_parts = {verb: rates.rate_share_beside for verb, rates in known.items()}
     kept_parts = known_parts | {verb: each.kept for verb, each in shown.items()}
-    # See `LEAST_TOGETHER`.
+    # Which operations met is a matter of chance: the parts are raised if their sum is less than it can be.
     raised = max(1.0, min(LEAST_TOGETHER, sum(known_parts.values())) / sum(kept_parts.values()))
     directions = {verb: each.rates(min(1.0, raised * kept_parts[verb])) for verb, each in shown.items()}
     beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
