@@ -92,7 +92,7 @@ def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, st
         if name not in known:
             own.setdefault(core(name), []).append(name)
     others: dict[str, list[str]] = {}  # likewise, of the checkpoint
-    for name in known.difference(matches):
+    for name in known.difference(matches):  # so far, matches are of equal names
         others.setdefault(core(name), []).append(name)
     for key, alike in own.items():
         if len(alike) == 1 and len(others.get(key, ())) == 1:
@@ -148,7 +148,8 @@ class Parameter:
     def __post_init__(self) -> None:
         """Set `unsharded_numel` of a whole parameter, and raise `ConfigError` as the class says."""
         check_text("a parameter's name", self.name, PARAMETER_NAMES)
-        if not (self.start or self.unsharded_numel):
+        is_whole = not self.start and not self.unsharded_numel  # nobody said that it is a piece
+        if is_whole:
             object.__setattr__(self, "unsharded_numel", self.numel)  # the class is frozen
         whole = self.unsharded_numel
         for field in ("numel", "start", "unsharded_numel"):
@@ -186,7 +187,7 @@ class Parameter:
         Yields:
             First element in the unsharded parameter, and number of elements.
         """
-        if self.box is None:
+        if self.box is None:  # the piece is one run
             yield self.start + start, numel
             return
         while numel:
@@ -218,12 +219,12 @@ class Parameter:
 
     @property
     def _inner(self) -> tuple[int, ...]:
-        """Elements of the box between two neighbours, in each dimension."""
+        """How far apart in the piece two neighbours are, in each dimension: the box's strides; () without a box."""
         return row_major([size for _, size in self.box or ()])
 
     @property
     def _run_numel(self) -> int:
-        """Elements of each of the box's runs: from the last dimension to the first that the box has in part."""
+        """Elements of each of the box's runs: from the last dimension to the first that the box has only in part."""
         numel = 1
         for (_, size), whole in zip(reversed(self.box or ()), reversed(self.shape or ()), strict=True):
             numel *= size
@@ -293,7 +294,7 @@ class Subgroup:
     def offsets(self) -> dict[str, int]:
         """Byte offset of each tensor in the subgroup's state, by name; they follow each other."""
         ends = accumulate(tensor.format.nbytes(self.numel) for tensor in self.tensors)
-        return dict(zip(self.names, (0, *ends), strict=False))
+        return dict(zip(self.names, (0, *ends), strict=False))  # the last end begins nothing
 
     @cached_property
     def state_bytes(self) -> int:
@@ -385,7 +386,7 @@ def numels_by_format(parameters: Sequence[Parameter], state_format: StateFormat)
     numel = sum(parameter.numel for parameter in parameters)
     exact_numel = sum(parameter.numel for parameter in parameters if parameter.exact)
     numels = Counter({state_format: numel - exact_numel})
-    numels[EXACT] += exact_numel  # perhaps the same format
+    numels[EXACT] += exact_numel  # adds up if `state_format` is EXACT, too
     return {form: count for form, count in numels.items() if count > 0}
 
 
@@ -649,7 +650,7 @@ def _cut(
             if used == size:
                 cut.append([])
                 used = 0
-            offset = used if start else used + before[index]
+            offset = used if start else used + before[index]  # only its first segment begins within a block
             numel = min(parameters[index].numel - start, size - offset)
             cut[-1].append(Segment(index, start, offset, numel))
             start += numel
@@ -672,7 +673,7 @@ def _cut_between(
         if parameter.numel != parameter.unsharded_numel:
             part = f"{parameter.numel} of the {parameter.unsharded_numel} elements of {parameter.name}"
             combinations.WHOLE_PARAMETERS.refuse("params", part, rule=state.rule.name)
-        if not cut or used + parameter.numel > limit:
+        if not cut or used + parameter.numel > limit:  # the first one; or it does not fit behind the others
             cut.append([])
             used = 0
         cut[-1].append(Segment(index, 0, used, parameter.numel))
@@ -699,6 +700,7 @@ def check_layout(layout: Layout) -> None:
             invariant(parameter.group == subgroup.group, f"{parameter.name} is in a subgroup of another group")
             invariant(parameter.dtype == subgroup.dtype, f"{parameter.name} is in a subgroup of another dtype")
             before = _missing_in_block(parameter, state)
+            # A parameter's first segment begins amid a block if its piece does; where the block begins, counts.
             block_offset = segment.offset if segment.start else segment.offset - before
             invariant(block_offset >= end, f"segments overlap in subgroup {index}")
             is_aligned = block_offset % SEGMENT_ALIGN_NUMEL == 0

@@ -50,7 +50,7 @@ def which(name: str, figure: str) -> str | None:
 
     None if `figure` is not of the metric `name`, or that metric is not of a lane, path or node.
     """
-    pattern = re.sub("<.*>", "([^/]+)", name)
+    pattern = re.sub("<.*>", "([^/]+)", name)  # without brackets in `name`, there is no group
     match = re.fullmatch(pattern, figure)
     return match[1] if match and match.re.groups else None
 
@@ -108,7 +108,7 @@ WRITTEN_BYTES = _metric(
 
 # Of an optimizer besides; predictions are those that were due before the step
 LANE_PREDICTED_S = _metric("lane/<lane>/predicted_s", "s", ALWAYS, "in which a lane was expected to work")
-FIRST_OF_OPTIMIZER = LANE_PREDICTED_S
+FIRST_OF_OPTIMIZER = LANE_PREDICTED_S  # docs/metrics.md has the figures from here on in another table
 PREDICTED_STEP_S = _metric("predicted_step_s", "s", ALWAYS, "what the step was expected to take")
 PREDICTED_GRADIENTS_S = _metric("predicted_gradients_s", "s", LEFT, "what writing those of one backward pass takes")
 GRADIENT_NORM = _metric("gradient_norm", "", ALWAYS, "norm of the gradients, of the last `clip_grad_norm_`; else NaN")

@@ -31,11 +31,11 @@ MAX_NODES = 1024
 
 # Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers, except the last
 # two, which native code never reports.
-ERROR_HEADER = -1
-ERROR_CHECKSUM = -2
-ERROR_SHORT = -3
-ERROR_DEVICE = -4
-ERROR_CALL = -5
+ERROR_HEADER = -1  # the slot's header is damaged, or is another tile's
+ERROR_CHECKSUM = -2  # the data has another checksum than it should have
+ERROR_SHORT = -3  # the file ends before the last byte
+ERROR_DEVICE = -4  # the GPU has failed
+ERROR_CALL = -5  # a call by the engine's helper thread has raised
 
 WAKE = 0
 """Operation id of a completion that only wakes whoever waits for one."""
@@ -188,10 +188,11 @@ class SegmentFlag(IntFlag):
 
 
 TAKES_MASTER = SegmentFlag.LOAD_MASTER | SegmentFlag.MATCH_MASTER
+"""Either of these flags takes the master from the weight."""
 
 
-MAX_STATES = 2
-MAX_SCALARS = 11
+MAX_STATES = 2  # tensors of a rule's state beside the master
+MAX_SCALARS = 11  # numbers of a rule that change from step to step
 
 SEGMENT_DTYPE = np.dtype(
     [
@@ -269,7 +270,7 @@ class UpdateKernel(Protocol):
         """
 
     def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
-        """Likewise; compare each block of the state with a seal before it is updated, and seal it afterwards.
+        """Do as `submit`; compare each block of the state with a seal before it is updated, and seal it afterwards.
 
         A block that is not as `expected` completes it with `ERROR_CHECKSUM`, and the number of the tensor << 32 |
         that of the tile as `detail`. Without `expected` nothing is compared.
@@ -285,7 +286,9 @@ class DeviceLane(IntEnum):
     CALLER = 0
     """Forward and backward: the stream on which the calling thread works."""
     H2D = 1
+    """Copies to the device."""
     D2H = 2
+    """Copies of state from it."""
     UPDATE = 3
     GRADIENTS = 4
     """Sums of gradients, as they arrive during backward; comes after `LEAVING` for each of them."""

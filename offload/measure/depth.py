@@ -108,7 +108,7 @@ def tune_depth(
     # Write all slots once, as first writes take longer: not timed. Few at first, to notice a slow path soon.
     filled = 0
     while filled < 2 * TILES:
-        if has_used(0.25):
+        if has_used(0.25):  # the path is too slow: too little time would be left for depths
             return {}
         more = range(filled, max(1, 2 * filled))
         drive(queue, [load("write", more)])
@@ -116,7 +116,7 @@ def tune_depth(
     for depth in DEPTHS:
         if not goes_on_rising(rates):
             break
-        if has_used(1.0):
+        if has_used(1.0):  # with only some depths tried, the best of all is not known
             tier.set_depth(depth_before)
             return {}
         try_depth(depth)

@@ -88,7 +88,7 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
         for completion, flight in ended:
             load = flight.load
             if completion.error:
-                raise load.error(completion)
+                raise load.error(completion)  # `closing` waits for what is in flight
             timeline.append(Interval(load.lane, "", completion.started_s, completion.finished_s, load.nbytes))
             if load.count is not None:
                 left -= 1
@@ -111,7 +111,7 @@ def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
     rates = lane_rates(timeline)
     if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
         return rates
-    return {lane: bytes_per_s(timeline, lane) or rate for lane, rate in rates.items()}
+    return {lane: bytes_per_s(timeline, lane) or rate for lane, rate in rates.items()}  # 0 if it paused just then
 
 
 def _spans(timeline: Sequence[Interval]) -> list[tuple[float, float]]:

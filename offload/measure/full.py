@@ -97,10 +97,13 @@ def full_probe(
             stack.callback(states[form].close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
+        # Samples of a round, of which a path has four; in the worst case there is time for the fewest rounds alone.
         expected = len(states) * len(counts) + len(_VARIANTS) + 4 * len(paths)
-        run_s = min(LONGEST_RUN_S, seconds / (FULL_ROUNDS[0] + 1) / expected)
+        fewest_rounds, _ = FULL_ROUNDS
+        run_s = min(LONGEST_RUN_S, seconds / (fewest_rounds + 1) / expected)  # and a round that warms up
+        # Twice, as a pass negates the state.
         variants = {name: (variant, variant) for name, variant in _VARIANTS.items()}
-        cpu = CpuProbe(Runs(queue, run_s / 2, 4096), kernels, states, variants, 4)
+        cpu = CpuProbe(Runs(queue, seconds=run_s / 2, most=4096), kernels, states, variants, least=4)
         probes = []
         for number, path in enumerate(paths):
             report(0, 1, f"opening {path}")
@@ -195,7 +198,7 @@ def _path_probe(
     needed = sum(2 * PATH_SLOTS * slot_bytes(size) for size in sizes)
     tier = open_tier(path, uuid.uuid4(), queue, options=StoreOptions(extent_bytes=min(needed, 64 << 20)))
     ends.callback(tier.close)
-    room = tier.free_bytes()  # before slots are written: these are written again
+    room = tier.free_bytes()  # before `tune_depth` writes slots: the regions take their place
     tune_depth(tier, queue, arena.address, arena.nbytes)
     affordable = _affordable_bytes(tier, queue, arena.address, run_s)
     largest = min(MAX_TILE_BYTES, affordable, room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES)
@@ -206,16 +209,17 @@ def _path_probe(
     regions = []
     offset = 0
     for index, size in enumerate([size for size in sizes if size < largest] + [largest]):
-        regions.append(Slots(tier, size, index, offset))
+        regions.append(Slots(tier, size, number=index, offset=offset))
         offset += 2 * PATH_SLOTS * slot_bytes(size)
     for region in regions:
         drive(queue, [region.load("write", range(PATH_SLOTS), arena.address)])
-    return PathProbe(number, Runs(queue, run_s, 8 * PATH_SLOTS), regions, PATH_SLOTS, PATH_DEPTH, arena.address, cpu)
+    runs = Runs(queue, seconds=run_s, most=8 * PATH_SLOTS)
+    return PathProbe(number, runs, regions, PATH_SLOTS, PATH_DEPTH, arena.address, cpu)
 
 
 def _affordable_bytes(tier: Tier, queue: CompletionQueue, address: int, run_s: float) -> int:
-    """Return the bytes of a tile with which a run on this path takes about `run_s`."""
-    gauge = Slots(tier, GAUGE_BYTES, len(LADDER_BYTES) + 1)
+    """Return the bytes of a tile with which a run on this path takes about `run_s`; writes to the path."""
+    gauge = Slots(tier, GAUGE_BYTES, number=len(LADDER_BYTES) + 1)  # a number that no region has
     if tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
         return MAX_TILE_BYTES  # the little room decides on the size
     rate = lane_rates(drive(queue, [gauge.load("write", range(PATH_DEPTH), address)]))["write"]

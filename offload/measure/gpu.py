@@ -49,6 +49,7 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
             device = AcceleratorDevice()
             lanes = GpuLanes(device, CompletionQueue())
             ends.callback(lanes.close)
+            # Of at most a quarter of the free memory: an element takes 16 bytes.
             numel = min(UPDATE_NUMEL, device.free_bytes() // 64) // 1024 * 1024
             probe = GpuProbe(lanes, EXACT_ADAMW, numel, update=update)
             ends.callback(probe.close)
@@ -113,7 +114,7 @@ class GpuProbe:
             # Device memory is undefined until now; the arena's is 0.
             zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))
             lanes.copy_to_device([*zeros])
-        except BaseException:
+        except BaseException:  # the caller has no probe to close
             self.close()
             raise
         host = arena.address
@@ -127,8 +128,8 @@ class GpuProbe:
 
     def samples(self) -> Iterator[Sample]:
         """Yield the samples to take."""
-        yield "copies to the GPU", partial(self.rates, H2D, beside=" alone")
-        yield "copies from the GPU", partial(self.rates, D2H, beside=" alone")
+        yield "copies to the GPU", partial(self.rates, H2D, suffix=" alone")
+        yield "copies from the GPU", partial(self.rates, D2H, suffix=" alone")
         yield "copies both ways", partial(self.rates, H2D, D2H)
         if self._update is not None:
             yield "copies beside the update", partial(self.beside, self._update)
@@ -139,18 +140,18 @@ class GpuProbe:
         for _, sample in 2 * [*self.samples()]:
             sample()
 
-    def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
+    def rates(self, *lanes: DeviceLane, suffix: str = "") -> dict[str, float]:
         """Return the rates of lanes that work at once: bytes copied, or bytes of state updated, per second.
 
         Args:
             lanes: Those that work.
-            beside: What is added to the names of these rates.
+            suffix: What is added to the names of these rates.
         """
         while True:
             gate = self.gate(lanes)
-            marks = self._enqueue_run(lanes, beside)
-            opened_early = gate.reached()
-            rates = self._finish_run(marks, beside, self._run_s, COPIES)
+            marks = self._enqueue_run(lanes, suffix)
+            opened_early = gate.reached()  # before all was enqueued: the host's calls were timed, too
+            rates = self._finish_run(marks, suffix, self._run_s, most=COPIES)
             if not opened_early or self._gate_copies >= MOST_GATE_COPIES:
                 return rates
             self._gate_copies *= 2
@@ -172,27 +173,27 @@ class GpuProbe:
             self.lanes.device.follow(lane, gate)
         return gate
 
-    def _enqueue_run(self, lanes: Sequence[DeviceLane], beside: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
+    def _enqueue_run(self, lanes: Sequence[DeviceLane], suffix: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
         """Enqueue a run on lanes; return the marks before and after it."""
         device = self.lanes.device
         began = {lane: device.mark(lane) for lane in lanes}
-        for _ in range(self._repeats.get((*lanes, beside), 1)):
+        for _ in range(self._repeats.get((*lanes, suffix), 1)):
             for lane in lanes:
                 self._work[lane]()
         return {lane: (began[lane], device.mark(lane)) for lane in lanes}
 
     def _finish_run(
-        self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], beside: str, run_s: float, most: int
+        self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], suffix: str, run_s: float, most: int
     ) -> dict[str, float]:
         """Wait for a run and return its rates; choose how many copies or updates make the next one take `run_s`."""
-        kind = (*marks, beside)
+        kind = (*marks, suffix)
         repeats = self._repeats.get(kind, 1)
         rates = {}
         longest_s = 1e-9
         for lane, (began, ended) in marks.items():
             ended.wait()
             seconds = max(ended.time_s() - began.time_s(), 1e-9)
-            rates[f"gpu/{lane.name.lower()}{beside}"] = repeats * self._bytes[lane] / seconds
+            rates[f"gpu/{lane.name.lower()}{suffix}"] = repeats * self._bytes[lane] / seconds
             longest_s = max(longest_s, seconds)
         self._repeats[kind] = max(1, min(most, int(repeats * run_s / longest_s)))
         return rates
@@ -205,7 +206,7 @@ class GpuProbe:
         update_rates = [update()]
         while len(update_rates) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
             update_rates.append(update())
-        rates = self._finish_run(marks, name, self._run_s / 4, COPIES_BESIDE)
+        rates = self._finish_run(marks, name, self._run_s / 4, most=COPIES_BESIDE)
         # The last run of the update is left out: the copies ended during it.
         beside_rate = statistics.mean(update_rates[:-1] or update_rates)
         return rates | {"gpu/speed of cpu": beside_rate / alone_rate}

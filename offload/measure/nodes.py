@@ -52,7 +52,8 @@ def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int,
     numel = (nbytes - ALIGNMENT_BYTES) // trial_bytes(EXACT_ADAMW) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.closing(Arena(nbytes, prefault=True, node=number)) as arena:
         state = TrialState(EXACT_ADAMW, numel, UPDATE_DEPTH, borrowed=(arena.address, arena.nbytes))
-        cpu = CpuProbe(Runs(queue), {kernel.threads: kernel}, {EXACT: state}, {}, state.chunks)
+        kernels = {kernel.threads: kernel}
+        cpu = CpuProbe(Runs(queue), kernels, states={EXACT: state}, variants={}, least=state.chunks)
         cpu.rate()  # warms up
         update = max(repeated(cpu.rate))
         libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
@@ -61,8 +62,8 @@ def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int,
         writes = max(repeated(write))  # first, so that all is 0 when reads look for a 1
         reads = max(repeated(read))
     link = lanes.rated(partial(_link_rates, number=number))
-    copies = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0
-    return NodeRates(number, update, reads, writes, copies)
+    copies = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0  # without a GPU: unknown
+    return NodeRates(number, update, reads, writes, link_bytes_per_s=copies)
 
 
 def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:
@@ -82,6 +83,7 @@ def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctyp
 def _link_rates(lanes: GpuLanes, number: int) -> GpuRates:
     """Return the rates of copies both ways between the GPU and a node; the best of three runs after a first."""
     with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, CHUNK_NUMEL, node=number)) as probe:
-        runs = [probe.rates(H2D, D2H) for _ in range(4)][1:]
+        _first, *runs = [probe.rates(H2D, D2H) for _ in range(4)]
     h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("h2d", "d2h"))
-    return GpuRates(h2d, h2d, d2h)
+    # Nobody reads the rate of updates here, which does not depend on the node.
+    return GpuRates(update_bytes_per_s=h2d, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)

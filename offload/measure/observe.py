@@ -38,12 +38,17 @@ LEAST_KEPT, LEAST_TOGETHER = 0.05, 1.0
 they took turns), or to what was known, if that is less."""
 
 REFINEMENTS = 30
+"""Repetitions of `_show_direction` until its rates agree."""
+
 BISECTIONS = 40
+"""Halvings of `_lowest`."""
+
 TOLERANCE = 1e-6
+"""Relative differences below this are rounding."""
 
 
 def lane_totals(timeline: Sequence[Interval]) -> Mapping[str, tuple[int, float]]:
-    """Return, for each lane, the bytes it moved and the seconds in which it was busy; see `_busy_spans`."""
+    """Return, for each lane, the bytes it moved and the seconds in which at least one operation was on it or due."""
     return _totals(timeline, _busy_spans(timeline))
 
 
@@ -152,9 +157,10 @@ def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
         for verb, rates in known.items()
         if step.totals.get(f"{verb}:{number}", _IDLE).shows_rate
     }
+    # The parts of their rates alone that directions keep beside each other: as known, and as shown.
     known_parts = {verb: rates.rate_share_beside for verb, rates in known.items()}
     kept_parts = known_parts | {verb: each.kept for verb, each in shown.items()}
-    # See `LEAST_TOGETHER`.
+    # Which operations met is a matter of chance: the parts are raised if their sum is less than it can be.
     raised = max(1.0, min(LEAST_TOGETHER, sum(known_parts.values())) / sum(kept_parts.values()))
     directions = {verb: each.rates(min(1.0, raised * kept_parts[verb])) for verb, each in shown.items()}
     beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
@@ -185,7 +191,8 @@ def _gpu_rates(step: _Step, known: GpuRates) -> GpuRates:
 def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Sequence[Interval]:
     """Return a timeline in which work on slower memory nodes has the bytes of the fastest node in the same time.
 
-    Rates are those of the fastest node, and only these are learnt from a timeline.
+    Rates are those of the fastest node, and only these are learnt from a timeline. It is unchanged if there is only
+    one node.
     """
     factors = {(lane, f"subgroup {n}"): (n, factor) for (lane, n), factor in slower(plan, rates).items()}
     if not factors:
@@ -193,7 +200,10 @@ def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Seq
 
     def convert(interval: Interval) -> Interval:
         """Return an interval with more bytes if it is about state on a slower node."""
-        number, factor = factors.get((interval.lane, interval.label), (0, 1.0))
+        found = factors.get((interval.lane, interval.label))
+        if found is None:
+            return interval
+        number, factor = found
         is_state = interval.nbytes == plan.layout.subgroups[number].state_bytes  # else weights, or gradients
         return interval._replace(nbytes=round(interval.nbytes * factor)) if is_state else interval
 
@@ -286,7 +296,7 @@ def _show_direction(
         other_spans: When the other direction was busy.
     """
     nbytes, begins_s, ends_s = np.array([(i.nbytes, i.started_s, i.finished_s) for i in intervals]).T
-    other_edges_s = np.array(other_spans).ravel() if other_spans else np.zeros(1)
+    other_edges_s = np.array(other_spans).ravel() if other_spans else np.zeros(1)  # one edge bounds no span
     busy_s = sum(end_s - begin_s for begin_s, end_s in spans)
     span_begins_s, span_ends_s = np.array(spans).T
     both_busy_s = float(_seconds_within(other_edges_s, span_begins_s, span_ends_s).sum())
@@ -452,14 +462,14 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
     reached = nbytes / sum(seconds_by_demand.values())
     memory = max(known.memory_bytes_per_s, reached * UPDATE_MEMORY_COST)
     most = memory / UPDATE_MEMORY_COST
-    if memory == math.inf:
+    if memory == math.inf:  # unknown: nothing slows the CPU down
         return _SharedMemory(reached, memory)
 
     def updated_bytes(rate: float, factor: float = 1.0) -> float:
         """Return the bytes that a CPU of this rate updates in the step beside `factor` times the demand."""
         return sum(s * rate * cpu_speed(rate, memory, factor * demand) for demand, s in seconds_by_demand.items())
 
-    if updated_bytes(most) < nbytes * (1 - IMPOSSIBLE):
+    if updated_bytes(most) < nbytes * (1 - IMPOSSIBLE):  # so lower the demand as little as makes it possible
         rate = min(max(known.cpu_bytes_per_s, reached), most)
         less = _lowest(0.0, 1.0, lambda less: updated_bytes(rate, 1.0 - less) >= nbytes)
         return _SharedMemory(rate, memory, 1.0 - less)

@@ -107,7 +107,7 @@ def quick_probe(
     """
     layout = plan.layout
     staging = (address, plan.staging_bytes)
-    numels = numels_by_format(layout.parameters, layout.state.format) or {EXACT: 1}
+    numels = numels_by_format(layout.parameters, layout.state.format) or {EXACT: 1}  # without state: that of exact
     formats = sorted({EXACT, *numels}, key=FORMATS.index)
     measured: dict[str, Measurement] = {}
     gpu = NO_GPU
@@ -123,9 +123,10 @@ def quick_probe(
             if state_format == formats[0]:  # exact state, of which the GPU's rates are
                 gpu = lanes.rated(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
-    for tier in tiers:
+    for number, tier in enumerate(tiers):
         with contextlib.ExitStack() as ends:
-            paths.append(_path_probe(len(paths), Slots(tier, 0, verify=verify), queue, plan, staging, ends))
+            slots = Slots(tier, tile_bytes=0, verify=verify)  # `_path_probe` chooses the size
+            paths.append(_path_probe(number, slots, queue, plan, staging, ends))
             measured |= best_of(paths[-1].samples())
     cpu_rates = {each: measured[update_name(each, kernel.threads)].median for each in formats}
     rates = rates_of(measured, kernel.threads, paths)
@@ -178,7 +179,7 @@ def probe_gpu(
     numel = max(SECTOR_NUMEL, min(GPU_NUMEL, session_numel, room_numel))
     copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2
     beside = (*key, lanes.device.name)  # the key of what is measured of the CPU beside this GPU
-    update = None if beside in _known else lambda: cpu().rate(part=PART_BESIDE)
+    update = None if beside in _known else lambda: cpu().rate(part=PART_BESIDE)  # None: that is known
     while True:
         try:
             opened = GpuProbe(lanes, state, numel, LONGEST_S / QUICK_ROUNDS, update, copy_bytes=copy_bytes)
@@ -190,6 +191,7 @@ def probe_gpu(
     with contextlib.closing(opened) as probe:
         probe.warm_up()
         measured = best_of(probe.samples())
+    # Of the CPU beside this GPU; known from now on.
     _known.setdefault(beside, {name: value for name, value in measured.items() if name.endswith("cpu")})
     return rates_of({**_known[key], **measured, **_known[beside]}, threads, gpu_bytes=0).gpu
 
@@ -218,7 +220,7 @@ def cache_bytes() -> int:
     """Return the bytes of the last-level caches of the CPUs that this process may use; 0 if unknown."""
     sizes: dict[str, int] = {}  # by the CPUs that share a cache
     for cpu in os.sched_getaffinity(0):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # what Linux does not describe is not counted
             caches = (SYSTEM_CPUS / f"cpu{cpu}" / "cache").glob("index*")
             last = max(caches, key=lambda cache: int((cache / "level").read_text()))
             nbytes = _parse_size((last / "size").read_text().strip())
@@ -242,13 +244,13 @@ def _path_probe(
     usual_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
     tile_bytes = usual_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
     slots = replace(slots, tile_bytes=min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))
-    room = slots.tier.free_bytes() // (slots.tile_bytes + SECTOR_BYTES)
-    count = max(1, min(PROBE_TILES, room // 2))
+    room = slots.tier.free_bytes() // (slots.tile_bytes + SECTOR_BYTES)  # number of slots
+    count = max(1, min(PROBE_TILES, room // 2))  # half are read, half are written
     if staging_bytes < 2 * count * slots.tile_bytes:
         memory = Arena(2 * count * slots.tile_bytes)
         ends.callback(memory.close)
         address = memory.address
-    return PathProbe(number, Runs(queue), [slots], count, count, address, is_split=room > 1)
+    return PathProbe(number, Runs(queue), [slots], slots=count, depth=count, address=address, is_split=room > 1)
 
 
 def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:

@@ -227,13 +227,13 @@ class RatesFile:
 
 
 def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
-    """Return the rate with so many threads, as `RatesFile.cpu_rate` says; None for the most measured."""
-    last_count, last_rate = 0, 0.0
+    """Return the rate with so many threads, interpolated between measured numbers; None for the most measured."""
+    last_count, last_rate = 0, 0.0  # so below the least measured number, the rate is proportional
     for count, rate in sorted(known.items()):
         if threads is not None and count >= threads:
             return last_rate + (rate - last_rate) * (threads - last_count) / (count - last_count)
         last_count, last_rate = count, rate
-    return last_rate
+    return last_rate  # more threads than were measured are no faster
 
 
 def _parse_by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
@@ -242,7 +242,7 @@ def _parse_by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
         raise ConfigError("rates.cpu_bytes_per_s", MISSING, "measure it")
     has_formats = isinstance(values, Mapping) and any(name in values for name in STATE_FORMATS)
     by_format = {}
-    for name, known in values.items() if has_formats else [("exact", values)]:
+    for name, known in values.items() if has_formats else [("exact", values)]:  # else all values are of exact state
         if name not in STATE_FORMATS:
             raise ConfigError("rates.cpu_bytes_per_s", name, f"give rates by format: {', '.join(STATE_FORMATS)}")
         by_format[STATE_FORMATS[name]] = (

@@ -94,15 +94,15 @@ def medians_of(
     rounds = least  # after the first; estimated again after each
     done = 0
     number = 0
-    while number <= rounds:
-        first = number % len(samples)
+    while number <= rounds:  # round 0 warms up
+        first = number % len(samples)  # another one in each round
         for what, sample in [*samples[first:], *samples[:first]]:
             report(done, (rounds + 1) * len(samples), what)
             values = sample()
             done += 1
             for name, value in values.items():
                 of_name = taken.setdefault(name, [])
-                if number > 0:
+                if number > 0:  # not of the round that warms up
                     of_name.append(value)
         number += 1
         # The warm-up is shorter or longer than the others, so the estimate is taken again after each round.
@@ -213,6 +213,7 @@ class PathProbe:
     own.
 
     Attributes:
+        number: The path's, for the names of measurements.
         runs: Drives the path's lanes.
         regions: Slots of one size each, the largest last: that one's rates count, the others show the latency.
         slots: Number of slots of each region that a direction uses.
@@ -263,7 +264,7 @@ class PathProbe:
             return {verb: self._rates(region, verb)[verb] for verb in verbs}
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
         timeline = self.runs.run(name, self.slots, lambda count: self._loads(region, count, *verbs))
-        self.shares |= len(verbs) == 1 and at_once(timeline) > 1
+        self.shares |= len(verbs) == 1 and at_once(timeline) > 1  # of one direction: those of two overlap anyway
         return rates_beside(timeline)
 
     def _alone(self, name: str, verb: str) -> dict[str, float]:
@@ -294,7 +295,7 @@ class PathProbe:
             return [*self._loads(self.regions[-1], count, "read", "write"), cpu.load(None)]
 
         alone = cpu.rate()
-        timeline = self.runs.run("beside", 2 * self.slots, loads)
+        timeline = self.runs.run("beside", least=2 * self.slots, loads=loads)
         values = {f"{name}/{verb} beside cpu": bytes_per_s(timeline, verb) for verb in ("read", "write")}
         return values | {f"{name}/speed of cpu": bytes_per_s(timeline, "cpu") / alone}
 
@@ -363,4 +364,4 @@ def rates_of(
             h2d_alone_bytes_per_s=value("gpu/h2d alone"),
             d2h_alone_bytes_per_s=value("gpu/d2h alone"),
         )
-    return Rates(cpu, tuple(path_rates(path) for path in paths), gpu, memory)
+    return Rates(cpu, tuple(path_rates(path) for path in paths), gpu, memory_bytes_per_s=memory)

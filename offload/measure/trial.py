@@ -70,7 +70,7 @@ def trial_rates(
     Raises:
         OffloadError: If a path or the update fails.
     """
-    if any(tier.paid for tier in tiers):
+    if any(tier.paid for tier in tiers):  # no request is made just to try something
         tiers = ()
     small = _small_plan(tiers, plan)
     if known.gpu != NO_GPU or any(tier.free_bytes() < small.storage_bytes for tier in tiers):
@@ -112,16 +112,18 @@ def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
     parameters = [Parameter(f"a trial's {number}", SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
     layout = build_layout(parameters, SECTOR_NUMEL)
     size = layout.max_subgroup_bytes
+    # Endless room: `trial_rates` compares what is needed with the real room.
     offers = tuple(PathBudget(f"path {number}", 1 << 62) for number in range(len(tiers)))
-    return make_plan(layout, Budgets(at_home * size, slots * size, offers))
+    return make_plan(layout, Budgets(host_bytes=at_home * size, staging_bytes=slots * size, paths=offers))
 
 
 class _Session:
     """The machine and the executor of a small plan.
 
     Args:
-        address: Its staging memory.
-        beside: Memory for the rest of an update: state at home, gradients, weights.
+        address: That of its staging memory.
+        beside: Address of memory for the rest of an update: state at home, then a gradient, then a weight. All
+            updates use the same.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class _Session:
         self._plan = plan
         self._queue = queue
         layout = plan.layout
-        self._home = beside
+        self._home = beside  # of all state at home in memory: one update runs at a time
         gradients = beside + layout.max_subgroup_bytes
         self._tables = Tables()
         self._tables.extend(layout)
@@ -139,7 +141,8 @@ class _Session:
         self._tables.gradient_dtypes[:] = DtypeCode.BFLOAT16
         self._tables.weights[:] = gradients + SECTOR_NUMEL * BF16.item_bytes
         self._groups = [layout.rule.values(layout.rule.defaults)]
-        self._machine = Machine(plan, TileIndex([(tier.free_bytes(), 1.0) for tier in tiers], plan.slot_counts))
+        rooms = [(tier.free_bytes(), 1.0) for tier in tiers]  # and equal shares
+        self._machine = Machine(plan, TileIndex(rooms, plan.slot_counts))
         self._memory = HostMemory(NO_LANES)
         self._memory.place_slots(address, plan.slot_bytes)
         self._executor = LiveExecutor(tiers, kernel, queue, self._memory)
@@ -155,10 +158,11 @@ class _Session:
             for event in executor.wait():
                 machine.handle(event)
         executor.requests -= 1
-        timeline, executor.timeline = executor.timeline, []
-        self._rows = self._tables.rows(self._groups, 1.0, 1.0, range(len(self._plan.homes)))
+        timeline, executor.timeline = executor.timeline, []  # that of the step before
+        self._rows = self._tables.rows(self._groups, scale=1.0, clip=1.0, active=range(len(self._plan.homes)))
         order = visit_order(self._rows.subgroups, machine.slots)
-        machine.handle(BeginSweep(Sweep(number, number, update_visits(self._plan, order, machine.is_fresh))))
+        visits = update_visits(self._plan, order, reloads=machine.is_fresh)
+        machine.handle(BeginSweep(Sweep(number, step=number, visits=visits)))
         executor.submit(machine.take_operations())
         executor.end_turn()
         if timeline:

@@ -158,7 +158,8 @@ class TrialState:
             """Return the error of an update that failed."""
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
-        return Load("cpu", int(self._chunk_numel * self._spec.item_bytes), self._depth, start, error, count)
+        nbytes = int(self._chunk_numel * self._spec.item_bytes)
+        return Load("cpu", nbytes, self._depth, start=start, error=error, count=count)
 
 
 def _repeat(values: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> None:
@@ -215,5 +216,5 @@ class Slots:
             """Return the error of a transfer that failed."""
             return tier_error("probe", completion, None, self.tier)
 
-        what = f"path {self.tier.path}"
-        return Load(verb, nbytes, depth, start, error, len(slots) if count is None else count, what)
+        count = len(slots) if count is None else count
+        return Load(verb, nbytes, depth, start=start, error=error, count=count, what=f"path {self.tier.path}")

@@ -235,6 +235,7 @@ class Budgets:
     @property
     def most_gpu_slots(self) -> int:
         """The most staging slots on the GPU: `GPU_STAGING_SLOTS`, or as many as fit where they are borrowed."""
+        # No slot is smaller than a sector; `make_plan` counts how many of the real size fit.
         return self.gpu_staging_bytes // SECTOR_BYTES if self.borrows else GPU_STAGING_SLOTS
 
     def with_more_host(self, nbytes: int) -> Budgets:
@@ -305,7 +306,7 @@ class Plan:
 
     @cached_property
     def updated_in_backward(self) -> tuple[Subgroup, ...]:
-        """The subgroups that can be updated in backward; see `may_speculate`."""
+        """The subgroups that can be updated in backward: those of which `may_speculate` says so."""
         return tuple(subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
 
     def with_updates_in_backward(self, gradient_item_bytes: int) -> Plan:
@@ -405,7 +406,7 @@ class Plan:
 
     @cached_property
     def piece_buffer_bytes(self) -> int:
-        """Bytes of each of `PIECE_BUFFERS` buffers in GPU memory; see `piece_buffer_bytes`."""
+        """Bytes of each of `PIECE_BUFFERS` buffers in GPU memory, for small tensors of what the CPU updates."""
         if not self.weights_on_gpu:
             return 0
         subgroups = self.layout.subgroups
@@ -456,8 +457,9 @@ class Plan:
 
     @cached_property
     def node_bytes(self) -> dict[int, int]:
-        """Bytes of state at home on each memory node."""
+        """Bytes of state at home on each memory node; empty if there is only one."""
         totals = {budget.node: 0 for budget in self.budgets.nodes}
+        # `self.nodes` is empty, as `budgets.nodes` is, if there is only one node.
         for node, nbytes in zip(self.nodes, self.layout.subgroup_bytes, strict=False):
             if node is not None:
                 totals[node] += nbytes
@@ -465,7 +467,10 @@ class Plan:
 
     @property
     def bytes_by_node(self) -> dict[int, int]:
-        """Bytes of host memory that are bound to each memory node: homes there, on the fastest also buffers."""
+        """Bytes of host memory that are bound to each memory node: homes there, on the fastest also buffers.
+
+        Empty if there is only one node.
+        """
         buffers = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
         return {
             node: home_bytes + (buffers if node == self.buffer_node else 0)
@@ -529,7 +534,8 @@ class Plan:
         if owner.kind == "gradients":
             return self.gradient_tiles[owner.number]
         number = owner.number % (1 << 31)  # fits the 32 bits of a slot's header
-        return (PlacedTile(TileId(0, ACTIVATIONS, number), 0, self.budgets.activation_tile_bytes),)
+        tile = TileId(subgroup=0, tensor=ACTIVATIONS, tile=number)
+        return (PlacedTile(tile, offset=0, nbytes=self.budgets.activation_tile_bytes),)
 
     def gradients_of(self, subgroup: int) -> ScratchOwner | None:
         """Return the owner of a subgroup's gradients in scratch; None if they do not pass through buffers."""
@@ -690,6 +696,7 @@ class Plan:
     @property
     def table_bytes(self) -> int:
         """Bytes of host memory for segment tables, the norm's block sums, and `FIXED_OVERHEAD_BYTES`."""
+        # For each segment 512 bytes of tables; for each block its sum, a float64.
         segments = sum(len(subgroup.segments) for subgroup in self.layout.subgroups)
         blocks = sum(-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in self.layout.parameters)
         return FIXED_OVERHEAD_BYTES + 512 * segments + 8 * blocks
@@ -826,7 +833,7 @@ class Plan:
         at_home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - at_home
         slots = f"{self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}"
-        if self.budgets.borrows:
+        if self.budgets.borrows and self.gpu_slots:  # none are borrowed if the GPU updates only what is at home there
             fitting = self.budgets.gpu_staging_bytes // self.gpu_slot_bytes
             slots = f"borrowed from backward's end to forward, {slots} ({fitting} fit)"
         text = f"staging, {slots}; {copied} of the other subgroups are updated on the GPU"
@@ -869,6 +876,7 @@ def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:
         small = [nbytes for nbytes in sizes if nbytes < LEAST_COPY_BYTES]
         if len(small) > KERNEL_COPIES:  # else a copy each costs no more than the kernel that gathers them
             needed = max(needed, sum(round_up(nbytes, PIECE_ALIGNMENT) for nbytes in small))
+    # One unit more: the first piece in a buffer may begin anywhere within its own.
     return min(needed + PIECE_ALIGNMENT, MOST_PIECE_BUFFER_BYTES) if needed else 0
 
 
@@ -880,7 +888,7 @@ def make_plan(
     staging_slots: int = DEFAULT_STAGING_SLOTS,
     placements: Iterable[Placement] = (),
     gpu_slots: int = GPU_STAGING_SLOTS,
-    deal: Sequence[NodeBudget] | None = None,
+    node_bytes: Sequence[NodeBudget] | None = None,
 ) -> Plan:
     """Choose the home of every subgroup.
 
@@ -896,23 +904,32 @@ def make_plan(
         gpu_slots: The most staging slots on the GPU.
         kept: A plan for the first subgroups of `layout`, whose homes stay as they are. It gets no fewer staging
             slots, but perhaps larger ones.
-        deal: Bytes to use of each memory node, which are filled in this order; None for `budgets.nodes`.
+        node_bytes: Bytes to use of each memory node, which are filled in this order; None for `budgets.nodes`.
 
     Raises:
         InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory does not hold one
             subgroup (with `kept`, as many as that has slots).
     """
     sizes = layout.subgroup_bytes
-    homes, nodes = _homes(sizes, budgets, kept, budgets.nodes if deal is None else deal)
-    wanted = itertools.chain(placements, itertools.repeat(Placement.CPU))
+    homes, nodes = _homes(sizes, budgets, kept, budgets.nodes if node_bytes is None else node_bytes)
+    wanted = itertools.chain(placements, itertools.repeat(Placement.CPU))  # without end
     placed = tuple(Placement.GPU if home is Home.GPU else device for home, device in zip(homes, wanted, strict=False))
     planned_gpu_slots = 0
     if placed.count(Placement.GPU) > homes.count(Home.GPU):  # some are copied there to be updated
         largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not Home.GPU)
         planned_gpu_slots = _count_gpu_slots(budgets, largest, gpu_slots)
-    plan = Plan(layout, homes, placed, 0, 0, budgets, planned_gpu_slots, nodes if budgets.nodes else ())
+    plan = Plan(
+        layout,
+        homes,
+        placed,
+        staging_slots=0,  # until `_with_staging`
+        slot_bytes=0,
+        budgets=budgets,
+        gpu_slots=planned_gpu_slots,
+        nodes=nodes if budgets.nodes else (),
+    )
     plan = _with_staging(plan, kept, staging_slots)
-    if plan.slot_counts:
+    if plan.slot_counts:  # else nothing goes to the paths: no state is streamed, no gradient leaves
         _refuse_without_room(plan)
     _refuse_without_checkpoints(plan)
     return plan
@@ -933,14 +950,14 @@ def _with_staging(plan: Plan, kept: Plan | None, staging_slots: int) -> Plan:
 
     Args:
         plan: Without staging slots.
-        kept: See `make_plan`.
+        kept: A plan for the first subgroups, if there is one: as many slots as it has are needed.
         staging_slots: Number of slots if the budgets have no `staging_bytes`.
     """
     budgets = plan.budgets
     sizes = zip(plan.homes, plan.layout.subgroup_bytes, strict=True)
     streamed = [nbytes for home, nbytes in sizes if home is Home.STREAMED]
     if not streamed:
-        return plan
+        return plan  # no state passes through slots
     slot_bytes = max(*streamed, least_slot_bytes(plan.layout.state))
     # A slot of `kept` may hold the only copy of its state, so that none can be taken away.
     least = max(1, kept.staging_slots if kept else 0)
@@ -954,16 +971,20 @@ def _with_staging(plan: Plan, kept: Plan | None, staging_slots: int) -> Plan:
 
 
 def _homes(
-    sizes: Sequence[int], budgets: Budgets, kept: Plan | None, deal: Sequence[NodeBudget]
+    sizes: Sequence[int], budgets: Budgets, kept: Plan | None, node_bytes: Sequence[NodeBudget]
 ) -> tuple[tuple[Home, ...], tuple[int | None, ...]]:
-    """Return each subgroup's home, the first tier and node with room (or as `kept` has it), and its memory node."""
+    """Return each subgroup's home, the first tier and node with room (or as `kept` has it), and its memory node.
+
+    The node is None for a home that is not in host memory, and if `node_bytes` is empty: then there is only one.
+    """
     places = [(home, kept.node_of(number)) for number, home in enumerate(kept.homes)] if kept else []
+    # The bytes left in each place, the fastest first.
     room: dict[tuple[Home, int | None], float] = {(Home.GPU, None): budgets.gpu_bytes}
-    for node, nbytes in deal or ((None, budgets.host_bytes),):
+    for node, nbytes in node_bytes or ((None, budgets.host_bytes),):
         room[Home.HOST, node] = nbytes
     room[Home.STREAMED, None] = math.inf
     for number, nbytes in enumerate(sizes):
-        if number == len(places):
+        if number == len(places):  # not a subgroup of `kept`
             places.append(next(place for place, left in room.items() if nbytes <= left))
         room[places[number]] -= nbytes
     return tuple(home for home, _ in places), tuple(node for _, node in places)

@@ -15,6 +15,7 @@ from offload.plan.budget import Home, Placement, Plan
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, PathRates, Rates, Slowness
 
 BISECTIONS = 7
+"""Halvings of the range in which the CPU's speed is sought: it is found to 0.7% of the speed alone."""
 
 PATH_LANES = "read", "write", "path"
 """What the lanes of paths, and paths whose directions share them, begin with."""
@@ -190,14 +191,14 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         rates: Speed of every lane.
     """
     real_mix = mix
-    mix = _on_fastest(real_mix, rates)
+    mix = _on_fastest(real_mix, rates)  # its bytes over the rates are the seconds of the real ones
     rates = in_step(real_mix, rates)
     lanes = _lane_work(mix, shares, rates)
-    costs = {
+    memory_costs = {
         **{f"{verb}:{n}": path.memory_cost for n, path in enumerate(rates.paths) for verb in ("read", "write")},
         **{lane: cost for lane, (_, cost) in rates.gpu.lanes.items()},
     }
-    traffic = {lane: LaneWork(lanes[lane].nbytes * cost, lanes[lane].busy_s) for lane, cost in costs.items()}
+    traffic = {lane: LaneWork(lanes[lane].nbytes * cost, lanes[lane].busy_s) for lane, cost in memory_costs.items()}
     # `_lane_work` leaves out the last copies from the GPU, which go on behind the step. While the CPU still works,
     # they are not behind it: they take memory bandwidth from the CPU like all others.
     outward = mix.copied_bytes + mix.fetched_gradient_bytes
@@ -205,7 +206,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     step_s = _slowed_step_s(mix, shares, rates, lanes, _traffic_by_direction(traffic))
     lane_s = {lane: work.busy_s for lane, work in lanes.items()}
     if rates.memory_bytes_per_s != math.inf:
-        moved_bytes = sum(lanes[lane].nbytes * cost for lane, cost in costs.items())
+        moved_bytes = sum(lanes[lane].nbytes * cost for lane, cost in memory_costs.items())
         # State on slower nodes is counted as more bytes by `_on_fastest`; the memory moves only the real ones.
         slower_bytes = mix.host.on_cpu.nbytes - real_mix.host.on_cpu.nbytes
         updated_bytes = lanes["cpu"].nbytes - slower_bytes
@@ -229,13 +230,13 @@ def _slowed_step_s(
     The slower the CPU, the longer the step, and the thinner the traffic, which slows the CPU less: one speed fits.
     Bisection finds it.
     """
-    step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
+    step_s, span_s = _step_s(mix, shares, rates, lanes, speed=1.0)
     if _mean_speed(rates, traffic, span_s) >= 1:
-        return step_s
+        return step_s  # nothing slows the CPU down
     slow, fast = LEAST_CPU_SPEED, 1.0
     for _ in range(BISECTIONS):
         speed = (slow + fast) / 2
-        step_s, span_s = _step_s(mix, shares, rates, lanes, speed)
+        step_s, span_s = _step_s(mix, shares, rates, lanes, speed=speed)
         if _mean_speed(rates, traffic, span_s) > speed:
             slow = speed
         else:
@@ -246,7 +247,7 @@ def _slowed_step_s(
 def slower(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
     """Return how many times as long work on a subgroup's home takes as on the fastest memory node.
 
-    By lane and subgroup; only for subgroups that have a home on a memory node.
+    By lane and subgroup; only for subgroups that have a home on a memory node, so empty if there is only one node.
     """
     slowness = rates.slowness(plan.node_bytes)
     factors: dict[tuple[str, int], float] = {}
@@ -268,7 +269,7 @@ def _on_fastest(mix: Mix, rates: Rates) -> Mix:
     slowness = rates.slowness(mix.nodes)
     on_cpu, on_gpu = mix.host
     for node, part in mix.nodes.items():
-        of_node = slowness.get(node, Slowness(1.0, 1.0))
+        of_node = slowness.get(node, Slowness(update=1.0, copy=1.0))
         on_cpu = SubgroupSum(on_cpu.count, on_cpu.nbytes + part.on_cpu.nbytes * (of_node.update - 1))
         on_gpu = SubgroupSum(on_gpu.count, on_gpu.nbytes + part.on_gpu.nbytes * (of_node.copy - 1))
     return replace(mix, host=ByDevice(on_cpu, on_gpu))
@@ -300,7 +301,7 @@ def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> flo
         span_s: The time that all this takes.
     """
     combinations = [(1.0, 0.0)]  # probability and traffic per second
-    for nbytes, busy_s in traffic if span_s else ():
+    for nbytes, busy_s in traffic if span_s else ():  # without a span, no lane has anything to do
         active = min(1.0, busy_s / span_s)
         idle = 1 - active
         added = nbytes / (active * span_s)
@@ -419,13 +420,14 @@ def _step_s(
         last_on_cpu_s = turn.update_s + push_s if turn.gpu_part < 1 else 0.0
         last_on_gpu_s = mean_bytes * (per_byte.in_s + per_byte.update_s) if turn.gpu_part > 0 else 0.0
         last_s = max(last_on_cpu_s, last_on_gpu_s)
-    elif mix.path_gradient_bytes:
+    elif mix.path_gradient_bytes:  # no state is read, but gradients are
         pipeline_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith("read"))
     span_s = max(pipeline_s, gpu_s)
     cpu_s = lanes["cpu"].nbytes * cpu_s_per_byte
-    if cpu_s > span_s:  # what the CPU has not done by then, it does at its full speed
+    if cpu_s > span_s:  # what the CPU has not done by then, it does at its full speed, as no lane is beside it
         cpu_s = span_s + (cpu_s - span_s) * speed
     ends_s = max(fetch_s + cpu_s + push_s, pipeline_s + last_s, gpu_s)
+    # Reactions: of the engine to the step's request, and of the caller to its end.
     return ends_s + 2 * rates.reaction_s + rates.begin_s, span_s
 
 
@@ -528,7 +530,10 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
     moved, mean_bytes = _moved(mix)
 
     def of_device(part: float, wait_s: float, each_s: float, resident_bytes: float) -> float:
-        """Return the seconds for one device: it updates `part` of the streamed subgroups, each for `each_s`."""
+        """Return the seconds for one device: it updates `part` of the streamed subgroups, each for `each_s`.
+
+        A streamed one that comes back waits for `wait_s`, as long as any of `resident_bytes` are left.
+        """
         hindered_s = max(every_s, (round_s + part * wait_s) / mix.staging_slots)
         spare_s = hindered_s - part * each_s  # between two that come back: the device's time for resident ones
         if not part or spare_s <= 0:
@@ -538,9 +543,17 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
 
     # Since the slot went away: until the update ends that is under way at its return, and the one handed over.
     free_s = (math.ceil(turn.away_s / turn.update_s) + 1) * turn.update_s
-    on_cpu_s = of_device(1 - turn.gpu_part, free_s - turn.away_s, turn.update_s, mix.host.on_cpu.nbytes)
+    on_cpu_s = of_device(
+        part=1 - turn.gpu_part,
+        wait_s=free_s - turn.away_s,
+        each_s=turn.update_s,
+        resident_bytes=mix.host.on_cpu.nbytes,
+    )
+    # On the busiest of the GPU's lanes; 0 without a GPU.
     copy_s = mean_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
-    on_gpu_s = of_device(turn.gpu_part, mix.gpu_slots * copy_s, copy_s, mix.host.on_gpu.nbytes)
+    on_gpu_s = of_device(
+        part=turn.gpu_part, wait_s=mix.gpu_slots * copy_s, each_s=copy_s, resident_bytes=mix.host.on_gpu.nbytes
+    )
     return on_cpu_s + on_gpu_s
 
 

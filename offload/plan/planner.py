@@ -43,10 +43,10 @@ WORTH_THE_GPU = 0.0005
 COARSE_SHARES = 16
 """Number of shares of GPU updates in the first search; then finer ones near the best are tried."""
 
-COARSE_DEALS = 4
+COARSE_NODE_SHARES = 4
 """Number of shares of each memory node in the first search, each with as many shares of GPU updates."""
 
-WORTH_A_DEAL = 0.01
+WORTH_UNUSED_BYTES = 0.01
 """Part of the time that leaving memory of a node unused has to save."""
 
 EVERY_STRIDE = 64
@@ -82,13 +82,13 @@ def choose_plan(
     if budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0):
         rates.gpu.check_used(planned=True)
     budgets = fastest_nodes_first(budgets, rates)
-    deal = budgets.nodes if kept is not None else _choose_node_bytes(layout, budgets, rates, placement)
+    node_bytes = budgets.nodes if kept is not None else _choose_node_bytes(layout, budgets, rates, placement)
     try:
-        return _plan_with_node_bytes(layout, budgets, rates, placement, kept, deal)
+        return _plan_with_node_bytes(layout, budgets, rates, placement, kept, node_bytes)
     except InfeasiblePlanError:
-        if deal is budgets.nodes:
+        if node_bytes is budgets.nodes:
             raise
-        # That deal streams more than fits the paths: use all memory of all nodes instead.
+        # With so little of the nodes, more is streamed than fits the paths: use all their memory instead.
         return _plan_with_node_bytes(layout, budgets, rates, placement, kept, budgets.nodes)
 
 
@@ -97,7 +97,7 @@ def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, pl
 
     Their placements must stay, since memory for gradients was given out by them.
     """
-    fresh = choose_plan(layout, budgets, rates, placement, kept=before)
+    fresh = choose_plan(layout, budgets, rates, placement, kept=before)  # may place the others anew
     placements = (*before.placements, *fresh.placements[len(before.placements) :])
     gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
     return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
@@ -134,6 +134,7 @@ def _choose_node_bytes(
     nbytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
     gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest) if placement == "auto" else 0
     mean_tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
+    # `mix_of` counts the tiles of what is streamed in `filled`; any subgroup may be streamed here.
     base = replace(base, mean_tiles=mean_tiles, gpu_slots=gpu_slots)
 
     def part(few: int) -> ByDevice:
@@ -142,7 +143,10 @@ def _choose_node_bytes(
 
     @functools.cache
     def cost_s(counts: tuple[int, ...]) -> float:
-        """Return the seconds of a step with so many homes on each node, and the best coarse share of GPU updates."""
+        """Return the seconds of a step with so many homes on each node, and the best coarse share of GPU updates.
+
+        Infinite if that is more homes than subgroups, or leaves some to be streamed without paths or staging slots.
+        """
         streamed = count - sum(counts)
         slots = count_staging_slots(budgets, largest, streamed)
         if streamed < 0 or (streamed and not (budgets.paths and slots)):
@@ -150,14 +154,14 @@ def _choose_node_bytes(
         by_node = {node.node: part(few) for node, few in zip(nodes, counts, strict=True)}
         host, on_paths = part(sum(counts)), part(streamed)
         mix = replace(base, host=host, streamed=on_paths, nodes=by_node, staging_slots=slots)
-        on_gpu = _coarse_counts((*counts, streamed), COARSE_DEALS if gpu_slots else 0)
+        on_gpu = _coarse_counts((*counts, streamed), COARSE_NODE_SHARES if gpu_slots else 0)
         return min(estimate_mix(_spread_to_gpu(mix, some), shares, rates).step_s for some in on_gpu)
 
     most = [min(count, node.nbytes // largest) for node in nodes]
     full = tuple(min(few, max(0, count - sum(most[:n]))) for n, few in enumerate(most))  # as `make_plan` fills them
-    coarse = min((full, *_coarse_counts(most, COARSE_DEALS)), key=cost_s)
-    best = _descend(coarse, most, COARSE_DEALS, cost_s)
-    if cost_s(full) <= (1 + WORTH_A_DEAL) * cost_s(best):
+    coarse = min((full, *_coarse_counts(most, COARSE_NODE_SHARES)), key=cost_s)
+    best = _descend(coarse, most, COARSE_NODE_SHARES, cost_s)
+    if cost_s(full) <= (1 + WORTH_UNUSED_BYTES) * cost_s(best):
         return nodes
     return [node._replace(nbytes=few * largest) for node, few in zip(nodes, best, strict=True)]
 
@@ -168,13 +172,13 @@ def _plan_with_node_bytes(
     rates: Rates,
     placement: str | float,
     kept: Plan | None,
-    deal: Sequence[NodeBudget],
+    node_bytes: Sequence[NodeBudget],
 ) -> Plan:
-    """Return the plan with the shortest predicted step that uses the memory nodes as `deal` says.
+    """Return the plan with the shortest predicted step that uses so many bytes of each memory node.
 
     Placements are chosen first, then the numbers of staging slots that suit them.
     """
-    make = functools.partial(make_plan, layout, budgets, kept=kept, deal=deal)
+    make = functools.partial(make_plan, layout, budgets, kept=kept, node_bytes=node_bytes)
     plan = make()
     on_cpu = mix_of(plan)
     mix = on_cpu
@@ -204,7 +208,7 @@ def _plan_with_node_bytes(
 
 def _fewest_gpu_slots(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     """Return the fewest staging slots on the GPU with which a step is at most `WORTH_A_SLOT` slower than with any."""
-    counts = range(min(GPU_STAGING_SLOTS, mix.gpu_slots), mix.gpu_slots + 1)
+    counts = range(min(GPU_STAGING_SLOTS, mix.gpu_slots), mix.gpu_slots + 1)  # more only where they are borrowed
     costs = {count: estimate_mix(replace(mix, gpu_slots=count), shares, rates).step_s for count in counts}
     return next(count for count, cost_s in costs.items() if cost_s <= (1 + WORTH_A_SLOT) * min(costs.values()))
 
@@ -232,7 +236,7 @@ def _placements_of(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
     if isinstance(placement, str) and placement != "gpu":
         stride = int(placement.removeprefix(STRIDE))
         return _with_gpu(plan, range(stride - 1, count, stride))
-    share = 1.0 if isinstance(placement, str) else placement
+    share = 1.0 if isinstance(placement, str) else placement  # a string is "gpu" here
     elsewhere = [number for number in range(count) if not plan.at_home_on_gpu(number)]
     return _with_gpu(plan, _spread(elsewhere, round(share * len(elsewhere))))
 
@@ -299,7 +303,7 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     best = _descend(coarse, most, COARSE_SHARES, spread_cost_s)
     spread = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
-    members = [frozenset(number for number in kind if sizes[number]) for kind in kinds]
+    members = [frozenset(number for number in kind if sizes[number]) for kind in kinds]  # that have state
     for stride in _strides(len(plan.homes)):
         picked = range(stride - 1, len(plan.homes), stride)
         choices.append((mix_with([[n for n in picked if n in kind] for kind in members]), picked))
@@ -327,7 +331,7 @@ def _moved_to_gpu(base: Mix, parts: Sequence[SubgroupSum]) -> Mix:
     cpu_bytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
     left = 1 - sum(part.nbytes for part in parts) / cpu_bytes  # the part of its bytes that the CPU still updates
     *host, streamed = parts
-    of_nodes = zip(base.nodes.items(), host, strict=False)
+    of_nodes = zip(base.nodes.items(), host, strict=False)  # `base.nodes` is empty if there is only one
     return replace(
         base,
         host=_split(base.host, SubgroupSum(sum(part.count for part in host), sum(part.nbytes for part in host))),
@@ -349,7 +353,7 @@ def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
 
 
 def _split(whole: ByDevice, part: SubgroupSum) -> ByDevice:
-    """Return what the CPU updates, divided: `part` for the GPU, the rest for the CPU."""
+    """Return what the CPU updates in `whole`, divided: `part` for the GPU, the rest for the CPU."""
     on_cpu = whole.on_cpu
     return ByDevice(SubgroupSum(on_cpu.count - part.count, on_cpu.nbytes - part.nbytes), part)
 
@@ -366,7 +370,7 @@ def _coarse_counts(most: Sequence[int], shares: int) -> Iterator[tuple[int, ...]
         some = tuple(count * part // shares for count in most)
         one_alone = [tuple(some[i] if i == kind else 0 for i in kinds) for kind in kinds]
         one_whole = [tuple(most[i] if i == kind else some[i] for i in kinds) for kind in kinds]
-        yield from dict.fromkeys((some, *one_alone, *one_whole))
+        yield from dict.fromkeys((some, *one_alone, *one_whole))  # each once
 
 
 def _descend(

@@ -185,7 +185,7 @@ class GpuRates:
     h2d_alone_bytes_per_s: float = 0.0
     d2h_alone_bytes_per_s: float = 0.0
 
-    weights_on: ClassVar[str] = "gpu"  # if nobody says it
+    weights_on: ClassVar[str] = "gpu"  # where a model's weights lie if nobody says it
 
     @property
     def h2d(self) -> Direction:
@@ -233,7 +233,7 @@ class GpuRates:
         }
 
     def reaching(self, bytes_per_s: Mapping[str, float]) -> GpuRates:
-        """Return these rates with others for some lanes; "h2d_alone" is for copies while none comes back."""
+        """Return these rates with others for some lanes; "h2d_alone" and "d2h_alone" are for one direction alone."""
         fields: Any = {
             "update_bytes_per_s" if lane == "gpu" else f"{lane}_bytes_per_s": rate
             for lane, rate in bytes_per_s.items()
@@ -241,7 +241,11 @@ class GpuRates:
         return dataclasses.replace(self, **fields)
 
     def check_used(self, *, planned: bool) -> None:
-        """Raise `ConfigError` if there is no GPU, for a plan that uses it, or will use it (`planned`)."""
+        """Do nothing, as there is a GPU; `NO_GPU` raises `ConfigError` for a plan that uses one.
+
+        Args:
+            planned: Whether the plan is still to be made.
+        """
 
 
 class _NoGpu(GpuRates):
@@ -257,7 +261,7 @@ class _NoGpu(GpuRates):
         raise ConfigError("rates.gpu", MISSING, f"the plan {uses} a GPU: describe or measure it")
 
 
-_LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates stay finite
+_LEAST, _MOST = 1e-9, 1e24  # of a rate: far beyond any machine; times of bytes over rates stay finite
 
 NO_GPU: GpuRates = _NoGpu(_LEAST, _LEAST, _LEAST, memory_cost=0.0)
 
@@ -300,7 +304,7 @@ class Rates:
     nodes: tuple[NodeRates, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a rate that is not usable; see the class."""
+        """Raise `ConfigError` for a rate that is not usable, and for a memory node that is given twice."""
         parts: list[tuple[str, Any]] = [("", self), ("gpu.", self.gpu)]  # the prefix of a part's fields, the part
         parts += [(f"paths[{number}].", path) for number, path in enumerate(self.paths)]
         parts += [(f"nodes[{number}].", node) for number, node in enumerate(self.nodes)]
@@ -344,24 +348,26 @@ class Rates:
         return sorted(wanted, key=speed, reverse=True)
 
     def slowness(self, among: Iterable[int]) -> dict[int, Slowness]:
-        """Return the slowness of each of these memory nodes that has rates.
+        """Return how many times as long a byte takes on each of these nodes (that has rates) as on the fastest.
 
-        Updates by the CPU are compared with those on the fastest of the nodes; copies to the GPU and back with the
-        GPU's link, or with the fastest of the nodes if the link is faster than that. A node whose own link's rate is
-        unknown copies as fast as cores read and write there.
+        A copy to the GPU or back is no faster than the GPU's link: a node that keeps up with the link counts as the
+        fastest. A node whose own link's rate is unknown copies as fast as cores read and write there.
         """
         numbers = set(among)
         nodes = [rates for rates in self.nodes if rates.node in numbers]
-        fastest_update = max((rates.update_bytes_per_s for rates in nodes), default=1.0)
+        if not nodes:
+            return {}
+        fastest_update = max(rates.update_bytes_per_s for rates in nodes)
         copies = {
             rates.node: min(rates.link_bytes_per_s or math.inf, rates.read_bytes_per_s, rates.write_bytes_per_s)
             for rates in nodes
         }
         gpu_link = min(self.gpu.h2d_bytes_per_s, self.gpu.d2h_bytes_per_s) if self.gpu.lanes else math.inf
-        fastest_copy = min(max(copies.values(), default=1.0), gpu_link)
+        fastest_copy = min(max(copies.values()), gpu_link)
         return {
             rates.node: Slowness(
-                fastest_update / rates.update_bytes_per_s, max(1.0, fastest_copy / copies[rates.node])
+                update=fastest_update / rates.update_bytes_per_s,
+                copy=max(1.0, fastest_copy / copies[rates.node]),  # below 1: the node is faster than the link
             )
             for rates in nodes
         }
@@ -375,10 +381,10 @@ class Rates:
         cpu = self.cpu_bytes_per_s / ranks
         memory = self.memory_bytes_per_s / ranks
         gpu = self.gpu
-        if gpu.memory_cost:
+        if gpu.memory_cost:  # else there is no GPU, or its copies take no memory bandwidth
             h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
             share = min(1.0, memory / (gpu.memory_cost * (h2d + d2h)))
-            most = memory / gpu.memory_cost
+            most = memory / gpu.memory_cost  # of one direction, alone
             alone = {
                 "h2d_alone": min(most, gpu.h2d_alone_bytes_per_s),
                 "d2h_alone": min(most, gpu.d2h_alone_bytes_per_s),

@@ -102,7 +102,10 @@ def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanati
 
 
 def compare(prediction: Prediction, figures: Mapping[str, float]) -> Explanation:
-    """Compare a prediction with the step that `figures` are about; see `explain`."""
+    """Compare a prediction with the step that `figures` are about, which are an engine's metrics.
+
+    Before the first step nothing is compared; bytes on memory nodes are known all the same.
+    """
     nodes = {}
     for name, bound_bytes in figures.items():
         node = metrics.which(metrics.NODE_BYTES, name)
@@ -163,13 +166,13 @@ def changes(plan: Plan, rates: Rates, host_bytes: int, gpu_bytes: int = 0) -> It
     """Yield changes that may make a step of a plan shorter, to be tried.
 
     Args:
-        host_bytes: Most bytes by which to raise host memory for state.
-        gpu_bytes: Most bytes by which to raise GPU memory for state.
+        host_bytes: Most bytes by which to raise host memory for state; 0 leaves this change out.
+        gpu_bytes: Likewise for GPU memory.
     """
     budgets = plan.budgets
     if rates.paths:
         best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
-        one_more = replace(budgets, paths=(*budgets.paths, PathBudget("one more", 1 << 60)))
+        one_more = replace(budgets, paths=(*budgets.paths, PathBudget("one more", 1 << 60)))  # endless room
         yield Change(ONE_MORE, 0, one_more, replace(rates, paths=(*rates.paths, best)))
     more_host = min(plan.home_bytes[Home.STREAMED], host_bytes)
     if more_host > 0:

@@ -37,7 +37,7 @@ class Forecast:
 
     def __init__(self) -> None:
         self._last: _Simulation | None = None
-        self._late_steps = 0
+        self._late_steps = 0  # of which `watch` knows
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
         """Simulate a step, and keep the prediction."""
@@ -56,12 +56,18 @@ class Forecast:
         return self.simulated(plan, rates)
 
     def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float) -> float:
-        """Return the seconds of a step that goes on into forward; see `predict.with_forward_s`."""
+        """Return the seconds from a step's begin to the end of the forward pass that it goes on into."""
         simulated, factor = self._drifted(plan, rates)
         return with_forward_s(simulated, plan, forward_s, factor=factor)
 
     def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
-        """Return the seconds of an iteration with updates during backward; see `predict.with_backward_s`."""
+        """Return the seconds of an iteration with updates during backward.
+
+        Args:
+            forward_s: Seconds of the forward pass by itself.
+            backward_s: Seconds of backward by itself.
+            follows: Whether the rest of the step goes on into forward.
+        """
         simulated, factor = self._drifted(plan, rates)
         return with_backward_s(simulated, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
 
@@ -83,7 +89,7 @@ class Forecast:
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Warn of a step that took far longer than expected: of the first, second, fourth, and so on."""
-        if step_s <= FAR_S:  # cannot be late; saves the estimate
+        if step_s <= FAR_S:  # cannot be late: the estimate need not be computed
             return
         expected_s = estimate(plan, rates).step_s
         if step_s > max(FAR * expected_s, expected_s + FAR_S):

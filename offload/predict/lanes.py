@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from functools import partial
 from heapq import heappush
 from typing import Any
 
@@ -37,10 +38,11 @@ from offload.schedule.operations import (
 from offload.schedule.timeline import Interval
 
 COMMIT_S = 1e-3
+"""Virtual seconds of a checkpoint's commit."""
 
 
 class Lane:
-    """A serial resource, or a few (`servers`) that share its rate: when each is free, and the work done so far."""
+    """A serial resource, or a few (`servers`) that share its rate equally; each works on one operation at a time."""
 
     __slots__ = ("busy_s", "free_s", "latency_s", "memory_cost", "name", "nbytes", "s_per_byte", "shared")
 
@@ -49,12 +51,12 @@ class Lane:
     ) -> None:
         self.name = name
         self.latency_s = latency_s
-        self.memory_cost = memory_cost
-        self.s_per_byte = servers / bytes_per_s
-        self.free_s = [0.0] * servers
-        self.busy_s = 0.0
-        self.nbytes = 0
-        self.shared: SharedPath[Operation] | None = None
+        self.memory_cost = memory_cost  # bytes of the host's memory traffic for each byte
+        self.s_per_byte = servers / bytes_per_s  # of one server
+        self.free_s = [0.0] * servers  # when each has done what it was given
+        self.busy_s = 0.0  # seconds of work so far
+        self.nbytes = 0  # bytes given so far
+        self.shared: SharedPath[Operation] | None = None  # what serves it if its transfers share the bandwidth
 
 
 class VirtualLanes:
@@ -76,16 +78,17 @@ class VirtualLanes:
         # By their names: the CPU, and what the rates know of a GPU.
         self._named = {"cpu": self._cpu}
         for lane, (rate, cost) in rates.gpu.lanes.items():
-            self._named[lane] = Lane(lane, rate, 0.0, cost, servers)
+            self._named[lane] = Lane(lane, rate, memory_cost=cost, servers=servers)
         self._reads: list[Lane] = []
         self._writes: list[Lane] = []
         for number, path in enumerate(rates.paths):
-            of_both = (path.latency_s, path.memory_cost, servers)
-            self._reads.append(Lane(f"read:{number}", path.read_bytes_per_s, *of_both))
-            self._writes.append(Lane(f"write:{number}", path.write_bytes_per_s, *of_both))
+            of_path = partial(Lane, latency_s=path.latency_s, memory_cost=path.memory_cost, servers=servers)
+            self._reads.append(of_path(f"read:{number}", path.read_bytes_per_s))
+            self._writes.append(of_path(f"write:{number}", path.write_bytes_per_s))
         # For checkpoints: a sink that is as fast as the first path, and commits.
         copies_bytes_per_s = rates.paths[0].write_bytes_per_s if rates.paths else rates.cpu_bytes_per_s
         self._copies = Lane("copies", copies_bytes_per_s, servers=servers)
+        # Their operations have no bytes, so that any rate will do.
         self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
         self._pushes = Lane("pushes", rates.cpu_bytes_per_s)
         # What `wait` reports: when, a number that breaks ties (first given, first reported), what, a test's fault.
@@ -143,7 +146,7 @@ class VirtualLanes:
         return self._writes[path] if path < len(self._writes) else self._copies
 
     def inject(self, event: Event, at_s: float | None = None) -> None:
-        """Let `wait` return an event that no lane causes, such as `Begin`; now or at a later virtual time."""
+        """Let `wait` return an event that no lane causes, such as `BeginSweep`; now or at a later virtual time."""
         self._push(self.now_s if at_s is None else at_s, event)
 
     def _push(self, at_s: float, what: Operation | Event, fault: Any = None) -> None:

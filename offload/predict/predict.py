@@ -66,11 +66,11 @@ def with_forward_s(
         plan: What it predicts.
         forward_s: Seconds of the forward pass by itself.
         factor: Factor for all times of the prediction.
-        apart: Whether forward runs on a GPU; evident if weights lie there.
+        apart: Whether forward runs on a GPU; not asked if weights lie there, as it does then.
     """
     updates = [interval for interval in prediction.timeline if interval.lane in ("cpu", "gpu")]
     updated_bytes = sum(interval.nbytes for interval in updates)
-    if not updated_bytes:
+    if not updated_bytes:  # forward waits for no weights in particular
         return prediction.step_s * factor + forward_s
     share_cores = not (plan.weights_on_gpu or apart)
     now_s = 0.0
@@ -108,7 +108,7 @@ def with_backward_s(
         backward_s: Seconds of backward by itself.
         follows: Whether the rest of the step goes on into forward (`overlap_forward`).
         factor: Factor for all times of the prediction.
-        apart: Whether forward and backward run on a GPU; evident if weights lie there.
+        apart: Whether forward and backward run on a GPU; not asked if weights lie there, as they do then.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
     early = plan.updated_in_backward
@@ -120,16 +120,17 @@ def with_backward_s(
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     io_in_backward_s = io_s - in_forward_s
     if plan.weights_on_gpu:
-        rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)
+        rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)  # left to the step
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
         s_per_byte = update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s
         update_s = streamed_bytes * s_per_byte
         leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in early)
-        if leaving_bytes:
+        if leaving_bytes:  # updates wait for these copies
             update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h.alone)
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
         return forward_s + max(backward_s, update_s, io_in_backward_s) + rest_s
+    # Likewise: updates of state at home in memory.
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:
         return max(forward_s + backward_s, update_s, io_s)
@@ -205,7 +206,9 @@ def predict(
         busy_before_s = executor.busy_s
         bytes_before = executor.lane_bytes
         report_visits = partial(_report_visits, report, (number - 1) * subgroups, steps * subgroups)
-        ended_s = _simulate_step(plan, rates, machine, executor, number, began_s, report_visits)
+        ended_s = _simulate_step(
+            plan, rates, machine, executor, number=number, began_s=began_s, report_visits=report_visits
+        )
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # flushes that go on after the step
     busy_s = {lane: seconds - busy_before_s[lane] for lane, seconds in executor.busy_s.items()}
     lane_bytes = {lane: nbytes - bytes_before[lane] for lane, nbytes in executor.lane_bytes.items()}
@@ -237,6 +240,7 @@ def _simulate_step(
     rates: Rates,
     machine: Machine,
     executor: TimingExecutor,
+    *,
     number: int,
     began_s: float,
     report_visits: Callable[[int], None],
@@ -254,7 +258,8 @@ def _simulate_step(
         return machine.finished_sweep is not None
 
     order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
-    executor.inject(BeginSweep(Sweep(number, number, update_visits(plan, order))), began_s)
+    sweep = Sweep(number, step=number, visits=update_visits(plan, order))
+    executor.inject(BeginSweep(sweep), at_s=began_s)
     pump(machine, executor, has_finished)
     invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
     machine.take_finished_sweep()
@@ -268,5 +273,5 @@ def _report_visits(report: Callable[[int, int], None], before: int, total: int, 
 
 
 def _may_fill(owner: ScratchOwner, machine: Machine) -> bool:
-    """Return whether an owner's buffer may be filled now."""
+    """Return whether an owner's buffer may be filled now: `_simulate_backward` waits for that."""
     return machine.scratch[owner.kind].may_fill(owner.number)

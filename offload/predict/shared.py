@@ -64,12 +64,15 @@ class _Lane(Generic[T]):
     latency_s: float
     at_once: int
     queue: deque[Flow[T]] = field(default_factory=deque)
+    """Transfers that wait for their turn."""
     served: list[_Served[T]] = field(default_factory=list)
     """A heap: the first is the one that ends first."""
     share_s: float = 0.0
+    """Work that each transfer got which has been served since the direction was idle."""
     begun: int = 0
     """Number of transfers that have begun."""
     busy_s: float = 0.0
+    """Seconds for which it has worked."""
     alone_s: float = 0.0
     """Seconds that all served transfers take one after the other, while the other direction is not used."""
     beside_s: float = 0.0
@@ -112,7 +115,7 @@ class _Lane(Generic[T]):
         self.share_s, _, transfer = heappop(self.served)
         self.count(transfer, -1)
         if not self.served:
-            self.share_s = 0.0
+            self.share_s = 0.0  # begins anew, so that no rounding stays
         return transfer
 
 
@@ -126,7 +129,7 @@ class SharedPath(Generic[T]):
             for verb, direction in (("read", rates.read), ("write", rates.write))
         }
         self._memory_cost = rates.memory_cost
-        self._at_s = 0.0
+        self._at_s = 0.0  # up to when both directions have worked
         self.changes_s = math.inf
         """When a transfer begins or ends next; infinite if there is none."""
         self.demand = 0.0
@@ -177,7 +180,7 @@ class SharedPath(Generic[T]):
     def _go_on(self, to_s: float) -> None:
         """Let both directions work until `to_s`."""
         passed_s = to_s - self._at_s
-        if passed_s <= 0:
+        if passed_s <= 0:  # they have worked until then already
             return
         alone = self._is_alone()
         for lane in self._lanes.values():

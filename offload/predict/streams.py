@@ -79,7 +79,7 @@ class Streams(Generic[What]):
         self._next: tuple[float, Work[What] | None] | None = None  # what `next` returns; None if to be found
 
     def put(self, work: Work[What]) -> Work[What]:
-        """Put work on its stream."""
+        """Put work on its stream, behind what is there; return it."""
         self._waiting.setdefault(work.stream, deque()).append(work)
         self._next = None
         return work

@@ -70,10 +70,11 @@ class TimingExecutor(VirtualLanes):
         self._engine = Lane(ENGINE, 1.0)  # the work of the engine's thread
         self._call_s = rates.gpu.call_s
         self._reaction_s = rates.reaction_s  # to the last report; 0 if the engine itself caused that, by enqueuing
-        self._has_engine_lane = bool(rates.operation_s or rates.begin_s or self._call_s)
+        self._has_engine_lane = bool(rates.operation_s or rates.begin_s or self._call_s)  # its costs are known
         # Updates wait here, not in the heap, if their ends are not known when they begin: if other lanes' memory
         # traffic may slow them down, or they may have to wait for gradients.
         most_demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
+        # A direction of a half-duplex path may work alone, and faster than its lane's rate says.
         most_demand += sum(
             path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_half_duplex
         )
@@ -130,7 +131,7 @@ class TimingExecutor(VirtualLanes):
         if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, RunVisit) and operation.visit.gpu):
             self._enqueue(operation, nbytes, ready_s)
         elif isinstance(operation, RunVisit) and self._queues_updates:
-            self._updates.append((operation, ready_s))
+            self._updates.append((operation, ready_s))  # `wait` finds out when it ends
             if len(self._updates) == 1:
                 self._start_update()
         elif lane.shared is not None:
@@ -146,10 +147,10 @@ class TimingExecutor(VirtualLanes):
             self._enqueue_update(operation, nbytes, ready_s)
         elif operation.what == "state":
             self._enqueue_state(operation, nbytes, ready_s)
-        elif operation.lane == "h2d":
+        elif operation.lane == "h2d":  # new weights
             self._weights_sent[operation.transfer_slot] = self._copy("h2d", "h2d", operation, nbytes, ready_s)
             self._push(ready_s, operation)
-        else:
+        else:  # old weights, for the update
             weights = self._copy(self.gradient_stream, "d2h", operation, nbytes, ready_s)
             self._report_after(weights, ready_s, operation)
 
@@ -397,7 +398,7 @@ class TimingExecutor(VirtualLanes):
         events: list[Event] = []
         while self._heap and self._heap[0][0] <= until_s:
             _, _, what, _ = heappop(self._heap)
-            if not _is_enqueued(what):
+            if not _is_enqueued(what):  # what the engine has enqueued itself wakes no thread
                 self._reaction_s = self._rates.reaction_s
             if isinstance(what, Operation):
                 events.append(Done(what.op))
@@ -413,6 +414,7 @@ class TimingExecutor(VirtualLanes):
         Returns:
             The end of the CPU's update under way, if that comes first; else None.
         """
+        # Whichever is due first goes on: the update, the GPU's next work, a shared path, or the report.
         while True:
             begins_s, _ = self.streams.next()
             reported_s = self._heap[0][0] if self._heap else math.inf

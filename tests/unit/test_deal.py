@@ -97,7 +97,7 @@ def test_a_deal_with_a_gpu_is_near_the_best_of_all_splits(slow: float, links: tu
         deal = [NodeBudget(0, first * SIZE), NodeBudget(2, (8 - first) * SIZE)]
         for on_gpu in itertools.product((Placement.CPU, Placement.GPU), repeat=8):
             if on_gpu[:first] == tuple(sorted(on_gpu[:first], key=lambda each: each.value)):  # order hardly matters
-                plan = make_plan(layout, budgets, placements=on_gpu, deal=deal)
+                plan = make_plan(layout, budgets, placements=on_gpu, node_bytes=deal)
                 if plan.placements[first:] == tuple(sorted(plan.placements[first:], key=lambda each: each.value)):
                     best_s = min(best_s, predict(plan, rates, timeline=False).step_s)
     assert predict(chosen, rates, timeline=False).step_s <= 1.05 * best_s

@@ -116,7 +116,7 @@ def rates_of(device: VirtualDevice, repeats: int = 8) -> dict[str, float]:
     with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, NUMEL, 0.0 if repeats == 1 else 1e9)) as made:
         if repeats > 1:
             made.warm_up()
-        alone = made.rates(H2D, beside=" alone") | made.rates(D2H, beside=" alone")
+        alone = made.rates(H2D, suffix=" alone") | made.rates(D2H, suffix=" alone")
         return alone | made.rates(H2D, D2H) | made.rates(UPDATE)
 
 

@@ -221,6 +221,14 @@ def test_buffers_for_checkpoints_are_in_the_plan():
     assert "32.0 KiB  checkpoints, while they are copied or loaded" in str(plan)
 
 
+def test_a_plan_that_borrows_for_nothing_can_be_printed():
+    layout = layout_of(2)
+    budgets = Budgets(0, gpu_bytes=layout.state_bytes, gpu_staging_bytes=layout.state_bytes, borrows=True)
+    plan = make_plan(layout, budgets)
+    assert plan.homes == (Home.GPU, Home.GPU)
+    assert "staging, 0 slots of 0 B; 0 of the other subgroups are updated on the GPU" in str(plan)
+
+
 @pytest.mark.parametrize("dtype", [DtypeCode.BFLOAT16, DtypeCode.FLOAT32])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_updates_during_backward_take(on_gpu, dtype):
