@@ -25,6 +25,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
     plan = engine.plan
     step_number = int(figures[metrics.STEP])
     last_step = Step(step_number, figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
+    earlier_steps = [Step(number, step_s, None) for number, step_s in engine.recent_steps if number < step_number]
     lane_names = filter(None, map(partial(metrics.which, metrics.LANE_BUSY_S), figures))
     lanes = [
         Lane(
@@ -39,7 +40,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
         title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
         plan=str(told),
         tiers=_tiers(plan, figures),
-        steps=[last_step] if step_number else [],  # 0 before the first step
+        steps=[*earlier_steps, last_step] if step_number else [],  # 0 before the first step
         lanes=lanes,
         planned_bytes=plan.host_bytes,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of Linux, in KiB
