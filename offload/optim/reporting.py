@@ -15,6 +15,7 @@ from offload.plan import Home, Plan
 from offload.predict import PlanReport
 from offload.predict.explanation import what_helps
 from offload.session.engine import Engine
+from offload.units import format_bytes
 
 LEAST_SHARE = 0.05
 """Used share of a tier, below which a bar of the tier's size would show nothing."""
@@ -37,7 +38,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
         for name in lane_names
     ]
     return Report(
-        title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
+        title=f"offload: {format_bytes(plan.state_bytes)} of optimizer state",
         plan=str(told),
         tiers=_tiers(plan, figures),
         steps=[*earlier_steps, last_step] if step_number else [],  # 0 before the first step
