@@ -13,11 +13,9 @@ import msgspec
 from offload.cli.values import add_output, add_value, in_columns, parse_output, parse_path, read_values, tell
 from offload.errors import ConfigError
 from offload.pictures.draw import lane_title
+from offload.pictures.report import PAGE_NAME, REPORT_NAME
 from offload.schedule.timeline import lane_order
 from offload.units import format_apart, format_bytes, format_seconds
-
-REPORT_NAME, PAGE_NAME = "report.json", "report.html"
-"""What `offload train` leaves in a run's folder: what a page shows, and the page."""
 
 
 def add_parser(commands: Any) -> None:
@@ -25,9 +23,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="write a page of what a run did: plan, lanes, steps and their predictions, memory",
-        description="Write a page of HTML, which needs no other file, of what an `offload train` run did: the plan, "
-        "what each lane did in the last step, steps beside their predictions, memory beside the plan, checkpoints, "
-        "and what would help.",
+        description="Write a page of HTML, which needs no other file, of what a run did: the plan, what each lane "
+        "did in the last step, steps beside their predictions, memory beside the plan, checkpoints, and what would "
+        "help. A run is what `offload train` or `optimizer.report(FOLDER)` wrote.",
     )
     add_value(parser, "RUN", parse_path, f"the run's folder, which holds {REPORT_NAME}")
     add_value(parser, "--out", parse_output, f"the page (default: RUN/{PAGE_NAME})")
@@ -40,13 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: There is no such run, or the page cannot be written.
     """
-    from offload.cli.trace import read_timeline
+    from offload.cli.trace import WRITERS, read_timeline
     from offload.pictures.report import Report, page
 
     folder = Path(arguments.run)
     file = folder / REPORT_NAME
     if not os.path.lexists(file):
-        raise ConfigError("RUN", str(folder), f"name the folder of an `offload train` run, with a {REPORT_NAME}")
+        raise ConfigError("RUN", str(folder), f"name a run's folder, with a {REPORT_NAME}: {WRITERS}")
     try:
         report = msgspec.convert(read_values("RUN", str(file)), Report)
     except (ValueError, msgspec.ValidationError) as cause:

@@ -12,11 +12,11 @@ import msgspec
 from offload.cli.values import add_output, add_value, parse_output, parse_path, read_values, tell, to_json
 from offload.config import MAX_INTEGER
 from offload.errors import ConfigError
+from offload.pictures.report import TIMELINE_NAME
 from offload.schedule.timeline import Interval, trace
 from offload.units import DAY_S
 
-TIMELINE_NAME = "timeline.json"
-"""What `offload train` leaves of its last step in a run's folder."""
+WRITERS = "`offload train` writes it, and `optimizer.report(FOLDER)`"
 
 MOST_OPERATIONS = 50_000
 """Most operations of a timeline that is read and drawn."""
@@ -29,7 +29,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 
 
 class _Timeline(msgspec.Struct):
-    """What `offload train` leaves of its last step."""
+    """What a run's folder has of its last step."""
 
     step: _Count
     paths: Annotated[list[_Name], msgspec.Meta(max_length=MOST_LANES)]
@@ -41,8 +41,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "trace",
         help="write what every lane did during a step, for Perfetto and as a picture",
-        description="Write the timeline of the last step of an `offload train` run as a trace that Perfetto "
-        "(ui.perfetto.dev) and chrome://tracing open, and as a picture beside it.",
+        description="Write the timeline of the last step of a run as a trace that Perfetto (ui.perfetto.dev) and "
+        "chrome://tracing open, and as a picture beside it. A run is what `offload train` or "
+        "`optimizer.report(FOLDER)` wrote.",
     )
     add_value(parser, "RUN", parse_path, f"the run's folder, which holds {TIMELINE_NAME}")
     add_value(parser, "--out", parse_output, "the trace; its picture gets the same name (default: RUN/trace.json)")
@@ -84,7 +85,7 @@ def read_timeline(folder: Path) -> tuple[int, list[str], list[Interval]]:
     """
     file = folder / TIMELINE_NAME
     if not os.path.lexists(file):
-        raise ConfigError("RUN", str(folder), f"name the folder of an `offload train` run, with a {TIMELINE_NAME}")
+        raise ConfigError("RUN", str(folder), f"name a run's folder, with a {TIMELINE_NAME}: {WRITERS}")
     values = read_values("RUN", str(file))
     try:
         found = msgspec.convert(values, _Timeline)

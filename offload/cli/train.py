@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -31,9 +30,8 @@ from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
 from offload.cli.record import LAST_STEPS, OPTIMIZERS, Comparison, RunRecord, progress_text
-from offload.cli.report import PAGE_NAME, REPORT_NAME, table
+from offload.cli.report import table
 from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
-from offload.cli.trace import TIMELINE_NAME
 from offload.cli.values import given_settings, to_json
 from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT_ADAMW, FP32
@@ -41,7 +39,7 @@ from offload.measure.products import DTYPES, Compute, choose_compute, computing_
 from offload.memory.arenas import available_bytes
 from offload.optim.reporting import report_of
 from offload.pictures.draw import draw_lanes, draw_losses
-from offload.pictures.report import page
+from offload.pictures.report import write_run, write_timeline
 from offload.schedule.timeline import Interval
 from offload.units import format_bytes, format_count
 
@@ -281,10 +279,8 @@ class _Run:
         }
         if self.main.rows:
             timeline, step = self.main.timeline, self.main.rows[-1]["step"]
-            operations = [(each.lane, each.label, each.started_s, each.finished_s, each.nbytes) for each in timeline]
-            timeline_json = to_json({"step": step, "paths": paths, "operations": operations})
-            for name, content in (("summary.json", to_json(summary, indent=2)), (TIMELINE_NAME, timeline_json)):
-                (self._folder / name).write_text(content + "\n", encoding="utf-8")
+            (self._folder / "summary.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
+            write_timeline(self._folder, timeline, paths, step=step)
             self._write_report(summary, timeline, paths, step)
             draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"], LAST_STEPS)
             draw_lanes(self._folder / "lanes.png", timeline, paths, step=step)
@@ -297,8 +293,7 @@ class _Run:
         notes = filter(None, [f"{summary['steps']} steps in {self._folder}", summary["verdict"], summary["error"]])
         report = self.main.report_with_steps([*notes])
         if report is not None:
-            (self._folder / REPORT_NAME).write_bytes(msgspec.json.encode(report))
-            (self._folder / PAGE_NAME).write_text(page(report, timeline, paths, step=step), encoding="utf-8")
+            write_run(self._folder, report, timeline, paths, step=step)
 
 
 def _note_metrics(optimizer: Any, record: RunRecord, lines: IO[str]) -> None:

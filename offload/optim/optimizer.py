@@ -865,20 +865,24 @@ class OffloadedOptimizer(StatefulOptimizer):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report as one HTML file that needs no other file.
 
-        It shows the plan, what each lane did in the last step, that step beside its prediction, memory beside the
-        plan, checkpoints, and what would make a step shorter. Pictures need matplotlib; without it there are tables
-        alone.
+        It shows the plan, what each lane did in the last step, that step beside its prediction, the last hundred
+        steps, memory beside the plan, checkpoints, and what would make a step shorter. Pictures need matplotlib;
+        without it there are tables alone.
 
         Args:
-            path: The file; an existing one is replaced.
+            path: The file; an existing one is replaced. Of a folder that is there, `report.html` in it, beside what
+                `offload report` and `offload trace` read.
         """
         from offload.optim.reporting import report_of
-        from offload.pictures.report import page
+        from offload.pictures.report import page, write_run
 
         paths = [place.path for place in self.engine.config.path_configs]
-        text = page(
-            report_of(self.engine, self.metrics(), self.plan), self.timeline(), paths, step=self.engine.step_number
-        )
+        timeline, step = self.timeline(), self.engine.step_number
+        report = report_of(self.engine, self.metrics(), self.plan)
+        if os.path.isdir(path):
+            write_run(path, report, timeline, paths, step=step)
+            return
+        text = page(report, timeline, paths, step=step)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

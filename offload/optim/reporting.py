@@ -15,6 +15,7 @@ from offload.plan import Home, Plan
 from offload.predict import PlanReport
 from offload.predict.explanation import what_helps
 from offload.session.engine import Engine
+from offload.units import format_bytes
 
 LEAST_SHARE = 0.05
 """Used share of a tier, below which a bar of the tier's size would show nothing."""
@@ -25,6 +26,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
     plan = engine.plan
     step_number = int(figures[metrics.STEP])
     last_step = Step(step_number, figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
+    earlier_steps = [Step(number, step_s, None) for number, step_s in engine.recent_steps if number < step_number]
     lane_names = filter(None, map(partial(metrics.which, metrics.LANE_BUSY_S), figures))
     lanes = [
         Lane(
@@ -36,10 +38,10 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
         for name in lane_names
     ]
     return Report(
-        title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
+        title=f"offload: {format_bytes(plan.state_bytes)} of optimizer state",
         plan=str(told),
         tiers=_tiers(plan, figures),
-        steps=[last_step] if step_number else [],  # 0 before the first step
+        steps=[*earlier_steps, last_step] if step_number else [],  # 0 before the first step
         lanes=lanes,
         planned_bytes=plan.host_bytes,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of Linux, in KiB

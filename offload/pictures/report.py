@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from msgspec import Meta
 
 from offload.pictures.draw import Tier, lane_title, lanes_figure, steps_figure, svg, tiers_figure
@@ -15,6 +18,9 @@ from offload.units import format_apart, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+REPORT_NAME, TIMELINE_NAME, PAGE_NAME = "report.json", "timeline.json", "report.html"
+"""In a run's folder: what a page shows, the operations of the last step, and the page."""
 
 MOST_STEPS = 100_000
 MOST_ROWS = 1_000
@@ -132,6 +138,24 @@ def page(report: Report, timeline: Sequence[Interval], paths: Sequence[str], *, 
     else:
         html_page.text("Nothing that is known of saves a hundredth of a step.")
     return str(html_page)
+
+
+def write_run(
+    folder: str | os.PathLike[str], report: Report, timeline: Sequence[Interval], paths: Sequence[str], *, step: int
+) -> None:
+    """Write a report's page into a run's folder, and what `offload report` and `offload trace` read; see `page`."""
+    write_timeline(folder, timeline, paths, step=step)
+    (Path(folder) / REPORT_NAME).write_bytes(msgspec.json.encode(report))
+    (Path(folder) / PAGE_NAME).write_text(page(report, timeline, paths, step=step), encoding="utf-8")
+
+
+def write_timeline(
+    folder: str | os.PathLike[str], timeline: Sequence[Interval], paths: Sequence[str], *, step: int
+) -> None:
+    """Write the operations of a step into a run's folder, for `offload trace`."""
+    operations = [(each.lane, each.label, each.started_s, each.finished_s, each.nbytes) for each in timeline]
+    content = msgspec.json.encode({"step": step, "paths": [*paths], "operations": operations})
+    (Path(folder) / TIMELINE_NAME).write_bytes(content + b"\n")
 
 
 def _pictures(

@@ -177,6 +177,12 @@ class Engine:
         return sweeps.last
 
     @property
+    def recent_steps(self) -> list[tuple[int, float]]:
+        """The last hundred steps of this session that have ended: number, seconds."""
+        sweeps, last = self._thread.sweeps, self.last_step
+        return [*sweeps.recent_steps, *([(sweeps.step_number, last.whole_s)] if sweeps.account is last else [])]
+
+    @property
     def speculates(self) -> bool:
         """Whether streamed subgroups are updated during backward; see `speculate`."""
         return self._thread.speculation.is_on
@@ -190,11 +196,9 @@ class Engine:
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
         account = self.last_step
         timeline = [*account.timeline]
-        # A step returns when all work is queued on the GPU; it has ended when the GPU has the new weights.
-        gpu_ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         figures: dict[str, float] = {
             metrics.STEP: self._thread.sweeps.step_number,
-            metrics.STEP_S: max([account.step_s, *gpu_ends_s]),
+            metrics.STEP_S: account.whole_s,
             metrics.STATE_BYTES: plan.state_bytes,
             metrics.RESIDENT_BYTES: resident_bytes,
             metrics.STREAMED_BYTES: plan.home_bytes[Home.STREAMED],

@@ -26,6 +26,12 @@ class StepAccount:
     started_s: float = 0.0
     step_s: float = 0.0
 
+    @property
+    def whole_s(self) -> float:
+        """Seconds until all of the step was done: it is over when work is queued on a GPU, which goes on."""
+        gpu_ends_s = [i.finished_s - self.started_s for i in self.timeline if i.lane in ("gpu", "h2d")]
+        return max([self.step_s, *gpu_ends_s])
+
 
 class PendingStep:
     """A step whose caller does not wait for its end: who needs a weight waits for the visits of its subgroups.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from offload.engine.executor import Coming, Visitor, nothing_comes
@@ -10,6 +11,9 @@ from offload.plan import visit_order
 from offload.schedule.operations import BeginSweep, Sweep, Visit
 from offload.session.parts import SessionParts
 from offload.session.step import StepAccount
+
+RECENT_STEPS = 100
+"""How many steps' seconds are kept."""
 
 
 class Sweeps:
@@ -26,6 +30,8 @@ class Sweeps:
         self.account = self.last
         """The account of the open step; where no step is open, that of the last one."""
         self._unlearnt: StepAccount | None = None  # the account that `take_last_account` returns
+        self.recent_steps: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        """Number and seconds of steps that have ended, up to the one before the open one, or before the last."""
         self._sweep_count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
@@ -70,6 +76,8 @@ class Sweeps:
         """Open the account of the next step unless it is open: what lanes do from now on counts for it."""
         if self.account is self.last:
             self._parts.executor.take_timed()  # what a device has timed by now belongs to the last step
+            if self.step_number:
+                self.recent_steps.append((self.step_number, self.last.whole_s))
             self._unlearnt, self.account = self.last, StepAccount()
             self._parts.executor.timeline = self.account.timeline
 

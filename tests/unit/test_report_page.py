@@ -157,6 +157,26 @@ def test_an_optimizer_reports_itself(tmp_path: Path, steps: int) -> None:
     assert ("checkpoint" in said.partition("kept on the paths")[2]) == bool(steps)
 
 
+def test_a_run_of_ones_own_is_a_folder_for_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last hundred steps of the session; `offload report` writes the same page again."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with stepped(tmp_path, 103) as optimizer:
+        optimizer.report(run)
+        last_s = optimizer.metrics()["step_s"]
+    steps = json.loads((run / "report.json").read_text())["steps"]
+    assert [step["number"] for step in steps] == [*range(3, 104)]  # a hundred, and the last
+    assert all(step["measured_s"] > 0 for step in steps)
+    assert steps[-1]["measured_s"] == pytest.approx(last_s)
+    assert [step["predicted_s"] is None for step in steps] == [True] * 100 + [False]
+    page = (run / "report.html").read_text()
+    (run / "report.html").unlink()
+    assert cli.main(["report", str(run)]) == cli.main(["trace", str(run)]) == 0
+    assert Reader((run / "report.html").read_text()).said == Reader(page).said
+    assert json.loads((run / "trace.json").read_text())
+    assert "operations of step 103" in capsys.readouterr().out
+
+
 def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with stepped(tmp_path, 1) as optimizer:
         for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
