@@ -101,7 +101,7 @@ class WeightTransfers:
     @property
     def link_s(self) -> PerPass:
         """Seconds that the link to the GPU works in forward and in backward."""
-        if not self._has_gpu:
+        if self.gpu is None:
             return PerPass(0.0, 0.0)
         to_gpu = self.to_gpu_bytes
         is_pinned = self.kept_bytes is None  # in host memory; a mapped file's is not

@@ -233,7 +233,8 @@ def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
     axes.plot(numbers, measured, color=_LANE_COLOURS["cpu"], label="measured", **marks)
     predicted = [(number, predicted_s) for number, _, predicted_s in steps if predicted_s is not None]
     if predicted:
-        axes.plot(*zip(*predicted, strict=True), color=_LANE_COLOURS["write"], linestyle="--", marker="o", markersize=3, label="predicted")
+        marks = {"linestyle": "--", "marker": ".", "label": "predicted"}  # a mark shows a single one, too
+        axes.plot(*zip(*predicted, strict=True), color=_LANE_COLOURS["write"], **marks)
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
