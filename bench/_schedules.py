@@ -166,7 +166,7 @@ class Forgetting(Machine):
             return
         for number in list(self.staging.dirty):
             if self._subgroups[number].phase is Phase.DIRTY and self._subgroups[number].visit is None:
-                self._flush(number)
+                self._begin_flush(number)
 
 
 # Interleaved updates ------------------------------------------------------------------------------------------------

@@ -55,14 +55,14 @@ class WeightTransfers:
         numel: The rank's parameters.
         rest: How many of them are in no layer; 0 where unknown.
         accumulate: Micro-steps.
-        gpu: The GPU that computes, and its link; None for the CPU.
+        card: The GPU that computes, and its link; None for the CPU.
         kept_bytes: Bytes of weights in a file for which memory has room; None if the weights lie in host memory.
     """
 
     numel: int
     rest: int
     accumulate: int
-    gpu: GpuRates | None
+    card: GpuRates | None
     kept_bytes: int | None
 
     @property
@@ -73,7 +73,7 @@ class WeightTransfers:
     @property
     def _has_gpu(self) -> bool:
         """Whether weights are copied to a GPU in each pass."""
-        return self.gpu is not None
+        return self.card is not None
 
     @property
     def to_gpu_bytes(self) -> PerPass:
@@ -101,11 +101,11 @@ class WeightTransfers:
     @property
     def link_s(self) -> PerPass:
         """Seconds that the link to the GPU works in forward and in backward."""
-        if self.gpu is None:
+        if self.card is None:
             return PerPass(0.0, 0.0)
         to_gpu = self.to_gpu_bytes
         is_pinned = self.kept_bytes is None  # in host memory; a mapped file's is not
-        link = self.gpu.times(1.0 if is_pinned else PAGEABLE_PART)
+        link = self.card.times(1.0 if is_pinned else PAGEABLE_PART)
         # Backward copies weights to the GPU while gradients leave it; each direction slows the other.
         both_ways = link.copying(to_gpu.backward, self.from_gpu_bytes)
         weights_s = to_gpu.backward / both_ways.h2d.alone

@@ -109,8 +109,14 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return ("give up",)
         case ops.Allocated(ends):
             return "allocated", ends
-        case ops.Stop() | ops.Extend() | ops.PauseOpenSweep() | ops.StopEviction() | ops.MakeSlots():
+        case ops.Stop() | ops.Extend():
             return (type(event).__name__.lower(),)
+        case ops.PauseOpenSweep():
+            return ("hold",)
+        case ops.StopEviction():
+            return ("stay",)
+        case ops.MakeSlots():
+            return ("cut",)
     raise AssertionError(f"{event} has no neutral words")
 
 
