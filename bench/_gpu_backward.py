@@ -172,7 +172,7 @@ class VirtualLanes(GpuLanes):
         if plan.piece_buffer_bytes:
             nbytes = 4 * plan.piece_buffer_bytes
             self.pieces.replace_buffers(Block(nbytes, device.allocate(nbytes)))
-        self.bind(plan)
+        self.use_plan(plan)
 
     def arena(self, nbytes: int, **how: Any) -> Any:
         return self._memory.arena(nbytes)

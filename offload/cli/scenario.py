@@ -354,7 +354,7 @@ class Scenario:
             numel=self.numel,
             rest=math.ceil(model.shape.rest_params / machine.all_ranks) if model.shape is not None else 0,
             accumulate=model.accumulate,
-            gpu=self.rank_gpu if self.computes_on_gpu else None,
+            card=self.rank_gpu if self.computes_on_gpu else None,
             kept_bytes=kept_bytes,
         )
 
