@@ -134,7 +134,7 @@ class VirtualDevice:
     def release(self, address: int) -> None:
         pass
 
-    def give_up(self, gradient: Any) -> None:
+    def record_use(self, gradient: Any) -> None:
         pass
 
 
@@ -171,10 +171,10 @@ class VirtualLanes(GpuLanes):
         self._memory = Memory(1 << 45)
         if plan.piece_buffer_bytes:
             nbytes = 4 * plan.piece_buffer_bytes
-            self.pieces.adopt(Block(nbytes, device.allocate(nbytes)))
-        self.bind(plan)
+            self.pieces.replace_buffers(Block(nbytes, device.allocate(nbytes)))
+        self.use_plan(plan)
 
-    def arena(self, nbytes: int, **how: Any) -> Any:
+    def allocate_arena(self, nbytes: int, **how: Any) -> Any:
         return self._memory.arena(nbytes)
 
 
