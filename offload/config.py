@@ -788,7 +788,7 @@ class OffloadConfig:
         gradients_kept_bytes: int | None,
         leftover_bytes: int = 0,
     ) -> Budgets:
-        """Return what a plan may use: what is said here, with sizes that depend on a machine and a model.
+        """Return what a plan may use: by these settings, and by sizes that depend on a machine and a model.
 
         Args:
             host_bytes: For `host_memory`.

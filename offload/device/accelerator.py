@@ -63,7 +63,7 @@ class _Event:
     def __init__(self, device: AcceleratorDevice, lane: DeviceLane, stream: Any, timed: bool) -> None:
         self.device = device
         self.lane = lane
-        self.base = device.base  # recorded before this one, so that the time since it is not negative
+        self.base = device.base  # what `time_s` measures from; recorded before, so that the time is not negative
         # Events are reused: a stream that already waits for one goes on waiting for the earlier record.
         self.unused = device.unused[timed]
         try:
@@ -271,7 +271,7 @@ class AcceleratorDevice(Driver):
         with self.current():
             for tensor in self._borrowed:
                 for stream in dict.fromkeys(self._streams.values()):
-                    tensor.record_stream(stream)
+                    tensor.record_stream(stream)  # torch reuses the memory after the work that is on the lane now
         self._borrowed.clear()
 
     def record_use(self, tensor: torch.Tensor) -> None:

@@ -223,8 +223,8 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
         # By ctypes, which releases the GIL meanwhile; mmap.madvise does not.
+        libc = ctypes.CDLL(None, use_errno=True)
         length = round_up(nbytes, mmap.PAGESIZE)
         with cpu_affinity(self._near_cpus):
             result = libc.madvise(

@@ -103,7 +103,7 @@ class UpdateRule(ABC):
         """Update one whole parameter, with torch's operations; for rules of whole parameters alone.
 
         Args:
-            piece: An `offload.kernels.whole.Piece`: master and state are changed in place.
+            piece: An `offload.kernels.pieces.Piece`: master and state are changed in place.
             group: Number of its group.
             values: What `values` returned.
         """

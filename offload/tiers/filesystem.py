@@ -314,7 +314,7 @@ def _try_lock_as_owner(descriptor: int, pause_s: float) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_BYTE)
         return True
     except OSError as cause:
-        if cause.errno not in (errno.EAGAIN, errno.EACCES):  # POSIX has both for a lock of another process
+        if cause.errno not in (errno.EAGAIN, errno.EACCES):  # POSIX allows either for a lock of another process
             raise
     time.sleep(min(pause_s, _POLL_S))
     return False
