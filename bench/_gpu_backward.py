@@ -134,7 +134,7 @@ class VirtualDevice:
     def release(self, address: int) -> None:
         pass
 
-    def give_up(self, gradient: Any) -> None:
+    def record_use(self, gradient: Any) -> None:
         pass
 
 
@@ -174,7 +174,7 @@ class VirtualLanes(GpuLanes):
             self.pieces.replace_buffers(Block(nbytes, device.allocate(nbytes)))
         self.use_plan(plan)
 
-    def arena(self, nbytes: int, **how: Any) -> Any:
+    def allocate_arena(self, nbytes: int, **how: Any) -> Any:
         return self._memory.arena(nbytes)
 
 

@@ -1,7 +1,7 @@
-"""Accelerators by their type, as torch calls it: what torch has no common word for, in one row of `BACKENDS` each.
+"""What differs between types of accelerators and torch has no common call for: one row of `BACKENDS` for each type.
 
-All else asks `torch.accelerator`, streams and tensors, which are the same for every type. A type without a row is
-refused: results are promised bit for bit, and whether a type keeps that promise is looked at before it gets one.
+For all else there are `torch.accelerator`, streams and tensors, which are the same for every type. A type without a
+row is refused: results are promised bit for bit, and a type gets a row once it has been tested for that.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 @dataclass(frozen=True)
 class Backend:
-    """What differs between types of accelerators. All is called with the device current.
+    """The functions of one type of accelerators; they are called with the device current.
 
     Attributes:
         pin: Locks host memory (address, bytes) and lets the device reach it; raises `RuntimeError` with the reason.
-        unpin: Takes it back (address).
-        compiler: What its kernels are compiled with, "triton"; None where plain torch operations do their work.
-        describe: Returns a device's name, and its PCI domain, bus and device where these are known.
-        stream: Makes a stream (device, whether its work goes before others').
-        current_stream: Returns the current one of a device, as `stream` makes them.
-        event: Makes an event (device, whether it is timed) for such streams. Waits for it should sleep.
-        captures: Returns whether work on the current stream is being captured.
-        relax_captures: Lets this thread's calls leave captures by other threads alone.
+        unpin: Undoes `pin` (address).
+        compiler: What its kernels are compiled with, "triton"; None if plain torch operations take their place.
+        describe: Returns a device's name, and its PCI address (domain, bus, device), None if that is unknown.
+        stream: Makes a stream (device, whether its work goes before that of other streams).
+        current_stream: Returns a device's current stream, of the class that `stream` makes.
+        event: Makes an event (device, whether it is timed) for such streams. A thread that waits for it should sleep.
+        captures: Returns whether work on the current stream is being captured for a graph.
+        relax_captures: Keeps this thread's calls from breaking captures by other threads.
     """
 
     pin: Callable[[int, int], None]
@@ -58,19 +58,19 @@ class Backend:
 
 
 def accelerator(device: torch.device | str | None = None, name: str = "device") -> tuple[torch.device, Backend]:
-    """Return a device that is there, with its number, and its row; None for the current one.
+    """Return a device with its index (for None, the current one), and its type's row, after checking that it exists.
 
     Raises:
         ConfigError: There is no such device, or none that offload runs on; about the setting `name`.
     """
-    there = torch.accelerator.current_accelerator(check_available=True)
-    chosen = there if device is None else torch.device(device)
+    present = torch.accelerator.current_accelerator(check_available=True)
+    chosen = present if device is None else torch.device(device)
     if chosen is None:
         raise ConfigError(name, device, "torch sees no accelerator")
     backend = BACKENDS.get(chosen.type)
     if backend is None:
         raise ConfigError(name, str(chosen), ADVICE)
-    count = torch.accelerator.device_count() if there == torch.device(chosen.type) else 0
+    count = torch.accelerator.device_count() if present == torch.device(chosen.type) else 0
     if (chosen.index or 0) >= count:
         raise ConfigError(name, str(chosen), f"torch sees {count} such devices")
     index = torch.accelerator.current_device_index() if chosen.index is None else chosen.index
@@ -78,9 +78,9 @@ def accelerator(device: torch.device | str | None = None, name: str = "device") 
 
 
 class working_on:
-    """Make a stream of the current device the current one.
+    """Make a stream the current device's current stream within this context.
 
-    `with stream` keeps what was current before on the stream itself, which several threads may share.
+    Torch's `with stream` notes the former stream on the stream object itself, which several threads may share.
     """
 
     __slots__ = ("_before", "_stream")
@@ -97,31 +97,33 @@ class working_on:
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory of a device, or the host's, as a flat tensor; whoever owns it keeps it."""
+    """Return memory of a device, or the host's, as a flat tensor, without a copy; its owner has to keep it."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
 
 def _cuda_pin(address: int, nbytes: int) -> None:
+    """Pin host memory; see `Backend.pin`."""
     runtime = cuda.cudart()
-    refused = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-    if int(refused):
+    error = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+    if int(error):
         with contextlib.suppress(RuntimeError):
-            # Only a launch clears the error, which the next kernel would be blamed for; making zeros may be none.
+            # CUDA reports the error again at the next launch of a kernel: so launch one (making zeros may be none).
             torch.empty(1, dtype=torch.uint8, device="cuda").add_(1)
-        raise RuntimeError(f"{runtime.cudaGetErrorString(refused)} (CUDA error {int(refused)})")
+        raise RuntimeError(f"{runtime.cudaGetErrorString(error)} (CUDA error {int(error)})")
 
 
 def _cuda_describe(device: torch.device) -> tuple[str, tuple[int, int, int] | None]:
-    found = cuda.get_device_properties(device)
+    """Return a device's name and PCI address; see `Backend.describe`."""
+    properties = cuda.get_device_properties(device)
     try:
-        return found.name, (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        return properties.name, (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
     except AttributeError:  # a build of torch that does not know the address
-        return found.name, None
+        return properties.name, None
 
 
 def _cuda_relax_captures() -> None:
-    """By default, many calls make a capture of a CUDA graph by another thread fail."""
+    """Set this thread's capture mode, as by default many of its calls would make another thread's capture fail."""
     name, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cuda", "libcudart.so")
     version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""
     try:

@@ -1,6 +1,6 @@
-"""Settings, calls and frameworks that exclude each other: a row for each, with what users are told.
+"""Settings, calls and frameworks that exclude each other: a row for each combination, with what users are told.
 
-Whoever knows of a combination first refuses it by its row, before any file is touched. Values that are wrong by
+The code that first knows of a combination refuses it by its row, before any file is touched. Values that are wrong by
 themselves are refused where they are checked. docs/limits.md shows this table.
 """
 
@@ -19,14 +19,14 @@ ATTACHED, CALLED = ("when the framework begins",), ("when it is called",)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What excludes each other.
+    """Two things that exclude each other.
 
     Attributes:
-        known: When it is refused; several where each place knows a part.
-        one: What is given, in the words of docs/limits.md.
-        other: What it is not combined with.
-        advice: What users are told to do; what stands in braces is known only then.
-        values: Those of the setting that are refused, for whoever checks one.
+        known: When the combination is refused; several times if it is found out in several places.
+        one: The first thing, in the words of docs/limits.md.
+        other: The second thing, which the first is not combined with.
+        advice: What users are told to do; what stands in braces is filled in when it is refused.
+        values: The values of the setting that `check` refuses.
     """
 
     known: tuple[str, ...]
@@ -40,8 +40,8 @@ class Row:
 
         Args:
             field: The setting or argument that the error names.
-            value: What it is.
-            words: What stands in braces in the advice.
+            value: Its value.
+            words: For what stands in braces in the advice.
 
         Raises:
             ConfigError: Always.
@@ -53,7 +53,7 @@ class Row:
         return value in self.values
 
     def check(self, field: str, value: object, **words: object) -> None:
-        """Refuse the combination if it `names` the value; see `refuse`."""
+        """Refuse the combination if `value` is among `values`; see `refuse`."""
         if self.names(value):
             self.refuse(field, value, **words)
 

@@ -50,36 +50,41 @@ _BITS = re.compile(r"[KMGT]i?b\s*$", re.ASCII)
 """How a number of bits is written, as of networks; "gb" and "GB" are bytes."""
 
 
+_SIZE_ADVICE = 'give bytes as an integer >= 0, or a string such as "8GiB" or "500MB"'
+
+
 def parse_bytes(field: str, value: object) -> int:
     """Return a size in bytes from an integer or a string such as "8GiB" or "500MB".
 
     Raises:
         ConfigError: If it is not a size, or a string that seems to lack its unit; names `field`.
     """
-    allowed = 'give bytes as an integer >= 0, or a string such as "8GiB" or "500MB"'
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(field, value, allowed)
-    if isinstance(value, str):
-        found = read_number(value)
-        if found is None:
-            raise ConfigError(field, value, allowed)
-        number, unit = found
-        if _BITS.search(value):
-            raise ConfigError(field, value, f'a small "b" behind a large letter means bits; {allowed}')
-        if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
-            said = value.strip().rstrip("iI")
-            raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')
-        if unit not in _UNITS:
-            raise ConfigError(field, value, allowed)
-        size: Decimal | int = number * _UNITS[unit]
-        if not unit and 0 < size < LEAST_WITHOUT_UNIT:
-            said = value.strip()
-            raise ConfigError(field, value, f'give it a unit, such as "{said}GiB"; "{said}B" if bytes are meant')
-    else:
-        size = value
+        raise ConfigError(field, value, _SIZE_ADVICE)
+    size: Decimal | int = _parse_size(field, value) if isinstance(value, str) else value
     if not 0 <= size <= MAX_BYTES:  # before it is made an integer, which may have very many digits
-        raise ConfigError(field, value, allowed)
+        raise ConfigError(field, value, _SIZE_ADVICE)
     return int(size)
+
+
+def _parse_size(field: str, text: str) -> Decimal:
+    """Return the bytes that a text such as "8GiB" says, of any magnitude; see `parse_bytes`."""
+    found = read_number(text)
+    if found is None:
+        raise ConfigError(field, text, _SIZE_ADVICE)
+    number, unit = found
+    if _BITS.search(text):
+        raise ConfigError(field, text, f'a small "b" behind a large letter means bits; {_SIZE_ADVICE}')
+    if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
+        given = text.strip().rstrip("iI")
+        raise ConfigError(field, text, f'write "{given}iB" (powers of 1024) or "{given}B" (powers of 1000)')
+    if unit not in _UNITS:
+        raise ConfigError(field, text, _SIZE_ADVICE)
+    size = number * _UNITS[unit]
+    if not unit and 0 < size < LEAST_WITHOUT_UNIT:
+        given = text.strip()
+        raise ConfigError(field, text, f'give it a unit, such as "{given}GiB"; "{given}B" if bytes are meant')
+    return size
 
 
 _NODE = re.compile(r"node(0|[1-9]\d{0,3})", re.ASCII)
@@ -103,10 +108,10 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
             raise ConfigError(field, name, 'name memory nodes as in {"node0": "200GiB", "node2": "400GiB"}')
     if not value:
         raise ConfigError(field, value, 'give a size, or one for each memory node: {"node0": "200GiB"}')
-    found = {str(name): parse_bytes(f"{field}.{name}", size) for name, size in value.items()}
-    if sum(found.values()) > MAX_BYTES:
+    nbytes_by_node = {str(name): parse_bytes(f"{field}.{name}", size) for name, size in value.items()}
+    if sum(nbytes_by_node.values()) > MAX_BYTES:
         raise ConfigError(field, value, f"give {MAX_BYTES:,} bytes in all at most")
-    return found
+    return nbytes_by_node
 
 
 # How one value is checked
@@ -134,7 +139,7 @@ class Count:
 
 
 class OneOf:
-    """Takes one of `words`; or of those of earlier versions, which are not told; or what is a `number`."""
+    """Takes one of `words`, one of `earlier` versions' words, which errors do not name, or what `number` takes."""
 
     def __init__(self, *words: str, earlier: Sequence[str] = (), number: Count | None = None) -> None:
         self.choices, self._earlier, self._number = words, earlier, number
@@ -148,30 +153,36 @@ class OneOf:
 
 
 def check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:
-    """Refuse what is no integer from `least` to `most`.
+    """Refuse a value that is not an integer from `least` to `most`.
 
     Raises:
-        ConfigError: It is none; names `field`.
+        ConfigError: It is not; names `field`.
     """
-    number = value if isinstance(value, int) and not isinstance(value, bool) else least - 1
-    if not least <= number <= most:
-        allowed = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"
-        raise ConfigError(field, value, f"give an integer {allowed}")
+    is_right = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    if not is_right:
+        bounds = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"
+        raise ConfigError(field, value, f"give an integer {bounds}")
+
+
+# Checks of single settings: each returns the value to keep, or raises a `ConfigError` that names `field`.
 
 
 def check_bool(field: str, value: Any) -> bool:
+    """Refuse what is not true or false."""
     if not isinstance(value, bool):
         raise ConfigError(field, value, "use true or false")
     return value
 
 
 def check_seconds(field: str, value: Any) -> Any:
+    """Refuse what is not a duration greater than 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise ConfigError(field, value, "give seconds, greater than 0")
     return value
 
 
 def check_threads(field: str, value: Any) -> Any:
+    """Refuse what is not a possible number of threads."""
     check_int(field, value, 1)
     if value > MAX_THREADS:
         raise ConfigError("threads", value, f"use at most {MAX_THREADS}, and no more than there are CPUs")
@@ -179,6 +190,7 @@ def check_threads(field: str, value: Any) -> Any:
 
 
 def check_placement(field: str, value: Any) -> Any:
+    """Refuse what is neither a word of `placement` nor the GPU's share."""
     is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
     if not is_share and value not in ("auto", "cpu", "gpu"):
         raise ConfigError(field, value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
@@ -186,6 +198,7 @@ def check_placement(field: str, value: Any) -> Any:
 
 
 def check_mirror(field: str, value: Any) -> str:
+    """Return the name of a place with `~` replaced; refuse what cannot be one."""
     name = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(name, str) or not name:
         raise ConfigError(field, value, "name a directory or s3://bucket/prefix, or none for no mirror")
@@ -194,24 +207,28 @@ def check_mirror(field: str, value: Any) -> str:
 
 
 def check_rates(field: str, value: Any) -> str:
+    """Return "auto" or a file's name with `~` replaced; refuse what cannot be a name."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(field, value, 'use "auto" or name a file that `offload probe` wrote')
     return os.path.expanduser(os.fspath(value))
 
 
 def check_patterns(field: str, value: Any) -> tuple[str, ...]:
+    """Return a list of patterns as a tuple."""
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise ConfigError(field, value, 'give a list of patterns like "*embed*"')
     return tuple(value)
 
 
 def check_paths(field: str, value: Any) -> tuple[PathConfig, ...]:
+    """Return a list of paths, parsed."""
     if isinstance(value, str | os.PathLike | Mapping) or not isinstance(value, Sequence):
         raise ConfigError(field, value, "give a list of directories")
     return tuple(PathConfig.parse(f"{field}[{number}]", path) for number, path in enumerate(value))
 
 
 def check_place(field: str, value: Any) -> str:
+    """Return the name of a directory or a bucket's prefix with `~` replaced; refuse what cannot be one."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(path, str) or not path:
         raise ConfigError(field, path, "give a directory")
@@ -220,12 +237,14 @@ def check_place(field: str, value: Any) -> str:
 
 
 def check_share(field: str, value: Any) -> float:
+    """Return a path's weight as a float; refuse what is not a number greater than 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_SHARE:
         raise ConfigError(field, value, "give a number greater than 0, or none to follow measured rates")
     return float(value)
 
 
 def check_folder(field: str, value: Any) -> str:
+    """Return the name of a directory that exists."""
     name = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(name, str) or not os.path.isdir(name):
         raise ConfigError(field, name, "name a directory that exists, or none for `path`")
@@ -252,13 +271,13 @@ class Flag(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """What `offload plan` may choose for a setting that it is not given, and pastes.
+    """What `offload plan` may choose for a setting that it is not given, and puts into the config that it prints.
 
     Attributes:
-        values: What it tries, that first which asks least of the user; none where it computes the value.
-        why: What the others do, in words that follow the setting.
-        weights_on: "cpu" or "gpu" if it is tried where weights lie there alone.
-        asks: How much each value asks of the user more than the one before; numbers that change are asked for last.
+        values: What it tries; the first one asks least of the user. None where it computes the value.
+        why: What the other values do, in words that follow the setting.
+        weights_on: "cpu" or "gpu" if it is tried only where weights lie there.
+        asks: How much more each value asks of the user than the one before; most where results change.
     """
 
     values: tuple[Any, ...] = ()
@@ -267,7 +286,7 @@ class Tried(NamedTuple):
     asks: int = 1
 
 
-def said(
+def setting_metadata(
     check: Check,
     meaning: str,
     *,
@@ -277,56 +296,66 @@ def said(
     deepspeed: combinations.Row | None = None,
     alike: bool = False,
 ) -> dict[str, Any]:
-    """Return all that is known of a setting but its name, type and default: the metadata of its field.
+    """Return the metadata of a setting's field: all that is known of the setting but its name, type and default.
 
-    Everybody else asks for it: `__post_init__`, docs/generate.py, the commands (`offload.cli.values.add_settings`),
-    DeepSpeed's object. Where the default is None, None is taken unchecked.
+    It is read by `__post_init__`, docs/generate.py, the commands (`offload.cli.values.add_settings`), and DeepSpeed's
+    object. Where the default is None, None is accepted unchecked.
 
     Args:
-        check: Of a value by itself. What is not combined is refused by rows of `offload.combinations`.
-        meaning: What users are told of it.
-        plan: How `offload plan` takes it; None: not at all, as what is predicted does not depend on it.
-        train: Likewise `offload train`.
-        advised: What `offload plan` may choose for it; None: that is left to the user.
-        deepspeed: The row that refuses it as a key of DeepSpeed's object; None: it is one.
-        alike: Whether a session that another is compared with has it, too: bits depend on it, or how work is cut.
+        check: Checks a value by itself; combinations of settings are refused by rows of `offload.combinations`.
+        meaning: What users are told of the setting.
+        plan: How `offload plan` takes it; None if it does not, as its predictions do not depend on the setting.
+        train: How `offload train` takes it; None if it does not.
+        advised: What `offload plan` may choose for it; None if that is left to the user.
+        deepspeed: The row that refuses it as a key of DeepSpeed's object; None if it is such a key.
+        alike: Whether sessions that are compared need the same value: bits, or the cut of work, depend on it.
     """
-    taken = {"plan": plan, "train": train, "advised": advised, "deepspeed": deepspeed, "alike": alike}
-    return {"check": check, "meaning": " ".join(meaning.split()), **taken}
+    return {
+        "check": check,
+        "meaning": " ".join(meaning.split()),
+        "plan": plan,
+        "train": train,
+        "advised": advised,
+        "deepspeed": deepspeed,
+        "alike": alike,
+    }
 
 
 NO_OPTION: dict[str, Any] = {"plan": None, "train": None}
-"""Of a setting that no command takes."""
+"""Arguments for a setting that no command takes."""
 
 
 def setting(default: T, check: Check, meaning: str, **taken: Any) -> T:
-    """Return the field of a setting that need not be given; see `said`."""
-    found: T = field(default=default, metadata=said(check, meaning, **taken))
+    """Return the dataclass field of a setting that has a default; see `setting_metadata`."""
+    found: T = field(default=default, metadata=setting_metadata(check, meaning, **taken))
     return found
 
 
-def _kept(one: Field[Any], name: str, value: Any) -> Any:
-    """Return the value of a setting as it is kept, by its check."""
-    return None if value is None and one.default is None else one.metadata["check"](name, value)
+def _checked_value(setting: Field[Any], name: str, value: Any) -> Any:
+    """Return the value to keep for a setting, by its check; `name` is the setting's in errors."""
+    is_default_none = value is None and setting.default is None
+    return None if is_default_none else setting.metadata["check"](name, value)
 
 
-def _settings(cls: type[T]) -> type[T]:
-    """Add the settings' meanings to a dataclass's docstring, and let it name the nearest to an unknown setting."""
-    init, declared = cls.__init__, fields(cls)  # type: ignore[arg-type]
+def _with_settings(cls: type[T]) -> type[T]:
+    """Add the settings' meanings to a dataclass's docstring, and let its constructor refuse unknown settings."""
+    init, settings = cls.__init__, fields(cls)  # type: ignore[arg-type]
     fill = functools.partial(textwrap.fill, width=118, initial_indent=8 * " ", subsequent_indent=12 * " ")
-    lines = [fill(f"{one.name}: {one.metadata['meaning']}") for one in declared]
+    lines = [fill(f"{each.name}: {each.metadata['meaning']}") for each in settings]
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
 
     @functools.wraps(init)
-    def checked(self: T, **values: Any) -> None:
-        _check_keys(cls.__name__, values, [one.name for one in declared])
+    def checked_init(self: T, **values: Any) -> None:
+        """Refuse unknown settings by a `ConfigError`, which names the nearest, in place of Python's TypeError."""
+        _check_keys(cls.__name__, values, [each.name for each in settings])
         init(self, **values)
 
-    cls.__init__ = checked  # type: ignore[assignment]
+    cls.__init__ = checked_init  # type: ignore[assignment]
     return cls
 
 
 def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for a key that is not among the `known` ones; it names the nearest."""
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -334,13 +363,13 @@ def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> 
             raise ConfigError(f"{field}.{key}", values[key], f"unknown key; {nearest}known are {', '.join(known)}")
 
 
-@_settings
+@_with_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathConfig:
     """One place in a storage tier."""
 
     path: str = field(
-        metadata=said(
+        metadata=setting_metadata(
             check_place,
             """A directory that exists and can be written (`~`: your home), or "s3://bucket/prefix": endpoint, region
             and credentials from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.""",
@@ -381,19 +410,21 @@ class PathConfig:
         Raises:
             ConfigError: If a key is unknown or a value is not usable.
         """
+        by_name = {one.name: one for one in fields(cls)}
         if isinstance(value, cls):
-            value = {item.name: getattr(value, item.name) for item in fields(cls)}
+            value = {name: getattr(value, name) for name in by_name}
         if isinstance(value, str | os.PathLike):
             value = {"path": os.fspath(value)}
         if not isinstance(value, Mapping) or "path" not in value:
             raise ConfigError(
                 field, value, 'give a directory, "s3://bucket/prefix", or {"path": ..., "max_bytes": ...}'
             )
-        _check_keys(field, value, [item.name for item in fields(cls)])
-        return cls(**{item.name: _kept(item, f"{field}.{item.name}", value.get(item.name)) for item in fields(cls)})
+        _check_keys(field, value, [*by_name])
+        values = {name: _checked_value(one, f"{field}.{name}", value.get(name)) for name, one in by_name.items()}
+        return cls(**values)
 
 
-@_settings
+@_with_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """Where optimizer state may live and how much of each tier it may use.
@@ -625,8 +656,9 @@ class OffloadConfig:
     )
 
     def __post_init__(self) -> None:
+        """Check each setting and keep what its check returns; then refuse combinations."""
         for one in fields(self):
-            object.__setattr__(self, one.name, _kept(one, one.name, getattr(self, one.name)))
+            object.__setattr__(self, one.name, _checked_value(one, one.name, getattr(self, one.name)))
         if self.gradient_memory is not None:
             if not self.paths:
                 combinations.WITHOUT_PATHS.refuse("gradient_memory", self.gradient_memory, what="gradients")
@@ -638,21 +670,23 @@ class OffloadConfig:
         if self.mirror is not None:
             if not self.paths or not self.checkpoints:
                 combinations.MIRRORED_COPIES.refuse("mirror", self.mirror)
-            from offload.tiers import parse_place  # as in `for_rank`
+            self._check_mirror_outside_of_paths(self.mirror)
 
-            parts = parse_place(self.mirror, "mirror").parts()
-            for path in self.path_configs:
-                outer = parse_place(path.path).parts()
-                if parts[: len(outer)] == outer:
-                    raise ConfigError(
-                        "mirror", self.mirror, f"name a place outside of {path.path}, on another device"
-                    )
+    def _check_mirror_outside_of_paths(self, mirror: str) -> None:
+        """Raise `ConfigError` if the mirror lies within a path."""
+        from offload.tiers import parse_place  # as in `for_rank`
+
+        parts = parse_place(mirror, "mirror").parts()
+        for path in self.path_configs:
+            path_parts = parse_place(path.path).parts()
+            if parts[: len(path_parts)] == path_parts:
+                raise ConfigError("mirror", mirror, f"name a place outside of {path.path}, on another device")
 
     @property
     def node_bytes(self) -> dict[int, int]:
         """Bytes of host memory for state on each memory node, by its number; empty where none is named."""
-        named = self.host_memory if isinstance(self.host_memory, dict) else {}
-        return {int(name.removeprefix("node")): nbytes for name, nbytes in named.items()}
+        nbytes_by_name = self.host_memory if isinstance(self.host_memory, dict) else {}
+        return {int(name.removeprefix("node")): nbytes for name, nbytes in nbytes_by_name.items()}
 
     @property
     def host_bytes(self) -> int | None:
@@ -679,7 +713,7 @@ class OffloadConfig:
         return self.gpu_memory == BORROW
 
     def check_dealt(self) -> None:
-        """Refuse gradients on paths, as where ranks bring them to the one that updates a parameter."""
+        """Refuse gradients on paths: those of dealt matrices go to the ranks that update these."""
         if self.gradient_memory is not None:
             combinations.DEALT_GRADIENTS.refuse("gradient_memory", self.gradient_memory)
 
@@ -694,18 +728,18 @@ class OffloadConfig:
         return self.gpu_memory == "auto" or self.borrows
 
     def opened_early(self) -> OffloadConfig:
-        """Return this for a session on a GPU that opens before that: "auto" is no state at home there."""
+        """Return this config for a session that opens before the first backward: "auto" is no home on the GPU."""
         return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
 
     def updated_by_cpu(self, row: combinations.Row | None = None, **words: object) -> OffloadConfig:
-        """Return this for a session whose state the CPU updates, and of which none is at home on a GPU.
+        """Return this config for a session whose state is updated by the CPU, and is nowhere at home on a GPU.
 
         Args:
-            row: The row of the table that refuses what says otherwise; None: it is left out.
+            row: The row of `combinations` that refuses settings that say otherwise; None to overrule them.
             words: See `Row.refuse`.
 
         Raises:
-            ConfigError: It is refused.
+            ConfigError: A setting says otherwise.
         """
         if row is not None and self.placement not in ("auto", "cpu", 0):
             row.refuse("placement", self.placement, least='"cpu"', **words)
@@ -714,10 +748,10 @@ class OffloadConfig:
         return dataclasses.replace(self, placement="cpu", gpu_memory=0)
 
     def check_goes_on(self) -> None:
-        """Verify that steps may go on in forward: memory of a GPU that is borrowed goes back before that.
+        """Check that steps may go on in forward: borrowed memory of a GPU is returned before that.
 
         Raises:
-            ConfigError: It is borrowed.
+            ConfigError: Memory is borrowed.
         """
         if self.borrows:
             combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
@@ -754,7 +788,7 @@ class OffloadConfig:
         gradients_kept_bytes: int | None,
         leftover_bytes: int = 0,
     ) -> Budgets:
-        """Return what a plan may use: what is said here, with sizes that depend on a machine and a model.
+        """Return what a plan may use: by these settings, and by sizes that depend on a machine and a model.
 
         Args:
             host_bytes: For `host_memory`.
@@ -766,7 +800,7 @@ class OffloadConfig:
             gradients_kept_bytes: For `gradient_memory`.
             leftover_bytes: What ended sessions have left on the paths.
         """
-        from offload.plan import Budgets, NodeBudget  # which most users of a config have no need of
+        from offload.plan import Budgets, NodeBudget  # here, as most users of a config do not need them
 
         return Budgets(
             gpu_bytes=gpu_bytes,
@@ -806,10 +840,10 @@ class OffloadConfig:
         return cls(**values)
 
     def in_memory(self, **settings: Any) -> OffloadConfig:
-        """Return a config with the bits of this one, whose state is all in host memory and whose steps nothing hides.
+        """Return a config that gives the same bits as this one, with all state in host memory and no hidden steps.
 
         Args:
-            settings: What it has besides.
+            settings: Other settings for it.
         """
         alike = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["alike"]}
         return OffloadConfig(**alike, **settings)
@@ -839,8 +873,9 @@ class OffloadConfig:
         for number, path in enumerate(self.path_configs):
             field = f"paths[{number}]"
             place = parse_place(path.path, field)
-            own = place.for_rank(rank, field)
-            paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
+            rank_place = place.for_rank(rank, field)
+            lock_path = path.lock_path or place.lock_path  # not the rank's: turns are taken among ranks
+            paths.append(dataclasses.replace(path, path=rank_place.path, lock_path=lock_path))
         return dataclasses.replace(self, paths=paths)
 
     def for_part(self, part: int, whole: int) -> OffloadConfig:
@@ -849,11 +884,12 @@ class OffloadConfig:
         It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`; all else is each one's own.
         """
 
-        def share(given: Any) -> Any:
-            if isinstance(given, dict):
-                return {node: share(nbytes) for node, nbytes in given.items()}
-            return given * part // max(whole, 1) if isinstance(given, int) else given
+        def part_of(budget: Any) -> Any:
+            """Return this engine's part of a size, or of each node's; words and None stay."""
+            if isinstance(budget, dict):
+                return {node: part_of(nbytes) for node, nbytes in budget.items()}
+            return budget * part // max(whole, 1) if isinstance(budget, int) else budget
 
-        paths = [dataclasses.replace(path, max_bytes=share(path.max_bytes)) for path in self.path_configs]
-        budgets = {name: share(getattr(self, name)) for name in ("host_memory", "gpu_memory")}
+        paths = [dataclasses.replace(path, max_bytes=part_of(path.max_bytes)) for path in self.path_configs]
+        budgets = {name: part_of(getattr(self, name)) for name in ("host_memory", "gpu_memory")}
         return dataclasses.replace(self, paths=paths, **budgets)

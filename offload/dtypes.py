@@ -21,7 +21,7 @@ class DtypeCode(IntEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> DtypeCode:
-        """Return the code of a torch dtype; KeyError if weights and gradients cannot have it."""
+        """Return the code of a torch dtype; raise KeyError if weights and gradients cannot have it."""
         return cls[str(dtype).removeprefix("torch.").upper()]
 
 

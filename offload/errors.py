@@ -38,57 +38,64 @@ class TravellingError(Exception):
     """
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        carried: dict[int, _Carried] = {}
+        """Return how pickle and copy make the error again: without its constructor, then by its attributes."""
+        carried: dict[int, _Carried] = {}  # by the values' ids
 
         def carry(value: object) -> object:
+            """Wrap a value so that it can be pickled by itself."""
             if isinstance(value, TravellingError):
-                return value  # by itself, so that errors may name each other
+                return value  # pickled in place, so that errors may refer to each other
             return carried.setdefault(id(value), _Carried(value))  # one object stays one
 
         values = {**vars(self), "args": self.args, "__cause__": self.__cause__}
-        values["__suppress_context__"] = self.__suppress_context__  # which setting `__cause__` sets
-        return _blank, (type(self),), {name: carry(value) for name, value in values.items()}
+        values["__suppress_context__"] = self.__suppress_context__  # last, as setting `__cause__` changes it
+        return _make_blank, (type(self),), {name: carry(value) for name, value in values.items()}
 
     def __setstate__(self, state: Mapping[str, Any] | None) -> None:
+        """Set the attributes that `__reduce_ex__` has returned."""
         for name, value in (state or {}).items():
             setattr(self, name, value.value if isinstance(value, _Carried) else value)
 
 
-def _blank(kind: type[TravellingError]) -> TravellingError:
-    return kind.__new__(kind)
+def _make_blank(error_class: type[TravellingError]) -> TravellingError:
+    """Return an error of a class without calling the constructor, whose arguments are not known."""
+    return error_class.__new__(error_class)
 
 
 class _Carried:
-    """What an error carries: pickled apart, so that whatever fails fails alone and is replaced by its text."""
+    """A value that an error carries, pickled by itself: if that fails, it alone is replaced by its text."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Carried:
+        """Copy the value, or share it if it cannot be copied."""
         try:
             return _Carried(copy.deepcopy(self.value, memo))
         except Exception:
             return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return the value as bytes, and how to make it again; its text if pickle refuses it."""
         try:
             packed = pickle.dumps(self.value)
-            pickle.loads(packed)  # an exception of others may be pickled, and fail where it arrives
+            pickle.loads(packed)  # other packages' exceptions can often be pickled, and then not be unpickled
         except Exception:
-            packed = pickle.dumps(_text(self.value))
-        return _arrived, (packed,)
+            packed = pickle.dumps(_textual(self.value))
+        return _unpack_carried, (packed,)
 
 
-def _text(value: object) -> object:
-    """Return what stands for a value that cannot be pickled, or not be unpickled."""
+def _textual(value: object) -> object:
+    """Return a value that stands for one that cannot be pickled or unpickled, and has the other's text."""
     if isinstance(value, BaseException):
         return OffloadError(_shown(value))
     if type(value) is tuple:  # an error's `args`
-        return tuple(item if isinstance(item, str) else _text(item) for item in value)
+        return tuple(item if isinstance(item, str) else _textual(item) for item in value)
     return _shown(value)
 
 
-def _arrived(packed: bytes) -> _Carried:
+def _unpack_carried(packed: bytes) -> _Carried:
+    """Return what `_Carried.__reduce__` has packed."""
     return _Carried(pickle.loads(packed))
 
 
@@ -101,7 +108,7 @@ class _Missing(Enum):
 
 
 MISSING: Final = _Missing.MISSING
-"""The value of a `ConfigError` where nothing was given: no `None` that nobody has written."""
+"""The value of a `ConfigError` if nothing was given: the message must not show a None that nobody has written."""
 
 
 class ConfigError(OffloadError, ValueError):
@@ -122,7 +129,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 def _shown(value: object) -> str:
-    """Return a value as an error shows it, whatever it is."""
+    """Return the text of any value for messages, cut if it is long."""
     try:
         text = repr(value)
     except Exception:  # an integer of very many digits, say
@@ -152,6 +159,7 @@ class InfeasiblePlanError(PlanError):
 
 
 def _exactly(nbytes: int) -> str:
+    """Return a size both rounded and in bytes."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
@@ -240,26 +248,27 @@ class InternalError(OffloadError):
 
 
 def invariant(condition: object, message: str) -> None:
-    """Raise `InternalError` with `message` unless `condition` holds; stays on under `python -O`."""
+    """Raise `InternalError` with `message` unless `condition` holds; unlike `assert` also under `python -O`."""
     if not condition:
         raise InternalError(f"{message} (this is a bug in offload, please report it)")
 
 
 def check_text(field: str, value: str, allowed: str = "use a path whose name is UTF-8") -> None:
-    """Refuse text that cannot be written down: native code and checkpoints have it in UTF-8, without a zero.
+    """Refuse text that is not UTF-8, or has a zero: native code and checkpoints could not have it.
 
     Raises:
         ConfigError: It is such a text; names `field`, and says what is `allowed`.
     """
     try:
-        is_text = "\0" not in value and value.encode() is not None
+        value.encode()
+        is_utf8 = True
     except UnicodeEncodeError:
-        is_text = False
-    if not is_text:
+        is_utf8 = False
+    if not is_utf8 or "\0" in value:
         raise ConfigError(field, value, allowed)
 
 
 def known(value: T | None, message: str) -> T:
-    """Return `value`, which is there; raise `InternalError` with `message` if it is None."""
+    """Return `value`, which is never None; raise `InternalError` with `message` if it is."""
     invariant(value is not None, message)
     return cast(T, value)

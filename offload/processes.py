@@ -11,9 +11,9 @@ class Process(NamedTuple):
     """Identifies a process, so that processes on its machine can tell when it has ended.
 
     Attributes:
-        machine: The running kernel, and the name space of its pids.
-        pid: Its number there.
-        start_time: When it was started: numbers are used again.
+        machine: Identifies the running kernel and the name space of pids.
+        pid: The process's number in that name space.
+        start_time: When it was started: a number may be used again for another process.
     """
 
     machine: str
@@ -31,12 +31,13 @@ class Process(NamedTuple):
         return cls(machine, os.getpid(), _start_time(os.getpid()))
 
     def has_ended(self) -> bool:
-        """Return whether this process is known to have ended: it was of this machine, and is not there any more."""
+        """Return whether this process is known to have ended: it ran on this machine, and is not there any more."""
         this = Process.this()
-        if this is None or this.machine != self.machine or not self.start_time or self.pid < 1:
+        is_of_this_machine = this is not None and this.machine == self.machine
+        if not is_of_this_machine or not self.start_time or self.pid < 1:  # nothing is known, or not a process
             return False
         try:
-            os.kill(self.pid, 0)
+            os.kill(self.pid, 0)  # sends nothing, but fails if there is no such process
         except (ProcessLookupError, OverflowError):
             return True
         except PermissionError:  # another user's, of which /proc may say nothing
@@ -45,8 +46,10 @@ class Process(NamedTuple):
 
 
 def _start_time(pid: int) -> str:
-    """Return when a process was started; "" if it has ended, or cannot be seen."""
+    """Return when a process was started, in clock ticks since boot; "" if it has ended, or cannot be seen."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        state, *others = file.read().rpartition(")")[2].split()
-        return "" if state in "ZX" else others[18]
+        _, _, behind_name = file.read().rpartition(")")  # the process's name is in brackets, and may contain any
+        fields = behind_name.split()
+        state, start_time = fields[0], fields[19]
+        return "" if state in "ZX" else start_time  # Z, X: dead, but not yet waited for
     return ""

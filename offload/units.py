@@ -9,17 +9,17 @@ MAX_DIGITS = 30
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d{1,3})?\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 LEAST_SHARE_S = 1e-3
-"""Durations below this are not compared as shares: one thread that wakes up late is more."""
+"""Durations below this are not compared: one thread that wakes up late makes a greater difference."""
 
 DAY_S = 86400.0
 _YEAR_S = 365.25 * DAY_S
 
 
 def read_number(text: str) -> tuple[Decimal, str] | None:
-    """Return the number that a text is, exactly, and the letters behind it in lower case; None if it is none.
+    """Return the number in a text, exactly, and the letters behind it in lower case; None if it is not such a text.
 
-    Plain digits with a point or an exponent, or both: no sign, no infinity, no digits of other scripts, and no more
-    than a number that means something has, so that what is computed from it takes no time.
+    A number is digits with a point or an exponent, or both: no sign, no infinity, no digits of other scripts, and no
+    more than `MAX_DIGITS` digits and three of an exponent, so that computing with it takes no time.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or len(match[1]) > MAX_DIGITS:
@@ -29,11 +29,13 @@ def read_number(text: str) -> tuple[Decimal, str] | None:
 
 def format_bytes(count: float) -> str:
     """Return a size in binary units: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
-    return f"{count:.1f} TiB"
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
 
 
 def format_count(count: int, noun: str) -> str:
@@ -45,27 +47,28 @@ def format_seconds(seconds: float) -> str:
     """Return a duration in the unit that suits it: 0.0123 -> "12.3 ms", 150 -> "2 min 30 s", 432000 -> "5 days"."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
-    if not seconds >= 0.9995:  # what would be written as 1e+03 of the lesser unit
+    if not seconds >= 0.9995:  # from there on, three digits of milliseconds would be written as 1e+03; also for NaN
         return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
     if seconds < 119.5:
         return f"{seconds:.3g} s"
     if seconds < 7170:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
+        minutes, left_seconds = divmod(round(seconds), 60)
+        return f"{minutes} min {left_seconds} s"
     if seconds < 2 * DAY_S:
-        hours, rest = divmod(round(seconds / 60), 60)
-        return f"{hours} h {rest} min"
+        hours, left_minutes = divmod(round(seconds / 60), 60)
+        return f"{hours} h {left_minutes} min"
     return f"{seconds / DAY_S:.3g} days" if seconds < 2 * _YEAR_S else f"{seconds / _YEAR_S:.3g} years"
 
 
 def format_apart(predicted_s: float, measured_s: float) -> str:
-    """Return how far two durations are apart, in brackets after a blank; "" where that says nothing.
+    """Return by how much a measured duration differs from its prediction, as " (+12%)" or " (3 times as long)".
 
-    As a part of the prediction, as a multiple of the lesser one from twice on, and not below `LEAST_SHARE_S`.
+    From a factor of two on it is that factor. If one of them is below `LEAST_SHARE_S`, or NaN, it is "".
     """
-    if not min(predicted_s, measured_s) >= LEAST_SHARE_S:
+    are_comparable = min(predicted_s, measured_s) >= LEAST_SHARE_S
+    if not are_comparable:
         return ""
-    times = measured_s / predicted_s
-    if 0.5 < times < 2:
-        return f" ({times - 1:+.0%})"
-    return f" ({times:.3g} times as long)" if times >= 2 else f" ({1 / times:.3g} times as short)"
+    ratio = measured_s / predicted_s
+    if 0.5 < ratio < 2:
+        return f" ({ratio - 1:+.0%})"
+    return f" ({ratio:.3g} times as long)" if ratio >= 2 else f" ({1 / ratio:.3g} times as short)"

@@ -7,7 +7,7 @@ A Ctrl-C is raised on the main thread, at any line. Work that it must not interr
 `apart`, or `side_by_side`. Work that may hang for good while a session ends is `BackgroundWork`, for which nobody has
 to wait.
 
-Non-goals: deciding how long to wait.
+Not done here: deciding how long to wait.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Silence:
     """The time since something happened last, for callers that wait in a loop of their own."""
 
     def __init__(self) -> None:
+        """Start a silence now."""
         self.end()
 
     def end(self) -> None:
@@ -53,21 +54,22 @@ class Silence:
         """Seconds until the next warning is due."""
         return max(self._due_s - time.monotonic(), 0.0)
 
-    def tell(self, what: Callable[[], str]) -> None:
-        """Log `what` is waited for if a warning is due; nothing if that is "", as somebody else has logged it."""
+    def warn_if_due(self, what: Callable[[], str]) -> None:
+        """If a warning is due, log what is waited for, unless `what` returns "": then somebody else logs it."""
         if self.left_s:
             return
         lasts_s = self.lasts_s
-        self._due_s += max(lasts_s, QUIET_S)  # twice as late as the last time
-        if story := what():
-            log.warning("nothing has happened for %.0f s; waiting for %s", lasts_s, story)
+        self._due_s += max(lasts_s, QUIET_S)  # the next one after twice the silence
+        awaited = what()
+        if awaited:
+            log.warning("nothing has happened for %.0f s; waiting for %s", lasts_s, awaited)
 
 
 def wait_for(arrived: Callable[[float], object], what: Callable[[], str], timeout_s: float | None = None) -> bool:
     """Wait until something arrives, and log what is waited for if that takes long. A Ctrl-C ends the wait.
 
     Args:
-        arrived: Waits for so many seconds at most; returns whether the thing has arrived.
+        arrived: Called with a number of seconds; waits at most so long, and returns whether the thing has arrived.
         what: Names the thing, for the log; "" if somebody else logs it.
         timeout_s: How long to wait; None for as long as it takes.
 
@@ -84,7 +86,7 @@ def wait_for(arrived: Callable[[float], object], what: Callable[[], str], timeou
             return True
         if until_s is not None and time.monotonic() >= until_s:
             return False
-        silence.tell(what)
+        silence.warn_if_due(what)
 
 
 class _Completions(Protocol):
@@ -95,7 +97,7 @@ class _Completions(Protocol):
 
 
 def completions(
-    queue: _Completions, what: Callable[[], str], timeout_s: float | None = None, found: list[Any] | None = None
+    queue: _Completions, what: Callable[[], str], timeout_s: float | None = None, into: list[Any] | None = None
 ) -> list[Any]:
     """Wait for completions on a queue and return them: at least one, or none after `timeout_s`.
 
@@ -103,28 +105,29 @@ def completions(
         queue: The queue.
         what: Names what is waited for, for the log.
         timeout_s: How long to wait; None for as long as it takes.
-        found: The list to fill and return, so that after an interrupt the caller has what had arrived.
+        into: The list to fill and return, so that after an interrupt the caller has what had arrived.
     """
-    into = [] if found is None else found
+    collected = [] if into is None else into
 
     def arrived(pause_s: float) -> bool:
-        # One native call: a Ctrl-C between the wait and the assignment of its result would lose completions.
-        into.extend(itertools.chain.from_iterable(map(queue.wait, (min(pause_s, SLICE_S),))))
-        return bool(into)
+        """Wait for completions, and add them to the list, for `wait_for`."""
+        # Within one call of native code: a Ctrl-C between the wait and the use of its result would lose completions.
+        collected.extend(itertools.chain.from_iterable(map(queue.wait, (min(pause_s, SLICE_S),))))
+        return bool(collected)
 
     wait_for(arrived, what, timeout_s)
-    return into
+    return collected
 
 
 class Latch:
-    """A `threading.Event` that is set once, and whose wait may be interrupted at any line.
+    """Like a `threading.Event` that is set once; but a wait may be interrupted at any line without harm.
 
-    An interrupt may leave the lock in `threading.Event`'s Python code locked, or make that raise a RuntimeError.
+    In `threading.Event`, which is Python code, an interrupt may leave a lock locked, or lead to a RuntimeError.
     """
 
     def __init__(self) -> None:
         self._is_set = False
-        self._unset = threading.Lock()
+        self._unset = threading.Lock()  # locked until the latch is set, and for moments by waits afterwards
         self._unset.acquire()
 
     def is_set(self) -> bool:
@@ -141,7 +144,7 @@ class Latch:
         until_s = math.inf if pause_s is None else time.monotonic() + pause_s
         while not self._is_set:
             left_s = until_s - time.monotonic()
-            # In slices: another waiter may have been interrupted with the lock.
+            # In slices: another waiter may have been interrupted while it had the lock, which then stays locked.
             if self._unset.acquire(timeout=max(min(left_s, SLICE_S), 0.0)):
                 self._unset.release()
             if left_s <= 0:
@@ -150,7 +153,7 @@ class Latch:
 
 
 class BackgroundWork:
-    """Work that is done once on a thread of its own, for which callers may stop to wait.
+    """Work that is done once, on a thread of its own; callers wait for it, and may give the wait up.
 
     For work that may hang, and for work that no Ctrl-C may interrupt: Python raises that on the main thread. This
     thread is a daemon, so an interpreter that exits does not wait for it. Until then it holds all that the work
@@ -164,15 +167,15 @@ class BackgroundWork:
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work
         self._name = name
-        self._taken = threading.Lock()
+        self._begun = threading.Lock()  # locked for good by whoever begins the work, or forestalls it
         self._ended = Latch()
         self.error: BaseException | None = None
         """The exception that the work has raised."""
 
     @property
     def started(self) -> bool:
-        """Whether the work has begun."""
-        return self._taken.locked()
+        """Whether the work has begun, or has been forestalled."""
+        return self._begun.locked()
 
     @property
     def done(self) -> bool:
@@ -190,7 +193,7 @@ class BackgroundWork:
 
     def forestall(self) -> bool:
         """Keep the work from ever beginning; return whether it has begun already."""
-        return not self._taken.acquire(blocking=False)
+        return not self._begun.acquire(blocking=False)
 
     def wait(self, pause_s: float | None = None) -> bool:
         """Wait for the end, at most `pause_s`; return whether the work has ended."""
@@ -205,10 +208,10 @@ class BackgroundWork:
         return has_ended
 
     def _run(self) -> None:
-        """Do the work, on its thread, unless that was forestalled or done before."""
+        """Do the work, on its thread, unless that was forestalled or has begun before; then drop it."""
         if self.forestall():
             return
-        work, self._work = self._work, _nothing
+        work, self._work = self._work, _do_nothing
         try:
             work()
         except BaseException as error:
@@ -217,8 +220,8 @@ class BackgroundWork:
             self._ended.set()
 
 
-def _nothing() -> None:
-    pass
+def _do_nothing() -> None:
+    """Do nothing: stands for work that has been done."""
 
 
 def apart(work: Callable[[], None], name: str, what: Callable[[], str], timeout_s: float | None = None) -> bool:
@@ -227,31 +230,31 @@ def apart(work: Callable[[], None], name: str, what: Callable[[], str], timeout_
 
 
 def side_by_side(
-    works: Sequence[Callable[[], None]], name: str, what: Callable[[], str], give_up: Callable[[], None] = _nothing
+    works: Sequence[Callable[[], None]], name: str, what: Callable[[], str], give_up: Callable[[], None] = _do_nothing
 ) -> None:
     """Do several works at once, each on a thread of its own, and wait until all have ended.
 
     Args:
-        works: The works; an interrupt is raised when all that have begun have ended.
+        works: The works; an interrupt is raised again when all that have begun have ended.
         name: Name of the threads.
         what: See `wait_for`.
-        give_up: Called at an interrupt, to make them end soon.
+        give_up: Called at an interrupt, to make the works end soon.
 
     Raises:
         BaseException: The error of the first of them, in this order, that raised one.
     """
-    crew = [BackgroundWork(work, name) for work in works]
+    all_work = [BackgroundWork(work, name) for work in works]
     try:
-        for member in crew:
-            member.start()
-        for member in crew:
-            wait_for(member.wait, what)
+        for work in all_work:
+            work.start()
+        for work in all_work:
+            wait_for(work.wait, what)
     except BaseException:
         give_up()
-        for member in crew:
-            if member.started:
-                member.wait()
+        for work in all_work:
+            if work.started:
+                work.wait()
         raise
-    for member in crew:
-        if member.error is not None:
-            raise member.error
+    for work in all_work:
+        if work.error is not None:
+            raise work.error

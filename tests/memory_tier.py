@@ -11,7 +11,7 @@ import psutil
 
 from offload._native import crc32c
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_request, make_header
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, check_depth, check_request, make_header, verify_header
 
 
 class MemoryTier(Owned):
@@ -96,7 +96,7 @@ class MemoryTier(Owned):
 
     def close(self) -> None:
         """Free all slots; idempotent."""
-        if self.ends_here():
+        if self.mark_closed():
             self.slots.clear()
 
     def cut(self, end: int) -> None:
@@ -113,7 +113,7 @@ class MemoryTier(Owned):
         if record is None:
             beyond = request.offset + SECTOR_BYTES > self._used_bytes
             return (ERROR_SHORT if beyond else ERROR_HEADER), 0
-        error, promised = admit(bytes(record[:SLOT_HEADER_BYTES]), self._store, request)
+        error, promised = verify_header(bytes(record[:SLOT_HEADER_BYTES]), self._store, request)
         if error:
             return error, 0
         if len(record) != SLOT_HEADER_BYTES + request.nbytes:

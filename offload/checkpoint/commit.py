@@ -320,7 +320,7 @@ class CommitJob:
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {ask}")
-                silence.tell(lambda: self.awaited)
+                silence.warn_if_due(lambda: self.awaited)
                 last_what = what
                 pause_s = min(2 * pause_s, 1.0)
         finally:

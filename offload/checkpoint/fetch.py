@@ -20,7 +20,7 @@ from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.whole import BESIDE
 from offload.errors import CheckpointError
-from offload.tiers.place import TEMPORARY, saying
+from offload.tiers.place import TEMPORARY, raising_checkpoint_error
 
 
 def find_whole(mirror: str) -> list[str]:
@@ -120,7 +120,7 @@ def _is_beside(file: str) -> bool:
 def fetch_file(source: str, target: str, nbytes: int) -> None:
     """Copy a file of `nbytes` from a mirror, under a temporary name until all of it is there."""
     folder, _, last = source.rpartition("/")
-    with saying("write", target):
+    with raising_checkpoint_error("write", target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         temporary = os.path.join(os.path.dirname(target), f"{TEMPORARY}{uuid.uuid4().hex}")
         with open(temporary, "w+b") as file:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from offload.checkpoint.folder import open_folder
 from offload.errors import CheckpointError
 from offload.processes import Process
-from offload.tiers.place import Folder, saying
+from offload.tiers.place import Folder, raising_checkpoint_error
 
 BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
@@ -89,7 +89,7 @@ def mark_whole(folder: str) -> None:
     Raises:
         CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
     """
-    with saying("mark as whole", folder):
+    with raising_checkpoint_error("mark as whole", folder):
         for directory, _, names in os.walk(folder):
             for path in (*(os.path.join(directory, name) for name in names), directory):
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary file

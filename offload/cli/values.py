@@ -106,7 +106,7 @@ def add_settings(options: Any, command: str, *, defaults: bool = False, **reader
 
     Args:
         options: A parser, or a group of one.
-        command: "plan" or "train", a name of `offload.config.said`.
+        command: "plan" or "train", a name of `offload.config.setting_metadata`.
         defaults: Whether what is not given has the setting's default; else it is None.
         readers: What reads a setting's value, where its option takes more than the setting does.
     """

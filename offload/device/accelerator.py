@@ -26,7 +26,7 @@ import torch
 
 from offload import combinations
 from offload.backends import tensor_at, working_on
-from offload.device.driver import Driver, refusals
+from offload.device.driver import Driver, raising_offload_error
 from offload.dtypes import DtypeCode
 from offload.errors import OffloadError
 from offload.kernels.gpu import device_kernel
@@ -58,12 +58,12 @@ do all its work first, so the event happened at the later time."""
 
 
 class _Event:
-    """A mark: an event that has been recorded."""
+    """A `Mark`: an event that has been recorded on a lane's stream. Methods are those of `Mark`."""
 
     def __init__(self, device: AcceleratorDevice, lane: DeviceLane, stream: Any, timed: bool) -> None:
         self.device = device
         self.lane = lane
-        self.base = device.base  # recorded before this one, so that the time since it is not negative
+        self.base = device.base  # what `time_s` measures from; recorded before, so that the time is not negative
         # Events are reused: a stream that already waits for one goes on waiting for the earlier record.
         self.unused = device.unused[timed]
         try:
@@ -73,6 +73,7 @@ class _Event:
         self.event.record(stream)
 
     def __del__(self) -> None:
+        """Let the event be recorded again; there is none if it could not be made."""
         if hasattr(self, "event"):
             self.unused.append(self.event)
 
@@ -91,7 +92,7 @@ class _Event:
 
 
 class _Reporter:
-    """Posts that marks of one lane have been reached, in their order, on a thread of its own.
+    """Posts completions once marks of one lane have been reached, in their order, on a thread of its own.
 
     There is one for each lane: a mark that is reached late must not delay reports of another lane.
     """
@@ -99,32 +100,32 @@ class _Reporter:
     def __init__(self, device: AcceleratorDevice) -> None:
         self._device = device
         self._pending: deque[tuple[_Event, Queue, int]] = deque()
-        self._some = threading.Condition()
+        self._changed = threading.Condition()  # guards the two others
         self._closed = False
-        self._thread = threading.Thread(target=self._post, name="offload-gpu", daemon=True)
+        self._thread = threading.Thread(target=self._post_reached, name="offload-gpu", daemon=True)
         self._thread.start()
 
     def add(self, mark: _Event, queue: Queue, op: int) -> None:
         """Post completion `op` when a mark has been reached."""
-        with self._some:
+        with self._changed:
             self._pending.append((mark, queue, op))
-            self._some.notify()
+            self._changed.notify()
 
-    def _post(self) -> None:
-        """Wait for each mark in turn and post it, until `close`; meanwhile keep the device's `base` young."""
+    def _post_reached(self) -> None:
+        """Wait for each mark in turn and post its completion, until `close`; meanwhile renew the device's `base`."""
         device = self._device
         with contextlib.suppress(OffloadError):  # if the device has failed, each report below says so
             device.prepare_thread()
         while True:
-            with self._some:
+            with self._changed:
                 while not self._pending and not self._closed:
-                    if not self._some.wait(REBASE_S):
+                    if not self._changed.wait(REBASE_S):
                         break
                 if not self._pending and self._closed:
                     return
                 first = self._pending.popleft() if self._pending else None
-            # On this thread, as with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) it waits for all work
-            # of the device.
+            # On this thread, as it may wait for all work of the device: if all streams have one queue
+            # (CUDA_DEVICE_MAX_CONNECTIONS=1).
             with contextlib.suppress(OffloadError):
                 device.rebase()
             if first is None:
@@ -141,10 +142,10 @@ class _Reporter:
 
     def close(self) -> None:
         """End the thread when it has posted all that it was given."""
-        with self._some:
+        with self._changed:
             self._closed = True
-            self._some.notify()
-        if self._thread is not threading.current_thread():  # where the garbage collector may have called this
+            self._changed.notify()
+        if self._thread is not threading.current_thread():  # the garbage collector may call this on any thread
             self._thread.join()
 
 
@@ -159,19 +160,14 @@ class AcceleratorDevice(Driver):
     """
 
     shared: ClassVar[dict[DeviceLane, DeviceLane]] = {DeviceLane.GRADIENTS: DeviceLane.PIECES}
-    """Lanes that use another lane's stream. Both of these have kernels of microseconds: in backward `PIECES` gathers
-    small gradients before they are copied to the host, and `GRADIENTS` sums gradients."""
+    """Lanes that use another lane's stream, by the lane. The kernels of these two take microseconds: in backward
+    `PIECES` gathers small gradients before they are copied to the host, and `GRADIENTS` sums gradients."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device)
         with self.current():
-            # Their kernels are short and much work waits for them, so they precede those of forward and backward.
-            with_priority = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
-            self._streams: dict[DeviceLane, Any] = {}
-            for lane in sorted(LANES, key=lambda lane: lane in self.shared):
-                shared = self._streams.get(self.shared.get(lane, lane))
-                self._streams[lane] = shared or self.backend.stream(self.device, lane in with_priority)
-            self._pauses: dict[DeviceLane, Any] = {lane: _pause(self.device) for lane in LANES}
+            self._streams = self._make_streams()
+            self._pauses: dict[DeviceLane, Any] = {lane: _make_pause(self.device) for lane in LANES}
             self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
             self.name = f"{self.device} ({name})"
@@ -182,41 +178,59 @@ class AcceleratorDevice(Driver):
         """Events without and with timing that can be recorded again, as making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
         self._borrowed: list[torch.Tensor] = []
-        self._reporting = threading.Lock()
+        self._reporters_lock = threading.Lock()
         self._closed = False
         with self.current():
-            self.base = self._now(self._streams[DeviceLane.PIECES])
-        self._reporters = {DeviceLane.D2H: _Reporter(self)}  # made at once, as it also keeps `base` young
+            self.base = self._read_clocks(self._streams[DeviceLane.PIECES])
+        self._reporters = {DeviceLane.D2H: _Reporter(self)}  # made now, as it also renews `base`
+
+    def _make_streams(self) -> dict[DeviceLane, Any]:
+        """Make the lanes' streams; a lane in `shared` gets another lane's, which is made before."""
+        # Their kernels are short and much work waits for them, so they precede those of forward and backward.
+        with_priority = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
+        streams: dict[DeviceLane, Any] = {}
+        for lane in LANES:
+            if lane not in self.shared:
+                streams[lane] = self.backend.stream(self.device, lane in with_priority)
+        streams.update((lane, streams[other]) for lane, other in self.shared.items())
+        return streams
 
     # Threads
 
     def prepare_thread(self) -> None:
         """See `Device.prepare_thread`."""
-        with refusals(self.name):
+        with raising_offload_error(self.name):
             torch.accelerator.set_device_index(self.device)
         self.backend.relax_captures()
 
-    def _now(self, idle: Any) -> tuple[Any, float]:
-        """Record an event on an idle stream; return it with the monotonic clock's time when it happened."""
-        best_s, best = float("inf"), (None, 0.0)
+    def _read_clocks(self, idle: Any) -> tuple[Any, float]:
+        """Record an event on an idle stream; return it with the host's monotonic time at which it happened.
+
+        It happened between two readings of the host's clock: the event with the closest ones of a few is returned.
+        """
+        best: tuple[Any, float] = None, 0.0
+        best_took_s = float("inf")
         for _ in range(CLOCK_TRIES):
             event, before_s = self.backend.event(self.device, True), time.monotonic()
             event.record(idle)
             event.synchronize()
             took_s = time.monotonic() - before_s
-            if took_s < best_s:
-                best_s, best = took_s, (event, before_s + (took_s / 2 if took_s < CLOCK_LATE_S else took_s))
-            if best_s < CLOCK_S or took_s >= CLOCK_LATE_S:
+            is_late = took_s >= CLOCK_LATE_S
+            if took_s < best_took_s:
+                best_took_s = took_s
+                best = event, before_s + (took_s if is_late else took_s / 2)
+            if best_took_s < CLOCK_S or is_late:
                 break
         return best
 
     def rebase(self) -> None:
         """Replace `base`, the event from which marks are timed, if it is old and some stream is idle."""
         with self.current():
-            if time.monotonic() - self.base[1] > REBASE_S:
+            _, base_s = self.base
+            if time.monotonic() - base_s > REBASE_S:
                 idle = next((stream for stream in self._streams.values() if stream.query()), None)
                 if idle is not None:
-                    self.base = self._now(idle)
+                    self.base = self._read_clocks(idle)
 
     def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `Device.prepare`."""
@@ -257,7 +271,7 @@ class AcceleratorDevice(Driver):
         with self.current():
             for tensor in self._borrowed:
                 for stream in dict.fromkeys(self._streams.values()):
-                    tensor.record_stream(stream)
+                    tensor.record_stream(stream)  # torch reuses the memory after the work that is on the lane now
         self._borrowed.clear()
 
     def record_use(self, tensor: torch.Tensor) -> None:
@@ -300,7 +314,7 @@ class AcceleratorDevice(Driver):
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
         """See `Device.report`."""
         if isinstance(mark, _Event):
-            with self._reporting:
+            with self._reporters_lock:
                 if mark.lane not in self._reporters:
                     self._reporters[mark.lane] = _Reporter(self)
                 reporter = self._reporters[mark.lane]
@@ -319,10 +333,12 @@ class AcceleratorDevice(Driver):
             if not piece_bytes:
                 target_bytes.copy_(source_bytes, non_blocking=True)
                 return
-            cast, element = self._pauses[lane]
-            targets = [each for piece in target_bytes.unsafe_split(piece_bytes) for each in (piece, cast)]
-            sources = [each for piece in source_bytes.unsafe_split(piece_bytes) for each in (piece, element)]
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # one after the other, in one call
+            pause_target, pause_source = self._pauses[lane]
+            targets = [each for piece in target_bytes.unsafe_split(piece_bytes) for each in (piece, pause_target)]
+            sources = [each for piece in source_bytes.unsafe_split(piece_bytes) for each in (piece, pause_source)]
+            torch._foreach_copy_(
+                targets, sources, non_blocking=True
+            )  # enqueues one copy after the other, in one call
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """See `Device.copy_pieces`."""
@@ -379,7 +395,7 @@ class AcceleratorDevice(Driver):
 
 
 def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
-    """Return the NUMA node of the device at a PCI address; None if Linux does not tell."""
+    """Return the NUMA node of the device at a PCI address (domain, bus, device); None if Linux does not tell."""
     if pci_address is None:
         return None
     with contextlib.suppress(OSError, ValueError):
@@ -388,6 +404,6 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
     return None
 
 
-def _pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two elements of different dtypes: a copy between these is a kernel, as no copy engine casts."""
+def _make_pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the target and source of a short kernel: of different dtypes, as no copy engine casts."""
     return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)

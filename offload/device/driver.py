@@ -13,32 +13,34 @@ from offload.errors import OffloadError
 
 
 class _Current:
-    """The context of `Driver.current`; a class, as a generator would cost more in each call of a device."""
+    """The context that `Driver.current` returns; each call enters one, and a generator would be slower."""
 
-    __slots__ = ("_index", "_name", "_other")
+    __slots__ = ("_index", "_name", "_switch")
 
     def __init__(self, name: str, index: int) -> None:
         self._name, self._index = name, index
 
     def __enter__(self) -> None:
-        self._other = None
+        """Make the device current, unless it is."""
+        self._switch = None
         try:
             if torch.accelerator.current_device_index() != self._index:
-                other = torch.accelerator.device_index(self._index)
-                other.__enter__()
-                self._other = other
+                switch = torch.accelerator.device_index(self._index)
+                switch.__enter__()
+                self._switch = switch
         except RuntimeError as error:
-            raise _refusal(self._name, error) from error
+            raise _as_offload_error(self._name, error) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._other is not None:
-            self._other.__exit__(kind, error, trace)
+        """Make the former device current again; raise an error of torch's as an `OffloadError`."""
+        if self._switch is not None:
+            self._switch.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
-            raise _refusal(self._name, error) from error
+            raise _as_offload_error(self._name, error) from error
 
 
 class Driver:
-    """An accelerator's driver.
+    """An accelerator's driver, as far as it is called without a lane.
 
     Args:
         device: Which accelerator; None for the current one.
@@ -53,7 +55,7 @@ class Driver:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        with refusals("accelerator"):
+        with raising_offload_error("accelerator"):
             self.device, self.backend = accelerator(device)
         self.name = str(self.device)
 
@@ -80,19 +82,21 @@ class Driver:
 
 
 @contextlib.contextmanager
-def refusals(name: str) -> Iterator[None]:
+def raising_offload_error(name: str) -> Iterator[None]:
     """Turn torch's errors for a device, within a block, into `OffloadError`s that begin with `name`."""
     try:
         yield
     except OffloadError:
         raise
     except RuntimeError as error:
-        raise _refusal(name, error) from error
+        raise _as_offload_error(name, error) from error
 
 
-def _refusal(name: str, error: RuntimeError) -> OffloadError:
+def _as_offload_error(name: str, error: RuntimeError) -> OffloadError:
+    """Return the error to raise for one of torch's for a device."""
     return OffloadError(f"{name}: {_first_line(error)}")
 
 
 def _first_line(error: RuntimeError) -> str:
+    """Return the first line of an error's text (others are advice for debugging), or the name of its type."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from offload.device.none import Lanes
 from offload.errors import OffloadError
-from offload.layout import Layout, Subgroup
+from offload.layout import Layout, Subgroup, round_up
 from offload.memory.arenas import Arena
 from offload.memory.nodes import check_free, node_bytes_of
 from offload.plan import Home, Plan
@@ -37,9 +37,9 @@ class HostMemory:
         self._lanes = lanes
         self._homes: dict[int, int] = {}
         self._home_arenas: list[Arena] = []
-        self._lent: dict[int, int] = {}  # see `lend`
+        self._temporary_homes: dict[int, int] = {}  # see `set_temporary_homes`
         self._staging: Arena | None = None
-        self._slots = (0, 0)  # address of the first staging slot, and the bytes of each
+        self._slots = (0, 0)  # address of the first staging slot, and bytes of each
         self._buffers: dict[str, tuple[int, int]] = {}  # likewise of scratch buffers, by kind
         self._weights: Arena | None = None
         self._checkpoints: Arena | None = None
@@ -58,7 +58,7 @@ class HostMemory:
         node = self.buffer_node if node is None else node
         if node is not None:
             check_free({node: nbytes}, "free some, or lower host_memory there")
-        arena = self._lanes.arena(nbytes, inherit=inherit, node=node)
+        arena = self._lanes.allocate_arena(nbytes, inherit=inherit, node=node)
         self.arenas.append(arena)
         return arena
 
@@ -69,21 +69,22 @@ class HostMemory:
             self._lanes.free_arena(arena)
 
     def state_address(self, subgroup: int) -> int:
-        """Return the address of a subgroup's state in host memory: its home, or where it lies for now by `lend`."""
-        return self._lent[subgroup] if subgroup in self._lent else self._homes[subgroup]
+        """Return the address of a subgroup's state in host memory: its temporary home, if it has one, or its home."""
+        return self._temporary_homes[subgroup] if subgroup in self._temporary_homes else self._homes[subgroup]
 
     def set_temporary_homes(self, addresses: Mapping[int, int]) -> None:
-        """Set where state at home on the device lies in host memory for now, by subgroup; all of it."""
-        self._lent = dict(addresses)
+        """Set where all state at home on the device lies in host memory while the session is parked, by subgroup."""
+        self._temporary_homes = dict(addresses)
 
     def temporary_home(self, subgroup: int) -> int | None:
-        """Return where state at home on the device lies in host memory for now; None if it does not."""
-        return self._lent.get(subgroup)
+        """Return where a subgroup's state lies in host memory while its home on the device is freed, else None."""
+        return self._temporary_homes.get(subgroup)
 
     def scratch(self, nbytes: int, *, staging: bool) -> tuple[int, int]:
-        """Return address and size of at least `nbytes` of memory that is unused between sweeps.
+        """Return address and size of at least `nbytes` of memory that nothing uses between sweeps.
 
-        It is the staging slots if all are empty (`staging`), else `bounce`, made larger if need be.
+        It is that of the staging slots if all are empty (`staging`) and it suffices, else `bounce`, which is replaced
+        by a larger one if it is too small.
         """
         for arena in (self._staging if staging else None, self.bounce):
             if arena is not None and arena.nbytes >= nbytes:
@@ -96,7 +97,8 @@ class HostMemory:
     @property
     def staging(self) -> tuple[int, int]:
         """Address and size of the staging slots; zeros if there are none."""
-        return (self._staging.address, self._staging.nbytes) if self._staging is not None else (0, 0)
+        arena = self._staging
+        return (arena.address, arena.nbytes) if arena is not None else (0, 0)
 
     def slot_address(self, slot: int) -> int:
         """Return the address of a staging slot."""
@@ -119,15 +121,15 @@ class HostMemory:
     def allocate_homes(self, plan: Plan, before: Layout) -> None:
         """Allocate homes for the subgroups at home in host memory that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
-        added: dict[int | None, list[Subgroup]] = {}
+        added: dict[int | None, list[Subgroup]] = {}  # by memory node
         for subgroup in subgroups:
             if plan.homes[subgroup.index] is Home.HOST:
                 added.setdefault(plan.node_of(subgroup.index), []).append(subgroup)
-        for node, there in added.items():
-            arena = self.allocate_arena(sum(subgroup.state_bytes for subgroup in there), node=node)
+        for node, on_node in added.items():
+            arena = self.allocate_arena(sum(subgroup.state_bytes for subgroup in on_node), node=node)
             self._home_arenas.append(arena)
             address = arena.address
-            for subgroup in there:
+            for subgroup in on_node:
                 self._homes[subgroup.index] = address
                 address += subgroup.state_bytes
 
@@ -139,23 +141,22 @@ class HostMemory:
         self.allocate_homes(plan, Layout((), ()))
 
     def on_nodes(self) -> dict[int, tuple[int, int, int]]:
-        """Return by memory node the bytes that are meant for it, those of them that lie on it now, and elsewhere.
+        """Return by memory node: the bytes meant for it, how many of these lie on it now, and how many on others.
 
         Pages that have not been touched lie nowhere. Any thread.
         """
         totals: dict[int, tuple[int, int, int]] = {}
         for arena in [*self.arenas]:
             if arena.node is not None:
-                lies, (meant, here, elsewhere) = (
-                    node_bytes_of(arena.address, arena.nbytes),
-                    totals.get(arena.node, (0, 0, 0)),
-                )
-                there = lies.get(arena.node, 0)
-                totals[arena.node] = meant + arena.nbytes, here + there, elsewhere + sum(lies.values()) - there
+                bytes_by_node = node_bytes_of(arena.address, arena.nbytes)
+                right = bytes_by_node.get(arena.node, 0)
+                wrong = sum(bytes_by_node.values()) - right
+                meant, on_it, on_others = totals.get(arena.node, (0, 0, 0))
+                totals[arena.node] = meant + arena.nbytes, on_it + right, on_others + wrong
         return totals
 
     def allocate_staging(self, plan: Plan, slots: Mapping[int, int]) -> None:
-        """Allocate staging slots as `plan` says, larger ones only; nothing is in flight.
+        """Allocate staging slots as `plan` says, if they need more memory than the old ones; nothing is in flight.
 
         Args:
             plan: The new plan.
@@ -170,7 +171,8 @@ class HostMemory:
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, self.slot_address(slot), nbytes)
                 self.free_arena(old)
             self._staging = staging
-        self.place_slots(self.staging[0], plan.slot_bytes)
+        address, _ = self.staging
+        self.place_slots(address, plan.slot_bytes)
 
     def allocate_device(self, plan: Plan, before: Layout) -> None:
         """Allocate device memory for state that `plan` adds, and host memory for weight slots and `bounce`.
@@ -178,7 +180,8 @@ class HostMemory:
         Raises:
             OffloadError: The device has no room; nothing has changed then.
         """
-        nbytes, weights, old = plan.weight_slots * plan.weight_slot_bytes, None, self._weights
+        old, weights = self._weights, None
+        nbytes = plan.weight_slots * plan.weight_slot_bytes
         if nbytes > (old.nbytes if old is not None else 0):
             weights = self.allocate_arena(nbytes)
         try:
@@ -198,11 +201,11 @@ class HostMemory:
     # Given back between steps
 
     def discard_home(self, subgroup: Subgroup) -> None:
-        """Give back the pages of a home whose state has left it; pinned pages stay, as other homes are in use."""
+        """Discard the pages of a home whose state was evicted; pinned pages stay, as other homes are in use."""
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            with contextlib.suppress(OffloadError):  # `discard_pages` will raise it
+            with contextlib.suppress(OffloadError):  # `discard_pages` will raise the same
                 self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def touch_home(self, subgroup: int, offset: int, nbytes: int) -> None:
@@ -217,12 +220,13 @@ class HostMemory:
             arena.touch_part(address - arena.address, nbytes)
 
     def _home_arena(self, address: int) -> Arena:
+        """Return the arena of homes that an address lies in."""
         return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
     def discard_pages(self, kept: Iterable[tuple[int, int]]) -> int:
         """Give the pages of all arenas back to the system, but for some ranges; addresses stay reserved.
 
-        Nothing is in flight.
+        Nothing is in flight. Arenas are unpinned; and `take_bytes_per_s` is measured.
 
         Args:
             kept: Address and size of each range whose pages stay.
@@ -232,27 +236,31 @@ class HostMemory:
         """
         self.drop_checkpoint_buffers()
         page = mmap.PAGESIZE
-        ranges = sorted((address // page * page, -(-(address + nbytes) // page) * page) for address, nbytes in kept)
-        given_bytes = 0
+        kept_pages = sorted((address // page * page, round_up(address + nbytes, page)) for address, nbytes in kept)
+        discarded_bytes = 0
         for arena in self.arenas:
             self._lanes.unpin(arena)
         for arena in self.arenas:
-            at, end = arena.address, arena.address + arena.nbytes
-            for first, last in [*(r for r in ranges if at <= r[0] < end), (end, end)]:
-                if first > at:
-                    arena.discard(at - arena.address, first - at)
-                    given_bytes += first - at
-                at = max(at, last)
-        self._see_how_fast()
-        return given_bytes
+            at, arena_end = arena.address, arena.address + arena.nbytes
+            kept_here = [(start, end) for start, end in kept_pages if at <= start < arena_end]
+            for start, end in [
+                *kept_here,
+                (arena_end, arena_end),
+            ]:  # what lies before each, from `at` on, is discarded
+                if start > at:
+                    arena.discard(at - arena.address, start - at)
+                    discarded_bytes += start - at
+                at = max(at, end)
+        self._measure_take_rate()
+        return discarded_bytes
 
-    def _see_how_fast(self) -> None:
-        """Measure `take_bytes_per_s`: allocate some memory as `restore_pages` does, and give it back."""
+    def _measure_take_rate(self) -> None:
+        """Measure `take_bytes_per_s`: allocate some memory as `restore_pages` does, and free it."""
         nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
         if nbytes:
             started_s = time.monotonic()
             with contextlib.suppress(OffloadError):  # if memory is short by now, the last measurement stays
-                sample = self._lanes.arena(nbytes, node=self.buffer_node)
+                sample = self._lanes.allocate_arena(nbytes, node=self.buffer_node)
                 try:
                     sample.touch()
                     self.take_bytes_per_s = nbytes / (time.monotonic() - started_s)
@@ -260,14 +268,14 @@ class HostMemory:
                     self._lanes.free_arena(sample)
 
     def restore_pages(self) -> None:
-        """Take pages again that were given back: pin all arenas, and touch the staging slots by several threads."""
+        """Undo `discard_pages`, but for content: pin all arenas, and touch the staging slots by several threads."""
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:
             self._staging.touch()
 
     def ensure_checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
-        """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles; allocate it if it is too small.
+        """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles; allocate it if there is not enough.
 
         Nothing is in flight in the old buffers.
 

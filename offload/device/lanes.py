@@ -72,7 +72,7 @@ class GpuLanes(Lanes):
         queue: The queue for completions of operations.
         weights: Says where weights lie; None if no weights are copied.
         placement: The setting: which state that is not at home on the GPU is updated there.
-        borrows: Whether staging slots and buffers are allocated for each step, and not by `adopt`.
+        borrows: Whether staging slots and buffers are borrowed for each step, and not allocated by `allocate_for`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
 
@@ -122,15 +122,20 @@ class GpuLanes(Lanes):
     # What there is of memory
 
     def offers(self, layout: Layout, home_memory: int | str) -> Offer:
-        """Return the GPU memory that a session may use for homes and for staging slots; see `Lanes.offers`."""
-        free_bytes, home_bytes = self.usable_bytes(layout), 0
+        """Return the GPU memory that a session may use for homes and for staging slots; see `Lanes.offers`.
+
+        With "auto" it is tried whether the device can allocate that much, in one piece for each of the two.
+        """
+        free_bytes = self.usable_bytes(layout)
+        home_bytes = 0
         staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
         if home_memory == "auto":
-            staging_bytes = self._given_bytes(staging_bytes)
+            staging_bytes = self._try_bytes(staging_bytes)
             home_bytes = free_bytes - staging_bytes
             useful_bytes = min(home_bytes, layout.state_bytes)
-            given_bytes = self._given_bytes(useful_bytes, beside=staging_bytes)
-            home_bytes = home_bytes if given_bytes == useful_bytes else given_bytes
+            allocated_bytes = self._try_bytes(useful_bytes, beside=staging_bytes)
+            if allocated_bytes != useful_bytes:
+                home_bytes = allocated_bytes
         elif not self.borrows:
             home_bytes = int(home_memory)
         return Offer(on_gpu=True, gpu_bytes=home_bytes, gpu_staging_bytes=staging_bytes)
@@ -147,15 +152,16 @@ class GpuLanes(Lanes):
 
     def _staging_bytes(self, layout: Layout) -> int:
         """Return the bytes of free memory that staging slots for a layout may use."""
-        slot_bytes, usable = max(layout.subgroup_bytes, default=0), self.usable_bytes(layout)
+        slot_bytes = max(layout.subgroup_bytes, default=0)
+        usable_bytes = self.usable_bytes(layout)
         if not self.borrows:
-            return min(GPU_STAGING_SLOTS * slot_bytes, usable)
-        # Each slot is tried alone, as a step allocates them, also from memory cached for activations.
-        most = min(len(layout.subgroups), (usable + self.device.cached_bytes()) // max(slot_bytes, 1))
-        return slot_bytes * self._given_count(slot_bytes, most)
+            return min(GPU_STAGING_SLOTS * slot_bytes, usable_bytes)
+        # Each slot is tried alone, as a step allocates them one by one, also from memory cached for activations.
+        most = min(len(layout.subgroups), (usable_bytes + self.device.cached_bytes()) // max(slot_bytes, 1))
+        return slot_bytes * self._try_count(slot_bytes, most)
 
-    def _given_bytes(self, nbytes: int, beside: int = 0) -> int:
-        """Return `nbytes`, halved until the device can allocate it as one piece, beside another piece of `beside`.
+    def _try_bytes(self, nbytes: int, beside: int = 0) -> int:
+        """Return `nbytes`, halved until the device can allocate it as one piece, and another piece of `beside` bytes.
 
         The memory is freed again, but torch's allocator keeps it for this process.
         """
@@ -170,7 +176,7 @@ class GpuLanes(Lanes):
                     nbytes //= 2
         return 0
 
-    def _given_count(self, nbytes: int, most: int) -> int:
+    def _try_count(self, nbytes: int, most: int) -> int:
         """Return how many pieces of `nbytes` the device can allocate at once, up to `most`."""
         with contextlib.ExitStack() as ends:
             for count in range(most):
@@ -199,7 +205,7 @@ class GpuLanes(Lanes):
         slots_bytes = self.missing_bytes(plan)
         needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
         pieces_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
-        # All at once, before anything changes: if there is no room, the session goes on as it was.
+        # All three at once, before anything changes: if there is no room, the session goes on as it was.
         homes, slots, pieces = self.memory.allocate(sum(s.state_bytes for s in added), slots_bytes, pieces_bytes)
         offset = 0
         for subgroup in added:
@@ -216,7 +222,7 @@ class GpuLanes(Lanes):
             self._weights_address = weight_slots
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the device memory that `adopt` would allocate for staging slots before it frees the old ones."""
+        """Return the device memory that `allocate_for` allocates for staging slots, before it frees the old ones."""
         slots_bytes = plan.gpu_staging_bytes
         return slots_bytes if slots_bytes > self._slots.nbytes and not self.borrows else 0
 
@@ -231,9 +237,10 @@ class GpuLanes(Lanes):
         return Block(nbytes) if self.borrows else self.memory.allocate(nbytes)[0]
 
     def borrow_slots(self) -> int | None:
-        """Borrow the plan's staging slots for a step, or as many as there is room for, and buffers; return how many.
+        """Borrow staging slots for a step, the plan's or as many as there is room for, and buffers for small pieces.
 
-        None: slots are not borrowed.
+        Returns:
+            The number of slots; None if slots are not borrowed.
         """
         if not self.borrows:
             return None
@@ -246,7 +253,7 @@ class GpuLanes(Lanes):
                     raise OffloadError(f"{format_bytes(left_bytes)} are left")
                 self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self.caller))
             except OffloadError as error:
-                self._tell_shortage(len(self._borrowed_slots), plan.gpu_slots, error)
+                self._note_shortage(len(self._borrowed_slots), plan.gpu_slots, error)
                 break
             left_bytes -= plan.gpu_slot_bytes
         self.follow_borrowed(self.caller)
@@ -276,22 +283,24 @@ class GpuLanes(Lanes):
             self.pieces.replace_buffers(Block())
             self.device.return_borrowed()
 
-    def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
+    def _note_shortage(self, count: int, planned: int, error: OffloadError) -> None:
         """Count a step that finds less memory than planned; log the first, the second, the fourth, and so on."""
         self._shortages += 1
-        if self._shortages.bit_count() == 1:
+        is_power_of_two = self._shortages.bit_count() == 1
+        if is_power_of_two:
             what = f"{count} of {planned} staging slots" if count else "no staging slot, so the CPU updates all"
             text = "backward has left less of the GPU than it did at first: a step has %s (%s)"
             log.warning(text, what, error)
 
     @property
     def _known_plan(self) -> Plan:
+        """The plan; InternalError before `use_plan`."""
         if self._plan is None:
             raise InternalError("a GPU's staging slots are used before there is a plan")
         return self._plan
 
     def use_plan(self, plan: Plan) -> None:
-        """Use a plan for which `adopt` has allocated memory; nothing is in flight."""
+        """Use a plan for which `allocate_for` has allocated memory; nothing is in flight."""
         self._plan = plan
 
     def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> None:
@@ -301,21 +310,28 @@ class GpuLanes(Lanes):
 
     def state_address(self, run: RunVisit) -> int:
         """Return the device address of the state that a run on the GPU updates."""
-        return self.homes[run.visit.subgroup].address if run.transfer_slot is None else self._slot(run.transfer_slot)
+        return (
+            self.homes[run.visit.subgroup].address
+            if run.transfer_slot is None
+            else self._slot_address(run.transfer_slot)
+        )
 
-    def _slot(self, gpu_slot: int) -> int:
+    def _slot_address(self, gpu_slot: int) -> int:
+        """Return the device address of a staging slot."""
         if self.borrows:
             return self._borrowed_slots[gpu_slot]
         return self._slots.address + gpu_slot * self._known_plan.gpu_slot_bytes
 
     def _state_bytes(self, subgroup: int) -> int:
+        """Return the bytes of a subgroup's state; 0 before there is a plan."""
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
 
-    def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
+    def allocate_arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return host memory, pinned for the device as far as the system allows.
 
-        Its pages are touched first by many threads, as pinning would touch them by one, and on its own node. Forked
-        processes never see the memory: a page written to after a fork would be another than the pinned one.
+        Its pages are touched first, by many threads: pinning would touch them by one, and all on that thread's node.
+        Forked processes never see the memory, whatever `inherit` says: a page written to after a fork would be
+        another than the pinned one.
         """
         arena = Arena(nbytes, node=node)
         try:
@@ -339,16 +355,17 @@ class GpuLanes(Lanes):
         self.pinned.unpin(arena)
 
     def free_arena(self, arena: Arena) -> None:
-        """Free an arena that `arena` returned; no work uses it any more."""
+        """Free an arena that `allocate_arena` returned; no work uses it any more."""
         self.pinned.unpin(arena)
         arena.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes of state at home on the device, of host memory pinned and not pinned, and if any borrowed."""
-        pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
-        counts = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
-        names = metrics.GPU_BYTES, metrics.PINNED_BYTES, metrics.UNPINNED_BYTES
-        figures: dict[str, float] = dict(zip(names, counts, strict=True))
+        """Return the bytes of state at home on the device, of host memory pinned and not, and of borrowed memory."""
+        figures: dict[str, float] = {
+            metrics.GPU_BYTES: self._plan.home_bytes[Home.GPU] if self._plan is not None else 0,
+            metrics.PINNED_BYTES: self.pinned.pinned_bytes,
+            metrics.UNPINNED_BYTES: self.pinned.unpinned_bytes,
+        }
         if self.borrows:
             figures[metrics.BORROWED_BYTES] = self.borrowed_bytes
         return figures
@@ -357,8 +374,8 @@ class GpuLanes(Lanes):
         """Return rates that were measured before; None if they have none of a GPU."""
         return rates if rates.gpu != NO_GPU else None
 
-    def rated(self, measure: Callable[[GpuLanes], GpuRates]) -> GpuRates:
-        """Return the rates that `measure` finds for these lanes, which are idle."""
+    def measure_rates(self, measure: Callable[[GpuLanes], GpuRates]) -> GpuRates:
+        """Return the rates of these lanes, which are idle, by calling `measure`."""
         return measure(self)
 
     # Around the caller's work; on the caller's thread
@@ -378,7 +395,8 @@ class GpuLanes(Lanes):
 
     def lead_caller_to(self, subgroups: Iterable[int]) -> None:
         """Make work that the caller enqueues from now on wait for the new weights of visited subgroups."""
-        for mark in dict.fromkeys(mark for subgroup in subgroups for mark in self._written.get(subgroup, ())):
+        marks = (mark for subgroup in subgroups for mark in self._written.get(subgroup, ()))
+        for mark in dict.fromkeys(marks):  # each once
             self.device.follow(DeviceLane.CALLER, mark)
 
     def wait(self) -> None:
@@ -391,7 +409,7 @@ class GpuLanes(Lanes):
         return tensors
 
     def wake(self, after: Mark | None = None) -> None:
-        """Wake the engine thread to look for arrived gradients, if `wakes`: now, or after a timed mark."""
+        """If `wakes`, wake the engine thread to look for arrived gradients, now or after a timed mark."""
         if not self.wakes:
             return
         if after is None:
@@ -403,9 +421,9 @@ class GpuLanes(Lanes):
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
         """Put a copy on a lane (`H2D`: to the device, else from it), cut where pinned chunks end; any thread."""
-        host = source if lane is DeviceLane.H2D else target
+        host_address = source if lane is DeviceLane.H2D else target
         piece_bytes = HIDDEN_PIECE_BYTES if self.is_hidden else 0
-        for offset, size in self.pinned.whole_copies(host, nbytes):
+        for offset, size in self.pinned.whole_copies(host_address, nbytes):
             self.device.copy(lane, target + offset, source + offset, size, piece_bytes)
 
     def copy_gradient_to_host(self, address: int, nbytes: int, bounce: int) -> int:
@@ -422,8 +440,8 @@ class GpuLanes(Lanes):
         return self.device.mark(DeviceLane.LEAVING)
 
     def restore(self, target: int, source: int, nbytes: int) -> Mark:
-        """Enqueue a copy from host memory, after `save`'s, and the caller's later work after it; return its mark."""
-        for lane in (DeviceLane.CALLER, DeviceLane.LEAVING):  # the target's earlier uses, and `save`
+        """Enqueue a copy from host memory after that of `save`, and make the caller's later work wait for it."""
+        for lane in (DeviceLane.CALLER, DeviceLane.LEAVING):  # after the target's earlier uses, and after `save`
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         self.copy(DeviceLane.H2D, target, source, nbytes)
         mark = self.device.mark(DeviceLane.H2D)
@@ -431,20 +449,26 @@ class GpuLanes(Lanes):
         return mark
 
     def copy_in(self, operation: Transfer, host_address: int, table: npt.NDArray[Any], due_s: float) -> None:
-        """Copy the table of a subgroup's update, and its state to a staging slot, whose last copy-out has ended."""
+        """Enqueue copies of the table of a subgroup's update, and of its state to a staging slot; report at once.
+
+        The copy of the slot's former content to the host, if any, has ended.
+        """
         slot, nbytes = operation.transfer_slot, operation.nbytes
         updated = self._updated.get(slot)
-        if updated is not None:  # the slot's last owner may not have been copied out, if it changed nothing
+        if updated is not None:  # an update that changed nothing is not copied out, so nobody has waited for it
             self.device.follow(DeviceLane.H2D, updated)
         self._tables[slot] = self.device.send_table(table)
         began = self.device.mark(DeviceLane.H2D)
-        self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
+        self.copy(DeviceLane.H2D, self._slot_address(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
-        self._time("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot])
+        self._note_timed("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot])
         self._post(operation.op)
 
     def enqueue_update(self, operation: RunVisit, table: npt.NDArray[Any] | None, due_s: float) -> None:
-        """Enqueue a subgroup's update on the device, with the table that `copy_in` has copied, or with `table`."""
+        """Enqueue a subgroup's update on the device, with the table that `copy_in` has sent, or with `table`.
+
+        It is reported as done at once.
+        """
         subgroup, slot = operation.visit.subgroup, operation.transfer_slot
         copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
         if copied is not None:  # fresh state is not copied
@@ -460,7 +484,7 @@ class GpuLanes(Lanes):
         self._written[subgroup] = (ended,)
         if operation.transfer_slot is not None:
             self._updated[operation.transfer_slot] = ended
-        self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
+        self._note_timed("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
     def has_table(self, operation: RunVisit) -> bool:
@@ -472,10 +496,10 @@ class GpuLanes(Lanes):
         slot, nbytes = operation.transfer_slot, operation.nbytes
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
-        self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
-        left = self.device.mark(DeviceLane.D2H)
-        self._time("d2h", operation.subgroup, nbytes, due_s, began, left)
-        self.device.report(left, self._queue, operation.op)
+        self.copy(DeviceLane.D2H, host_address, self._slot_address(slot), nbytes)
+        ended = self.device.mark(DeviceLane.D2H)
+        self._note_timed("d2h", operation.subgroup, nbytes, due_s, began, ended)
+        self.device.report(ended, self._queue, operation.op)
 
     def _post(self, op: int) -> None:
         """Report an operation as done."""
@@ -492,10 +516,12 @@ class GpuLanes(Lanes):
 
     def will_push(self, run: RunVisit, table: npt.NDArray[Any] | None = None) -> None:
         """Note which new weights `push` is to copy after a run: all segments', or those active in its table."""
-        subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
+        subgroup = run.visit.subgroup
+        chosen = None if table is None else active_rows(table)
         self._to_push[subgroup] = self._weight_copies(subgroup, run.transfer_slot, chosen)
 
     def _weight_copies(self, subgroup: int, weight_slot: int | None, chosen: Any = None) -> Pieces:
+        """Return the copies between a subgroup's weights and their slot; of `chosen` segments only, if given."""
         weights = known(self._weights, "nobody knows where weights are")
         return weights.weight_copies(subgroup, self.image(weight_slot), chosen)
 
@@ -506,7 +532,7 @@ class GpuLanes(Lanes):
         began = self.device.mark(DeviceLane.LEAVING)
         self.pieces.to_host(copies, lane=DeviceLane.LEAVING)
         ended = self.device.mark(DeviceLane.LEAVING)
-        self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
+        self._note_timed("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
 
     def push(self, operation: Transfer, due_s: float) -> None:
@@ -519,16 +545,18 @@ class GpuLanes(Lanes):
         began = self.device.mark(DeviceLane.H2D)
         scatters = self.pieces.to_device(copies)
         ended = self.device.mark(DeviceLane.H2D)
-        scattered = (self.device.mark(DeviceLane.PIECES, timed=False),) if scatters else ()
-        self._written[subgroup] = ended, *scattered
-        self._time("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
+        marks = [ended]
+        if scatters:
+            marks.append(self.device.mark(DeviceLane.PIECES, timed=False))
+        self._written[subgroup] = tuple(marks)
+        self._note_timed("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
-        """Make a subgroup's next run on the CPU wait, too, for the copy of its last new weights to the device."""
+        """Make a subgroup's next run on the CPU wait also for the copy of its last new weights to the device."""
         self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
 
     def order_after_sent(self, subgroup: int) -> None:
-        """Order copies from the device, from now on, after the copies of a subgroup's last new weights to it."""
+        """Order later copies from the device after the copies of a subgroup's last new weights to the device."""
         for mark in self._written.get(subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
@@ -541,7 +569,7 @@ class GpuLanes(Lanes):
     # Gradients that the CPU needs
 
     def fetch_gradients(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
-        """Copy gradients of a visit to the host, and make its run wait for all its gradients.
+        """Copy a visit's gradients to the host if the CPU updates, and make its run wait for all its gradients.
 
         The copies have a lane of their own: on the lane of state (`D2H`) they would wait for updates not begun yet.
 
@@ -557,23 +585,23 @@ class GpuLanes(Lanes):
             began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
             ended = self.device.mark(DeviceLane.LEAVING)
-            self._inputs[visit.subgroup] = (ended,)  # after backward's, too, which left on this lane
+            self._inputs[visit.subgroup] = (ended,)  # also after those of `marks`, which left on this lane
             if len(copies):
-                self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
+                self._note_timed("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def inputs_mark(self, subgroup: int) -> Mark | None:
         """Return a mark that a run on the CPU still has to wait for; None if all its gradients are in host memory."""
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
 
     def report_inputs(self, subgroup: int, op: int) -> bool:
-        """Report `op` when the gradients of a run on the CPU are in host memory; return False if they are already."""
+        """Report `op` once the gradients of a run on the CPU are in host memory; if they are, only return False."""
         mark = self.inputs_mark(subgroup)
         if mark is not None:
             self.device.report(mark, self._queue, op)
         return mark is not None
 
     def forget_inputs(self) -> None:
-        """Forget marks and tables of a step that has ended, well or not."""
+        """Forget the marks and tables of a step that has ended, well or not."""
         self._inputs.clear()
         self._tables.clear()
 
@@ -599,14 +627,15 @@ class GpuLanes(Lanes):
             self.copy(DeviceLane.H2D, target, source, nbytes)
         self.device.mark(DeviceLane.H2D, timed=False).wait()
 
-    def _time(self, lane: str, subgroup: int, nbytes: int, due_s: float, began: Mark, ended: Mark) -> None:
+    def _note_timed(self, lane: str, subgroup: int, nbytes: int, due_s: float, began: Mark, ended: Mark) -> None:
+        """Note an operation for timelines; `take_timed` gives it out once its marks have been reached."""
         self.timed.setdefault(subgroup, deque()).append(Timed(lane, subgroup, nbytes, due_s, began, ended))
 
     def take_timed(self, add: Callable[[Timed], None], subgroup: int | None = None) -> None:
         """Call `add` for all operations that have ended, or for one subgroup's, and forget them; any thread."""
         queues = [self.timed.get(subgroup, deque())] if subgroup is not None else list(self.timed.values())
         for queue in queues:
-            for _ in range(len(queue)):
+            for _ in range(len(queue)):  # each of the present ones once: what has not ended goes to the end
                 with contextlib.suppress(IndexError):  # another thread has taken it
                     timed = queue.popleft()
                     if timed.ended.reached():

@@ -16,7 +16,7 @@ from offload.protocols import Device
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Memory of a device, for one purpose.
+    """Memory of a device for one purpose; its address may change between steps.
 
     Attributes:
         nbytes: Its size; 0 for none.
@@ -42,7 +42,7 @@ class BlockPlace(NamedTuple):
 
 
 class DeviceMemory:
-    """The lasting blocks of one session. No work uses them while they are given back or taken again."""
+    """The lasting blocks of one session. No work uses them while they are freed or allocated again."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -55,9 +55,9 @@ class DeviceMemory:
             OffloadError: The device has no room for all of them; none has been allocated then.
         """
         blocks = [Block(nbytes, lasts=True) for nbytes in sizes]
-        lasting = [block for block in blocks if block.nbytes]
-        self._place(lasting)
-        self._blocks += lasting
+        with_memory = [block for block in blocks if block.nbytes]
+        self._allocate_memory(with_memory)
+        self._blocks += with_memory
         return blocks
 
     def free(self, block: Block) -> None:
@@ -67,7 +67,7 @@ class DeviceMemory:
             self._device.release(block.address)
 
     def free_all(self) -> None:
-        """Free the memory of all blocks for now; their content is lost."""
+        """Free the memory of all blocks until `reallocate_all`; their content is lost."""
         for block in self._blocks:
             if block.address:
                 self._device.release(block.address)
@@ -79,15 +79,16 @@ class DeviceMemory:
         Raises:
             OffloadError: The device has no room for all of them; nothing has changed then.
         """
-        self._place([block for block in self._blocks if not block.address])
+        self._allocate_memory([block for block in self._blocks if not block.address])
 
-    def _place(self, blocks: Sequence[Block]) -> None:
-        """Allocate memory for blocks, all or none."""
+    def _allocate_memory(self, blocks: Sequence[Block]) -> None:
+        """Allocate memory for all blocks or, if there is no room, for none."""
         addresses: list[int] = []
         with contextlib.ExitStack() as undo:
             for block in blocks:
-                addresses.append(self._device.allocate(block.nbytes))
-                undo.callback(self._device.release, addresses[-1])
+                address = self._device.allocate(block.nbytes)
+                undo.callback(self._device.release, address)
+                addresses.append(address)
             undo.pop_all()
         for block, address in zip(blocks, addresses, strict=True):
             block.address = address

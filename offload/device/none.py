@@ -25,20 +25,21 @@ from offload.protocols import Device, DeviceLane, Mark
 
 
 def nothing(*work: Any, **options: Any) -> None:
-    """Do nothing: only a device has work to order, or memory to keep or allocate."""
+    """Do nothing; stands for methods that order a device's work, or allocate or keep its memory."""
 
 
 def never(*of: Any) -> bool:
-    """Return False: only a device has something to wait for or to keep."""
+    """Return False; stands for methods that ask whether a device has something to wait for or to keep."""
     return False
 
 
 def no_bytes(*of: Any) -> int:
-    """Return 0: only a device has memory."""
+    """Return 0; stands for methods that ask for sizes of a device's memory."""
     return 0
 
 
 def _refuse(*work: Any, **options: Any) -> Any:
+    """Raise InternalError; stands for methods that put work on a device, and are never called without one."""
     raise InternalError("there is work for a device, and there is none (this is a bug in offload, please report it)")
 
 
@@ -99,7 +100,7 @@ class Lanes:
     state_address = copy_in = enqueue_update = copy_out = fetch_weights = push = await_push = _refuse
 
     def copy_gradient_to_host(self, address: int, nbytes: int, bounce: int) -> int:
-        """Return where a gradient lies in host memory: `address`; with a GPU `bounce`, after copying it there."""
+        """Return where a gradient lies in host memory: here `address`; with a GPU `bounce`, to which it is copied."""
         return address
 
     def save(self, target: int, source: int, nbytes: int) -> Mark:
@@ -108,7 +109,7 @@ class Lanes:
         return self.device.mark(DeviceLane.CALLER)
 
     restore = save
-    """Copy back; later work of the calling thread is ordered after the copy."""
+    """Copy from host memory, as `save` copies to it; later work of the calling thread is ordered after the copy."""
 
     def borrow_slots(self) -> int | None:
         """Borrow staging slots of the device for a step; return how many. None: slots are not borrowed."""
@@ -127,16 +128,16 @@ class Lanes:
         """Return budgets whose staging slots on the device fit a larger layout, as far as memory is free."""
         return budgets
 
-    def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
+    def allocate_arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return host memory for work of the device; `inherit` as for `Arena`, without effect on memory for a GPU."""
         return Arena(nbytes, inherit=inherit, node=node)
 
     def free_arena(self, arena: Arena) -> None:
-        """Free an arena that `arena` returned; no work uses it any more."""
+        """Free an arena that `allocate_arena` returned; no work uses it any more."""
         arena.close()
 
     def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
-        """Give back pages of an arena that is in use; none of one that a device has pinned."""
+        """Discard pages of an arena that is in use; with a GPU, whose arenas are pinned, do nothing."""
         arena.discard(offset, nbytes)
 
     def metrics(self) -> dict[str, float]:
@@ -147,16 +148,16 @@ class Lanes:
         """Return rates that were measured before, as far as these lanes need them; None if some are missing."""
         return dataclasses.replace(rates, gpu=NO_GPU)
 
-    def rated(self, measure: Callable[[Any], GpuRates]) -> GpuRates:
-        """Return the rates that `measure` finds of a GPU's lanes; here none."""
+    def measure_rates(self, measure: Callable[[Any], GpuRates]) -> GpuRates:
+        """Return the rates of a GPU's lanes, by calling `measure`; here none."""
         return NO_GPU
 
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return those tensors of a sweep that lanes may still use when the sweep has ended; here none."""
+        """Return those of a sweep's tensors that lanes may still use when the sweep has ended; here none."""
         return ()
 
     def image(self, transfer_slot: int | None) -> int | None:
-        """Return the address of a weight slot; None as weights themselves are in host memory."""
+        """Return the address of a weight slot; here None, as the weights themselves are in host memory."""
         return None
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Copies of many small pieces of device memory, by few copies and a kernel that gathers or scatters the pieces.
+"""Copies of many small pieces of device memory, by a few copies and a kernel that gathers or scatters the pieces.
 
 Each copy takes 10 to 50 us to enqueue, whatever its size. So small pieces that lie beside each other in host memory
 pass through a buffer on the device: one copy for all of them between the host and the buffer, and one kernel, on lane
@@ -43,9 +43,9 @@ class _Buffer:
     used: Mark | None = None
     """After the last work in the buffer."""
     is_noted: bool = True
-    """Whether `used` is up to date: an interrupt or an error may come before `note`."""
+    """Whether `used` is up to date; not if an interrupt or an error came between `_next_buffer` and `note_used`."""
 
-    def note(self, mark: Mark) -> None:
+    def note_used(self, mark: Mark) -> None:
         """Note the mark after all work in the buffer."""
         self.used, self.is_noted = mark, True
 
@@ -56,12 +56,12 @@ class _Round:
 
     Attributes:
         pieces: The pieces.
-        places: Offset of each in the buffer.
+        offsets: Offset of each in the buffer.
         runs: Copies between host and buffer: (offset in the buffer, host address, bytes).
     """
 
     pieces: Pieces
-    places: Pieces
+    offsets: npt.NDArray[np.uint64]
     runs: list[tuple[int, int, int]]
 
 
@@ -99,33 +99,33 @@ class PieceCopies:
         """Copy pieces to the device on lane `H2D`; small ones are then scattered on lane `PIECES`.
 
         Args:
-            pieces: In host memory, gaps of less than `PIECE_ALIGNMENT` bytes between small ones are read, too.
+            pieces: The pieces; in host memory, gaps of less than `PIECE_ALIGNMENT` between small ones are read, too.
 
         Returns:
             Whether any pieces are scattered, so that their readers have to follow lane `PIECES`.
         """
         device, lane = self._device, DeviceLane.H2D
-        with self._lock:  # to the end: `adopt` replaces buffers only while none is in use
+        with self._lock:  # to the end, as `replace_buffers` must not replace buffers in use
             alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
             for target, source, nbytes in alone.tolist():
                 self._lanes.copy(lane, target, source, nbytes)
             for each in rounds:
-                buffer = self._take(lane)
-                for offset, host, nbytes in each.runs:
-                    self._lanes.copy(lane, buffer.place.address + offset, host, nbytes)
+                buffer = self._next_buffer(lane)
+                for offset, host_address, nbytes in each.runs:
+                    self._lanes.copy(lane, buffer.place.address + offset, host_address, nbytes)
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
-                sources = each.places + np.uint64(buffer.place.address)
+                sources = each.offsets + np.uint64(buffer.place.address)
                 rows = np.stack([each.pieces[:, 0], sources, each.pieces[:, 2]], axis=1)
                 device.copy_pieces(DeviceLane.PIECES, rows)
-                buffer.note(device.mark(DeviceLane.PIECES, timed=False))
+                buffer.note_used(device.mark(DeviceLane.PIECES, timed=False))
             return bool(rounds)
 
     def to_host(self, pieces: Pieces, gap_bytes: int = PIECE_ALIGNMENT, lane: DeviceLane = DeviceLane.D2H) -> None:
         """Copy pieces to the host on `lane`; small ones are gathered before, on lane `PIECES`.
 
         Args:
-            pieces: Which.
-            gap_bytes: Smaller gaps between small pieces in host memory hold nothing, and are written, too.
+            pieces: The pieces.
+            gap_bytes: Smaller gaps between small pieces in host memory hold nothing: they are overwritten.
             lane: The lane of the copies; all pieces are in host memory after it.
         """
         device = self._device
@@ -134,21 +134,21 @@ class PieceCopies:
             for source, target, nbytes in alone.tolist():
                 self._lanes.copy(lane, target, source, nbytes)
             for each in rounds:
-                buffer = self._take(DeviceLane.PIECES)
-                targets = each.places + np.uint64(buffer.place.address)
+                buffer = self._next_buffer(DeviceLane.PIECES)
+                targets = each.offsets + np.uint64(buffer.place.address)
                 rows = np.stack([targets, each.pieces[:, 0], each.pieces[:, 2]], axis=1)
                 device.copy_pieces(DeviceLane.PIECES, rows)
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
-                for offset, host, nbytes in each.runs:
-                    self._lanes.copy(lane, host, buffer.place.address + offset, nbytes)
-                buffer.note(device.mark(lane, timed=False))
+                for offset, host_address, nbytes in each.runs:
+                    self._lanes.copy(lane, host_address, buffer.place.address + offset, nbytes)
+                buffer.note_used(device.mark(lane, timed=False))
 
-    def _take(self, lane: DeviceLane) -> _Buffer:
-        """Return the buffer that was used longest ago, after making a lane wait for that use."""
+    def _next_buffer(self, lane: DeviceLane) -> _Buffer:
+        """Return the buffer that was used longest ago, and make `lane` wait for that use."""
         device = self._device
         self._buffers.rotate(-1)  # in one call, so that no interrupt loses a buffer
         buffer = self._buffers[-1]
-        if not buffer.is_noted:
+        if not buffer.is_noted:  # any lane may still use it
             for other in LANES:
                 device.follow(lane, device.mark(other, timed=False))
         elif buffer.used is not None:
@@ -165,31 +165,39 @@ class PieceCopies:
         if np.count_nonzero(small) <= KERNEL_COPIES:
             return pieces, []
         alone, rest = [pieces[~small]], pieces[small].astype(np.int64)
-        rest = rest[np.argsort(rest[:, 1], kind="stable")]  # backward goes from the last layer to the first
+        rest = rest[np.argsort(rest[:, 1], kind="stable")]  # by host address: backward goes from last layer to first
         _, host, nbytes = rest.T
-        gaps = host[1:] - (host + nbytes)[:-1]
-        begins = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])
-        # The end of each piece in a buffer without limit, where each run begins at a multiple of PIECE_ALIGNMENT.
-        run = np.cumsum(begins) - 1
-        starts = host[begins]
-        lengths = (host + nbytes)[np.append(begins[1:], True)] - starts
-        lines = np.cumsum(-(-lengths // PIECE_ALIGNMENT) * PIECE_ALIGNMENT)
-        ends = np.concatenate([[0], lines])[run] + host - starts[run] + nbytes
+        host_ends = host + nbytes
+        gaps = host[1:] - host_ends[:-1]
+        begins_run = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])
+        ends_run = np.append(begins_run[1:], True)
+        # Lay all runs out in an endless buffer, each at a multiple of PIECE_ALIGNMENT; then cut that into rounds.
+        run = np.cumsum(begins_run) - 1  # of each piece
+        run_hosts = host[begins_run]
+        run_bytes = host_ends[ends_run] - run_hosts
+        run_offsets = np.concatenate([[0], np.cumsum(-(-run_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT)])
+        offsets = run_offsets[run] + host - run_hosts[run]
+        ends = offsets + nbytes
         rounds, first = [], 0
         while first < len(rest):
-            origin = (ends[first] - nbytes[first]) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
-            last = max(first + 1, int(np.searchsorted(ends, origin + self.buffer_bytes, side="right")))
-            part = slice(first, last)
-            heads = np.flatnonzero(np.append(True, begins[part][1:]))
-            first = last
-            if len(heads) + KERNEL_COPIES >= last - part.start:
+            origin = offsets[first] // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+            fitting = int(np.searchsorted(ends, origin + self.buffer_bytes, side="right"))
+            beyond = max(first + 1, fitting)
+            part, count = slice(first, beyond), beyond - first
+            first = beyond
+            heads = np.flatnonzero(np.append(True, begins_run[part][1:]))  # each run's first piece of this round
+            if len(heads) + KERNEL_COPIES >= count:  # runs save no copies
                 alone.append(rest[part].astype(np.uint64))
                 continue
-            places = (ends - nbytes)[part] - origin
-            tails = np.append(heads[1:], last - part.start) - 1
-            sizes = (host + nbytes)[part][tails] - host[part][heads]
-            runs = np.stack([places[heads], host[part][heads], sizes], axis=1)
+            tails = np.append(heads[1:], count) - 1  # each run's last piece
+            round_offsets = offsets[part] - origin
+            sizes = host_ends[part][tails] - host[part][heads]
+            runs = np.stack([round_offsets[heads], host[part][heads], sizes], axis=1)
             rounds.append(
-                _Round(rest[part].astype(np.uint64), places.astype(np.uint64), [tuple(row) for row in runs.tolist()])
+                _Round(
+                    rest[part].astype(np.uint64),
+                    round_offsets.astype(np.uint64),
+                    [(offset, address, size) for offset, address, size in runs.tolist()],
+                )
             )
         return np.concatenate(alone), rounds

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reaches by itself: arenas pinned in chunks, as far as the system allows.
+"""Pinned host memory, which a GPU reaches by itself: arenas are pinned in chunks, as far as the system allows.
 
 A driver may refuse a large registration and accept several small ones, so a chunk that is refused is tried again at
 half its size. A copy must lie in one registration: `whole_copies` cuts those that do not. Memory that cannot be
@@ -53,10 +53,11 @@ class PinnedMemory:
         self._is_shortage_logged = False
 
     def pin(self, arena: Arena) -> None:
-        """Pin as much of an arena as the system allows."""
+        """Pin an arena up to the first chunk that the system refuses at any size; the rest stays unpinned."""
         chunks: list[tuple[int, int]] = []
         self._chunks[arena.address] = chunks
-        at, end, size = arena.address, arena.address + arena.nbytes, PIN_BYTES
+        at, end = arena.address, arena.address + arena.nbytes
+        size = PIN_BYTES
         try:
             while at < end:
                 size = min(size, end - at)
@@ -78,11 +79,11 @@ class PinnedMemory:
     def unpin(self, arena: Arena) -> None:
         """Unpin an arena, from or to which the device copies nothing any more."""
         chunks = self._chunks.pop(arena.address, [])
-        pinned = sum(nbytes for _, nbytes in chunks)
-        self.pinned_bytes -= pinned
-        self.unpinned_bytes -= arena.nbytes - pinned
+        chunks_bytes = sum(nbytes for _, nbytes in chunks)
+        self.pinned_bytes -= chunks_bytes
+        self.unpinned_bytes -= arena.nbytes - chunks_bytes
         self._note_edges()
-        with contextlib.ExitStack() as ends:
+        with contextlib.ExitStack() as ends:  # each chunk, even if another one fails
             for address, _ in chunks:
                 ends.callback(self._device.unpin, address)
 
@@ -95,7 +96,7 @@ class PinnedMemory:
             self._chunks.clear()
 
     def whole_copies(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cut a copy from or to host memory into pieces (offset, bytes) that lie in one registration, or in none."""
+        """Cut a copy from or to host memory into pieces (offset, bytes), each of which lies in one chunk or none."""
         edges = self._edges
         offset = 0
         for edge in edges[bisect.bisect_right(edges, address) : bisect.bisect_left(edges, address + nbytes)]:
@@ -104,11 +105,13 @@ class PinnedMemory:
         yield offset, nbytes - offset
 
     def _note_edges(self) -> None:
+        """Note where the present chunks begin and end, for `whole_copies`."""
         chunks = (chunk for chunks in self._chunks.values() for chunk in chunks)
         # A new list each time: other threads may be reading the old one for their copies.
         self._edges = sorted({edge for address, nbytes in chunks for edge in (address, address + nbytes)})
 
     def _warn_once(self, nbytes: int, arena_bytes: int, error: OffloadError) -> None:
+        """Log, the first time only, that `nbytes` of an arena's `arena_bytes` cannot be pinned."""
         if not self._is_shortage_logged:
             self._is_shortage_logged = True
             log.warning(

@@ -405,7 +405,7 @@ class LiveExecutor:
             if lasts_s >= self._stall_s or (is_interrupted and lasts_s >= waits.QUIET_S):
                 self._silence.end()
                 return [Stop(self._stall_error(lasts_s, "interrupted after" if is_interrupted else "no answer for"))]
-            self._silence.tell(self._awaited)
+            self._silence.warn_if_due(self._awaited)
         ends_s = [completion.finished_s for completion in completions if completion.op not in (WAKE, REQUEST)]
         self._last_end_s = max(ends_s, default=self._woke_s)  # what these events make possible is due since then
         for completion in completions:

@@ -43,7 +43,7 @@ class _Compact8(StateFormat):
         return (name, MASTER_LOW if name == MASTER else SCALES)
 
     def check(self, rule: UpdateRule, values: Any) -> None:
-        """Refuse an `eps` that is 0 in fp32: small roots, and what they divide, are stored as 0: that gives 0 / 0."""
+        """Refuse an `eps` that is 0 in fp32: small roots, and what they divide, are stored as 0: 0 / 0 follows."""
         super().check(rule, values)
         eps = rule.added_to_roots(values)
         if eps is not None and np.float32(eps) == 0:

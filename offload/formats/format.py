@@ -51,7 +51,7 @@ class Format:
 
     @property
     def sector_numel(self) -> int:
-        """Elements of the fewest whole items that are whole sectors."""
+        """Elements of the fewest items that fill whole sectors."""
         return SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.item_bytes) * self.item_numel
 
     def offset(self, numel: Any) -> Any:
@@ -61,7 +61,7 @@ class Format:
         return numel // np.uint64(self.item_numel) * np.uint64(self.item_bytes)
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes that `numel` elements take: whole sectors if several share an item."""
+        """Return the bytes that `numel` elements take; padded to whole sectors if several share an item."""
         nbytes: int = self.offset(numel)
         return nbytes if self.item_numel == 1 else -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
 
@@ -76,12 +76,12 @@ BF16 = Format("bf16", 2, dtype="bfloat16", code=DtypeCode.BFLOAT16)
 """Rounded stochastically by updates (`offload.kernels.reference.rounding`), to nearest where state is set."""
 
 
-OWN = {
+FORMAT_OF_DTYPE = {
     DtypeCode.BFLOAT16: BF16,
     DtypeCode.FLOAT16: Format("fp16", 2, dtype="float16", code=DtypeCode.FLOAT16),
     DtypeCode.FLOAT32: FP32,
 }
-"""How a copy of a weight is stored in the weight's own type."""
+"""The format of a copy of a weight in the weight's own dtype."""
 
 
 class StateTensor(NamedTuple):
@@ -108,13 +108,13 @@ class StateFormat(ABC):
     """Whether updates round state stochastically: by a seed, and an element's index in the unsharded parameter."""
 
     drift: ClassVar[float] = 1e-4
-    """Most distance of a master from one in fp32 that had the same gradients, over the distance that it has moved."""
+    """Greatest distance of a master from one in fp32 with the same gradients, as a share of how far it has moved."""
 
     block_numel: ClassVar[int] = 1
     """Elements that share scales, counted from the start of the unsharded parameter; 1 where none do."""
 
     stores_roots: ClassVar[bool] = False
-    """Whether square roots of a rule's `roots` are stored; then other state of an element with root 0 is 0, too."""
+    """Whether a rule's `roots` are stored as square roots; where such a root is 0, the element's other state is 0."""
 
     masters: ClassVar[tuple[StateTensor, ...]] = (StateTensor(MASTER),)
     """The tensors that the master of a 16-bit weight is stored in: one, or an upper and a lower plane."""
@@ -136,7 +136,7 @@ class StateFormat(ABC):
         return (name,)
 
     def check(self, rule: UpdateRule, values: Any) -> None:
-        """Raise `ConfigError` if this format cannot store state of a rule with what its `values` has returned."""
+        """Raise `ConfigError` if this format cannot store a rule's state, given what its `values` has returned."""
         if self.rounds and rule.packed_words:
             combinations.TYPES_OF_ITS_OWN.refuse("state_format", self.name, rule=rule.name)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.dtypes import DtypeCode
 from offload.formats.exact import EXACT
-from offload.formats.format import OWN, StateFormat, StateTensor
+from offload.formats.format import FORMAT_OF_DTYPE, StateFormat, StateTensor
 from offload.rules import ADAMW, MASTER, UpdateRule
 
 
@@ -44,11 +44,10 @@ class StateSpec:
 
     @cached_property
     def stored(self) -> tuple[StateTensor, ...]:
-        """The tensors that all state of a 16-bit weight is stored in."""
-        master_dtype = self.rule.master_dtype
-        masters = (
-            self.format.masters if master_dtype is DtypeCode.FLOAT32 else (StateTensor(MASTER, OWN[master_dtype]),)
-        )
+        """The tensors that all state of a 16-bit weight is stored in, those of the master first."""
+        masters = self.format.masters
+        if self.rule.master_dtype is not DtypeCode.FLOAT32:
+            masters = (StateTensor(MASTER, FORMAT_OF_DTYPE[self.rule.master_dtype]),)
         return (*masters, *self.beside)
 
     @property
@@ -64,7 +63,7 @@ class StateSpec:
         """Return the number of elements, a multiple of `sector_numel`, whose state fits into `nbytes`."""
         unit = self.sector_numel
         numel = int(nbytes / self.item_bytes) // unit * unit
-        while self.nbytes(numel) > nbytes:  # of blocks that share scales, which are padded
+        while self.nbytes(numel) > nbytes:  # with the padding of scales, which `item_bytes` leaves out
             numel -= unit
         return numel
 
@@ -80,8 +79,9 @@ class StateSpec:
 
     @property
     def memory_cost(self) -> float:
-        """Bytes that an update reads and writes for each byte of state, gradient and weight having 16 bits."""
-        return (2 * self.item_bytes + 2 + 2) / self.item_bytes
+        """Bytes that an update reads and writes for each byte of state; gradient and weight have 16 bits."""
+        state_bytes, gradient_bytes, weight_bytes = 2 * self.item_bytes, 2, 2  # state is read and written
+        return (state_bytes + gradient_bytes + weight_bytes) / self.item_bytes
 
 
 EXACT_ADAMW = StateSpec(ADAMW, EXACT)

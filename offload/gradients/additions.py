@@ -138,7 +138,7 @@ class Additions:
             self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
             self._free_buffers()
         self._buffer_bytes = nbytes
-        self.arena = self._lanes.arena(BUFFERS * nbytes)
+        self.arena = self._lanes.allocate_arena(BUFFERS * nbytes)
 
     def _claim_buffer(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]

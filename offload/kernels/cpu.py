@@ -18,7 +18,7 @@ import numpy as np
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError, SessionBrokenError, invariant
-from offload.kernels.table import checked
+from offload.kernels.table import as_segment_rows
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, Queue, Seal, SealedState
 
 if TYPE_CHECKING:
@@ -40,17 +40,17 @@ def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     Raises:
         ConfigError: They cannot be used.
     """
-    asked = environ.get(PREFETCH_SETTING, "")
-    if not asked:
+    setting = environ.get(PREFETCH_SETTING, "")
+    if not setting:
         return None
     try:
-        numbers = [int(each) for each in asked.split(",")]
+        numbers = [int(each) for each in setting.split(",")]
     except ValueError:
         numbers = []
     most = _native.MOST_PREFETCH_BYTES
     if len(numbers) not in (1, 2) or not all(0 <= number <= most for number in numbers):
-        allowed = f"give one number of bytes or two, such as 512 or 2048,512, each from 0 to {most}"
-        raise ConfigError(PREFETCH_SETTING, asked, allowed)
+        advice = f"give one number of bytes or two, such as 512 or 2048,512, each from 0 to {most}"
+        raise ConfigError(PREFETCH_SETTING, setting, advice)
     return numbers[0], numbers[-1]
 
 
@@ -82,7 +82,8 @@ def norm_sq_at(addresses: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
         addresses: Where each parameter's block sums (float64) lie, in the order of parameters.
         counts: How many each has.
     """
-    addresses, counts = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(counts, np.uint64)
+    addresses = np.ascontiguousarray(addresses, np.uint64)
+    counts = np.ascontiguousarray(counts, np.uint64)
     invariant(addresses.shape == counts.shape, "block sums with other numbers of addresses and counts")
     return float(_native.norm_sq(addresses.ctypes.data, counts.ctypes.data, addresses.size))
 
@@ -115,9 +116,9 @@ class CpuUpdateKernel:
             raise ValueError(
                 f"instruction_set: {instruction_set!r} cannot be used; this CPU has {instruction_sets()}"
             )
-        asked = prefetch_setting()
-        if asked is not None:
-            _native.set_prefetch_bytes(*asked)
+        prefetch_bytes = prefetch_setting()
+        if prefetch_bytes is not None:
+            _native.set_prefetch_bytes(*prefetch_bytes)
         self._can_submit = queue is not None
         self._closed = False
         self._native = _native.CpuKernels(
@@ -150,7 +151,7 @@ class CpuUpdateKernel:
             SessionBrokenError: The kernel is closed, or belongs to the parent process.
         """
         invariant(self._can_submit, "an update was submitted to a kernel that has no queue")
-        rows = checked(table)
+        rows = as_segment_rows(table)
         self._call("submit", op, rows.ctypes.data, rows.size)
 
     def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
@@ -174,11 +175,11 @@ class CpuUpdateKernel:
             SessionBrokenError: As `submit`.
         """
         invariant(self._can_submit, "an update was submitted to a kernel that has no queue")
-        rows = checked(table)
+        rows = as_segment_rows(table)
         offsets = np.ascontiguousarray(state.offsets, np.uint64)
         invariant(offsets.size == rows.size, "a sealed update needs an offset for each segment")
-        place = offsets.ctypes.data, state.tensors, state.numel, state.tile_numel
-        seal: Seal = self._call("submit_sealed", op, rows.ctypes.data, rows.size, *place, expected)
+        layout = offsets.ctypes.data, state.tensors, state.numel, state.tile_numel
+        seal: Seal = self._call("submit_sealed", op, rows.ctypes.data, rows.size, *layout, expected)
         return seal
 
     def run(self, table: npt.NDArray[Any]) -> None:
@@ -189,7 +190,7 @@ class CpuUpdateKernel:
         Raises:
             InternalError, SessionBrokenError: As `submit` does.
         """
-        rows = checked(table)
+        rows = as_segment_rows(table)
         self._call("run", rows.ctypes.data, rows.size)
 
     def gradient_blocks(
@@ -249,7 +250,8 @@ class CpuUpdateKernel:
             InternalError: An address is null.
             SessionBrokenError: The kernel is closed, or belongs to the parent process.
         """
-        addresses, sizes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(sizes, np.uint64)
+        addresses = np.ascontiguousarray(addresses, np.uint64)
+        sizes = np.ascontiguousarray(sizes, np.uint64)
         invariant(addresses.shape == sizes.shape, "gradients with other numbers of addresses and sizes")
         result = np.empty(addresses.shape, np.uint64)
         self._call("fingerprints", addresses.ctypes.data, sizes.ctypes.data, addresses.size, result.ctypes.data)
@@ -286,7 +288,7 @@ class CpuUpdateKernel:
         Raises:
             InternalError: The table cannot be right or cannot be streamed over.
         """
-        rows = checked(table)
+        rows = as_segment_rows(table)
         invariant(
             np.all(rows["weight"] != 0)
             and np.all(rows["state"] != 0)
@@ -314,7 +316,7 @@ class CpuUpdateKernel:
         self.close()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a native method, and raise its errors as ours: wrong arguments are a bug, a closed kernel is not."""
+        """Call a native method; raise its ValueError (wrong arguments, our bug) and RuntimeError (closed) as ours."""
         if self._closed:
             raise SessionBrokenError("the update kernel is closed; make a new one")
         try:

@@ -16,7 +16,7 @@ import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
-from offload.kernels.table import checked
+from offload.kernels.table import as_segment_rows
 from offload.rules import UpdateRule
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _native: Any = import_module("offload._native")
 
 SLOT_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)
-"""Bytes of an element by `DtypeCode`; for NONE fp32's, as a segment without a weight of its own has its master."""
+"""Bytes of an element by `DtypeCode`; NONE counts as fp32: it stands for fp32 weights, which are their masters."""
 
 
 class DeviceKernel(ABC):
@@ -64,7 +64,7 @@ class DeviceKernel(ABC):
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
         """
-        table = checked(table)
+        table = as_segment_rows(table)
         problem = _native.check_table(table.ctypes.data, table.size)
         invariant(not problem, problem)
         return self._send(table)
@@ -107,14 +107,11 @@ class DeviceKernel(ABC):
             source_address, source_code, numel, blocks_address, destination_address, slot_code
         )
         invariant(not problem, problem)
-        in_place = destination_address == source_address
-        invariant(
-            not accumulate or (destination_address != 0 and not in_place),
-            "a gradient is accumulated into a slot of its own",
-        )
+        has_slot = destination_address not in (0, source_address)  # else there is nothing to copy
+        invariant(has_slot or not accumulate, "a gradient is accumulated into a slot of its own")
         if numel == 0:
             return
-        if destination_address == 0 or in_place:
+        if not has_slot:
             destination_address, slot_code = 0, int(DtypeCode.NONE)
         invariant(source_address % int(SLOT_BYTES[source_code]) == 0, "source is not aligned to its elements")
         invariant(destination_address % int(SLOT_BYTES[slot_code]) == 0, "destination is not aligned to its elements")
@@ -131,11 +128,11 @@ class DeviceKernel(ABC):
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
         """
-        used = pieces[pieces[:, 2] > 0]
-        invariant(bool(used.all()), "a piece of memory at address 0")
-        invariant(not (used % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
-        if len(used):
-            self._copy_pieces(used)
+        not_empty = pieces[pieces[:, 2] > 0]
+        invariant(bool(not_empty.all()), "a piece of memory at address 0")
+        invariant(not (not_empty % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
+        if len(not_empty):
+            self._copy_pieces(not_empty)
 
     def gather_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """Enqueue the sums of squares of many gradients' blocks; see `gather`.
@@ -147,8 +144,9 @@ class DeviceKernel(ABC):
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
         """
-        if len(used := _checked_rows(dtype, rows)):
-            self._gather_rows(int(dtype), used)
+        not_empty = _checked_rows(dtype, rows)
+        if len(not_empty):
+            self._gather_rows(int(dtype), not_empty)
 
     def fingerprint_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """Enqueue the fingerprints of many gradients, a part for each block; see `CpuUpdateKernel.fingerprints`.
@@ -161,10 +159,11 @@ class DeviceKernel(ABC):
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
         """
-        if len(used := _checked_rows(dtype, rows)):
-            self._fingerprint_rows(int(dtype), used)
+        not_empty = _checked_rows(dtype, rows)
+        if len(not_empty):
+            self._fingerprint_rows(int(dtype), not_empty)
 
-    # What subclasses implement; arguments have been checked
+    # What subclasses implement; arguments have been as_segment_rows
 
     @abstractmethod
     def _send(self, table: npt.NDArray[Any]) -> Any:
@@ -178,7 +177,7 @@ class DeviceKernel(ABC):
     def _gather(
         self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
     ) -> None:
-        """Enqueue the work of `gather`; source and slot: address and `DtypeCode`, or 0 and NONE for no slot."""
+        """Enqueue the work of `gather`; source and slot are (address, `DtypeCode`), for no slot (0, NONE)."""
 
     @abstractmethod
     def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
@@ -195,9 +194,10 @@ class DeviceKernel(ABC):
 
 def _checked_rows(dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Check rows of gradients; return those of gradients that have elements."""
-    used = rows[rows[:, 1] > 0]
+    not_empty = rows[rows[:, 1] > 0]
     invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
-    invariant(bool(used.all()), "a gradient, or its sums, at address 0")
-    aligned = used % np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64) == 0
-    invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
-    return used
+    invariant(bool(not_empty.all()), "a gradient, or its sums, at address 0")
+    alignments = np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64)  # of gradient address, elements, sums' address
+    is_aligned = not_empty % alignments == 0
+    invariant(bool(is_aligned.all()), "a gradient, or its sums, not aligned to its elements")
+    return not_empty

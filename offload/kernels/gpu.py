@@ -61,7 +61,7 @@ FIRST_LAUNCH = threading.Lock()
 _LEAST_WORDS = 512  # smallest memory for a table, so that few different sizes are kept for reuse
 _ROW_WORDS = SEGMENT_DTYPE.itemsize // 8
 _SOME_ADDRESS = 1 << 40  # any address of 64 bits: Triton compiles for the size of integers
-_STATES = {rule.code: len(rule.state) for rule in RULES.values()}
+_STATE_COUNTS = {rule.code: len(rule.state) for rule in RULES.values()}
 
 
 class GpuUpdateKernel(DeviceKernel):
@@ -78,25 +78,10 @@ class GpuUpdateKernel(DeviceKernel):
     """
 
     def __init__(self, device: torch.device | str | None = None, to_device: Any = None) -> None:
-        self._launched: set[tuple[int, ...]] = set()
-        compiles = device is None or torch.device(device).type != "cpu"
+        self._launched: set[tuple[int, ...]] = set()  # variants that have been compiled and loaded
+        compiles = device is None or torch.device(device).type != "cpu"  # else Triton's interpreter runs the kernels
         self.device, backend = accelerator(device) if compiles else (torch.device("cpu"), None)
-        chosen = str(self.device)
-        try:
-            self._kernels: Any = import_module("offload.kernels.triton_kernels")
-        except ImportError as error:
-            advice = f"install triton, which comes with torch's CUDA builds ({error})"
-            raise ConfigError("device", chosen, advice) from error
-        compiled = isinstance(self._kernels.update, self._kernels.triton.JITFunction)
-        if compiled is not compiles:
-            wanted = "unset" if compiles else "set to 1"
-            raise ConfigError("device", chosen, f"TRITON_INTERPRET must be {wanted} before Triton is imported")
-        if compiled:
-            try:
-                self._kernels.triton.runtime.driver.active  # noqa: B018 (makes it, with a C compiler)
-            except Exception as error:
-                advice = f"Triton cannot use it (it needs a C compiler and Python's headers): {error}"
-                raise ConfigError("device", chosen, advice) from error
+        self._kernels = _import_kernels(str(self.device), compiles)
         self._tables = HostTables() if backend is None else Uploads(self.device, backend, to_device)
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
@@ -106,7 +91,8 @@ class GpuUpdateKernel(DeviceKernel):
             pieces = table.view(torch.int32)
             self._launch(self._kernels.copy_pieces, 0, table, pieces, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
             for gradient, weight, state_format in kinds:
-                for has, aligned in product((gradient, DtypeCode.NONE), (True, False)):
+                # With and without a gradient, aligned and not; then sums alone and added to a slot.
+                for used_gradient, aligned in product((gradient, DtypeCode.NONE), (True, False)):
                     self._launch(
                         self._kernels.update,
                         0,
@@ -115,15 +101,15 @@ class GpuUpdateKernel(DeviceKernel):
                         0,
                         RULE=rule.code,
                         STATES=len(rule.state),
-                        GRADIENT=int(has),
+                        GRADIENT=int(used_gradient),
                         WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
                         ALIGNED=aligned,
                         STATE_FORMAT=state_format,
                         BLOCK=BLOCK_NUMEL,
                         **UPDATE_OPTIONS,
                     )
-                for of_rows in (self._kernels.gather_rows, self._kernels.fingerprint_rows):
-                    self._launch(of_rows, 0, table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
+                for rows_kernel in (self._kernels.gather_rows, self._kernels.fingerprint_rows):
+                    self._launch(rows_kernel, 0, table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
                 for adds, aligned in product((False, True), (True, False)):
                     self._launch(
                         self._kernels.gather,
@@ -142,31 +128,33 @@ class GpuUpdateKernel(DeviceKernel):
     def _send(self, table: npt.NDArray[Any]) -> SentUpdate | None:
         """Send a table and, after it, the list of programs: which block of which segment each works on."""
         words = table.size * _ROW_WORDS
-        first = _programs_at(words)
-        sent = self._tables.get_table(first + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
+        programs_at = _programs_at(words)
+        # At most two blocks of each segment are partial, so this many programs suffice, a word each.
+        sent = self._tables.get_table(programs_at + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
         sent.words[:words] = table.view(np.int64)
-        address, room = sent.words.ctypes.data + 8 * first, sent.words.size - first
+        address, room = sent.words.ctypes.data + 8 * programs_at, sent.words.size - programs_at
         problem, launches = _native.update_programs(table.ctypes.data, table.size, BLOCK_NUMEL, address, room)
         invariant(not problem, problem)
         if not launches:
             sent.unused.append(sent)
             return None
-        self._tables.send(sent, first + sum(launch[-1] for launch in launches))
-        return sent, first, launches
+        self._tables.send(sent, programs_at + sum(program_count for *_, program_count in launches))
+        return sent, programs_at, launches
 
     def _update(self, sent: SentUpdate) -> None:
-        table, first, launches = sent
+        """Launch the update's kernel once for each combination of rule, format and dtypes in a table."""
+        table, programs_at, launches = sent
         with self._current(), self._tables.in_use(table) as on_device:
-            begin, programs = 0, on_device[first:].view(torch.int32)
-            for rule, state_format, gradient, weight, aligned, count in launches:
+            first, programs = 0, on_device[programs_at:].view(torch.int32)
+            for rule, state_format, gradient, weight, aligned, program_count in launches:
                 self._launch(
                     self._kernels.update,
-                    count,
+                    program_count,
                     on_device,
                     programs,
-                    begin,
+                    first,
                     RULE=rule,
-                    STATES=_STATES[rule],
+                    STATES=_STATE_COUNTS[rule],
                     GRADIENT=gradient,
                     WEIGHT=weight,
                     ALIGNED=aligned,
@@ -174,13 +162,13 @@ class GpuUpdateKernel(DeviceKernel):
                     BLOCK=BLOCK_NUMEL,
                     **UPDATE_OPTIONS,
                 )
-                begin += count
+                first += program_count
 
     def _gather(
         self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
     ) -> None:
         (source_address, source_code), (slot_address, slot_code) = source, slot
-        aligned = [address % (4 * int(SLOT_BYTES[code])) == 0 for address, code in (source, slot)]
+        is_aligned = all(address % (4 * int(SLOT_BYTES[code])) == 0 for address, code in (source, slot))
         with self._current():
             self._launch(
                 self._kernels.gather,
@@ -192,7 +180,7 @@ class GpuUpdateKernel(DeviceKernel):
                 SOURCE=source_code,
                 DESTINATION=slot_code,
                 ACCUMULATE=accumulate,
-                ALIGNED=all(aligned),
+                ALIGNED=is_aligned,
                 **GATHER_OPTIONS,
             )
 
@@ -209,21 +197,22 @@ class GpuUpdateKernel(DeviceKernel):
         self._launch_rows(self._kernels.fingerprint_rows, rows, 1, NORM_BLOCK_NUMEL, options)
 
     def _launch_rows(
-        self, kernel: Any, rows: npt.NDArray[np.uint64], size: int, block: int, options: dict[str, Any]
+        self, kernel: Any, rows: npt.NDArray[np.uint64], size_column: int, block: int, options: dict[str, Any]
     ) -> None:
-        """Launch a kernel over rows of three words: a program for each `block` of a row's size, its word `size`."""
+        """Launch a kernel over rows of three words: a program for each `block` of what `size_column` has."""
         rows = np.ascontiguousarray(rows)
-        first, sizes = _programs_at(4 * len(rows)), rows[:, size]
-        table = self._tables.get_table(first + int(sizes.sum()) // block + len(rows))
-        table.words[: 4 * len(rows)].reshape(-1, 4)[:, :3] = rows
-        address, room = table.words.ctypes.data + 8 * first, table.words.size - first
-        count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
-        self._tables.send(table, first + count)
+        sizes = rows[:, size_column]
+        programs_at = _programs_at(4 * len(rows))
+        table = self._tables.get_table(programs_at + int(sizes.sum()) // block + len(rows))
+        table.words[: 4 * len(rows)].reshape(-1, 4)[:, :3] = rows  # the fourth word of a row is unused
+        address, room = table.words.ctypes.data + 8 * programs_at, table.words.size - programs_at
+        program_count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
+        self._tables.send(table, programs_at + program_count)
         with self._current(), self._tables.in_use(table) as on_device:
-            self._launch(kernel, count, on_device, on_device[first:].view(torch.int32), **options)
+            self._launch(kernel, program_count, on_device, on_device[programs_at:].view(torch.int32), **options)
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """Launch a kernel; a variant that may have to be compiled or loaded first, by one thread at a time."""
+        """Launch a kernel as so many programs; first launches of a variant, which compile, one at a time."""
         variant = (id(kernel), *map(_compiled_for, arguments), *options.values())
         with contextlib.nullcontext() if variant in self._launched else FIRST_LAUNCH:
             kernel[(programs,)](*arguments, **options)
@@ -234,6 +223,26 @@ class GpuUpdateKernel(DeviceKernel):
         if self.device.type == "cpu":
             return np.errstate(all="ignore")
         return torch.accelerator.device_index(self.device.index)
+
+
+def _import_kernels(device_name: str, compiles: bool) -> Any:
+    """Import and return the kernels; `ConfigError` if Triton cannot compile (`compiles`) or interpret them."""
+    try:
+        kernels: Any = import_module("offload.kernels.triton_kernels")
+    except ImportError as error:
+        advice = f"install triton, which comes with torch's CUDA builds ({error})"
+        raise ConfigError("device", device_name, advice) from error
+    is_compiled = isinstance(kernels.update, kernels.triton.JITFunction)
+    if is_compiled is not compiles:
+        wanted = "unset" if compiles else "set to 1"
+        raise ConfigError("device", device_name, f"TRITON_INTERPRET must be {wanted} before Triton is imported")
+    if is_compiled:
+        try:
+            kernels.triton.runtime.driver.active  # noqa: B018 (makes it, with a C compiler)
+        except Exception as error:
+            advice = f"Triton cannot use it (it needs a C compiler and Python's headers): {error}"
+            raise ConfigError("device", device_name, advice) from error
+    return kernels
 
 
 @dataclass(slots=True, eq=False)
@@ -258,7 +267,8 @@ class ArgumentTable:
 
 
 SentUpdate = tuple[ArgumentTable, int, list[tuple[int, int, int, int, bool, int]]]
-"""A table, the word at which its programs begin, and its launches (csrc/kernels/programs.h)."""
+"""A table, the word at which its programs begin, and its launches (csrc/kernels/programs.h): codes of rule, format,
+gradient's and weight's dtype, whether all is aligned, and the number of programs."""
 
 
 class HostTables:
@@ -274,7 +284,7 @@ class HostTables:
 
     @contextlib.contextmanager
     def in_use(self, table: ArgumentTable) -> Iterator[torch.Tensor]:
-        """Lend a sent table to work that is enqueued within the block, on the current stream, which waits for it."""
+        """Lend a sent table to work that this context enqueues on the current stream, which waits for the table."""
         yield table.on_device
 
 
@@ -300,9 +310,10 @@ class Uploads(HostTables):
     def get_table(self, words: int) -> ArgumentTable:
         """Return a table for work of the current stream; one that is then not sent and lent is not reused."""
         using = self._backend.current_stream(self._device)
-        size = max(_LEAST_WORDS, 1 << (words - 1).bit_length())
+        power_of_two = 1 << (words - 1).bit_length()
+        size = max(_LEAST_WORDS, power_of_two)
         used = self._used.setdefault((using, size), deque())
-        return self._unused(used) or self._make(size, using, used)
+        return self._take_reusable(used) or self._make(size, using, used)
 
     def send(self, table: ArgumentTable, words: int) -> None:
         """Enqueue the copy of a table's first words to the device."""
@@ -312,7 +323,7 @@ class Uploads(HostTables):
 
     @contextlib.contextmanager
     def in_use(self, table: ArgumentTable) -> Iterator[torch.Tensor]:
-        """Lend a sent table to work on the stream that was current in `take`; queue it for reuse afterwards."""
+        """Lend a sent table to work on the stream that was current in `get_table`; queue it for reuse afterwards."""
         table.using.wait_event(table.sent)
         try:
             yield table.on_device
@@ -320,8 +331,8 @@ class Uploads(HostTables):
             table.sent.record(table.using)
             table.unused.append(table)
 
-    def _unused(self, used: deque[ArgumentTable]) -> ArgumentTable | None:
-        """Return a stream's oldest table if the work with it is done; else None."""
+    def _take_reusable(self, used: deque[ArgumentTable]) -> ArgumentTable | None:
+        """Take a stream's oldest table if the work with it has been done; else return None."""
         try:
             oldest = used.popleft()
         except IndexError:
@@ -332,6 +343,7 @@ class Uploads(HostTables):
         return None
 
     def _make(self, size: int, using: Any, unused: deque[ArgumentTable]) -> ArgumentTable:
+        """Allocate a table of `size` words for work of the stream `using`; `unused` is its queue."""
         on_host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         with working_on(self._stream):  # the allocator orders reuse of the memory by this stream
             there = torch.empty(size, dtype=torch.int64, device=self._device)
@@ -345,7 +357,7 @@ def _programs_at(words: int) -> int:
 
 
 def _compiled_for(argument: Any) -> int:
-    """Return a code of what Triton compiles variants for: alignment of a pointer, or value and size of an integer."""
+    """Return a code for what Triton compiles variants by: a pointer's alignment, or an integer's value and size."""
     if isinstance(argument, int):
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (argument >= 1 << 31)
     return int(argument.data_ptr() % 16 == 0)
@@ -370,4 +382,5 @@ def device_kernel(device: torch.device | None = None, to_device: Any = None) -> 
 
 @cache
 def _warn_slow(kind: str) -> None:
+    """Log, once for each type of device, that there is no kernel."""
     log.warning("updates on %s devices are plain torch operations, many times slower than a kernel (said once)", kind)

@@ -12,9 +12,11 @@ from offload.layout import Parameter
 
 
 def step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Call an optimizer's step without its hooks: hooks are the offloaded optimizer's to call, once a step."""
+    """Call an optimizer's step without its hooks, which the offloaded optimizer calls itself, once a step."""
     step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    if getattr(step, "hooked", False):  # torch has wrapped it in a function that calls the hooks
+        step = step.__wrapped__
+    step(optimizer)
 
 
 @dataclass(slots=True)
@@ -32,14 +34,14 @@ class Piece:
     packed: torch.Tensor | None = None
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return elements that lie in the order of the parameter's memory as a tensor of its form."""
+        """Return elements in the order of the parameter's memory as a tensor of the parameter's shape and strides."""
         shape, stride = self.parameter.shape, self.parameter.stride
         if shape is None:
             return flat
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
     def gradient(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient times its factor, in a type; a factor of 1 changes nothing."""
+        """Return the gradient times its factor, computed in fp32, in a dtype; with a factor of 1 it is only cast."""
         gradient, factor = self.segment.gradient, self.segment.scalars.grad_scale
         if gradient is None:
             raise ValueError("an active segment needs a gradient")

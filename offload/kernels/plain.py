@@ -42,70 +42,79 @@ class PlainUpdateKernel(DeviceKernel):
         self.device = device
 
     def _send(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]] | None:
+        """Return the rows of segments that change, and their gradients' dtypes, NONE for segments not active."""
         touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
         if not touched.size:
             return None
-        used = table[touched]
-        active = used["flags"] & int(SegmentFlag.ACTIVE) != 0
-        gradients = np.where(active, used["gradient_dtype"], int(DtypeCode.NONE))
-        odd = touched[active & (used["gradient"] % SLOT_BYTES[gradients] != 0)]
-        invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
-        return used, gradients.tolist()
+        rows = table[touched]
+        is_active = rows["flags"] & int(SegmentFlag.ACTIVE) != 0
+        gradient_dtypes = np.where(is_active, rows["gradient_dtype"], int(DtypeCode.NONE))
+        misaligned = touched[is_active & (rows["gradient"] % SLOT_BYTES[gradient_dtypes] != 0)]
+        invariant(not misaligned.size, f"segment {misaligned[:1].tolist()}: gradient is not aligned to its elements")
+        return rows, gradient_dtypes.tolist()
 
     def _update(self, sent: tuple[npt.NDArray[Any], list[int]]) -> None:
-        used, gradients = sent
-        for number, gradient in enumerate(gradients):
-            rule = _RULES[int(used["rule"][number])]
-            row = used[number : number + 1].view(segment_dtype(rule))[0]
+        """Update each segment, piece by piece, by the reference."""
+        rows, gradient_dtypes = sent
+        for number, gradient_dtype in enumerate(gradient_dtypes):
+            rule = _RULES[int(rows["rule"][number])]
+            row = rows[number : number + 1].view(segment_dtype(rule))[0]
             state = StateSpec(rule, FORMATS[int(row["state_format"])])
-            for start, numel in _pieces(int(row["numel"]), int(row["first_index"]) % state.format.block_numel):
-                reference.update(self.segment(row, state, gradient, start, numel))
+            numel_before = int(row["first_index"]) % state.format.block_numel
+            for start, numel in _pieces(int(row["numel"]), numel_before):
+                reference.update(self.segment(row, state, gradient_dtype, start, numel))
 
-    def segment(self, row: Any, state: StateSpec, gradient: int, start: int, numel: int) -> SegmentTensors:
-        """Return elements of a segment as tensors for `reference.update`, over the memory that is to be written.
+    def segment(self, row: Any, state: StateSpec, gradient_dtype: int, start: int, numel: int) -> SegmentTensors:
+        """Return elements of a segment as tensors for `reference.update`, in the memory that it is to write to.
+
+        A new version that lies elsewhere than the old one begins as a copy of it, where the update reads it.
 
         Args:
             row: A row of a segment table, with its rule's names.
             state: The rule, and how its state is stored.
-            gradient: Code of the gradient's element type; 0 if the segment is not active.
+            gradient_dtype: Code of the gradient's element type; 0 if the segment is not active.
             start: First element, at a block's begin.
-            numel: How many.
+            numel: How many elements.
         """
-        flags, rule, formats = SegmentFlag(int(row["flags"])), state.rule, dict(state.stored)
-        first_index, has_weight = int(row["first_index"]) + start, bool(row["weight"])
+        flags = SegmentFlag(int(row["flags"]))
+        rule, formats = state.rule, dict(state.stored)
+        first_index = int(row["first_index"]) + start
+        has_weight = bool(row["weight"])  # else the weight is the master
         in_planes = MASTER_LOW in formats and has_weight
         master_dtype = stored_dtype(formats[MASTER]) if has_weight else torch.float32
 
         def at(name: str, dtype: torch.dtype, first: int = start, count: int = numel) -> torch.Tensor:
+            """Return elements of the tensor at the address in the row's field `name`."""
             return self.at(int(row[name]) + first * dtype.itemsize, count, dtype)
 
         def written(name: str, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
-            """Return the tensor for new values; if old ones are read, with these copied to it."""
+            """Return the elements for new values, first filled with the old ones if these are read."""
             if not row[f"new_{name}"]:
                 return at(name, dtype)
             new = at(f"new_{name}", dtype)
             return new.copy_(at(name, dtype)) if is_read else new
 
-        active, takes = bool(gradient), has_weight and bool(flags & TAKES_MASTER)
-        loads = takes and SegmentFlag.LOAD_MASTER in flags
+        is_active = bool(gradient_dtype)
+        takes_master = has_weight and bool(flags & TAKES_MASTER)
+        reads_master = not (takes_master and SegmentFlag.LOAD_MASTER in flags)
         weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))] if has_weight else torch.float32
         weight = None
         if has_weight:
-            weight = written("weight", weight_dtype, takes) if active else at("weight", weight_dtype)
+            weight = written("weight", weight_dtype, takes_master) if is_active else at("weight", weight_dtype)
         master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
-        if active or takes:
-            master = written("master", master_dtype, not loads)
-            master_low = written("master_low", torch.uint8, not loads) if in_planes else None
+        if is_active or takes_master:
+            master = written("master", master_dtype, reads_master)
+            master_low = written("master_low", torch.uint8, reads_master) if in_planes else None
         scales = None
         if SCALES in formats:
-            # All pieces but the first begin where a block does.
-            blocks, states = blocks_numel(first_index, numel, state.format.block_numel), len(rule.state)
-            before = first_index // state.format.block_numel - int(row["first_index"]) // state.format.block_numel
-            scales = at(SCALES, torch.uint8, before * states, blocks * states).view(blocks, states)
+            block_numel, states = state.format.block_numel, len(rule.state)
+            blocks = blocks_numel(first_index, numel, block_numel)
+            first_block = first_index // block_numel - int(row["first_index"]) // block_numel
+            scales = at(SCALES, torch.uint8, first_block * states, blocks * states).view(blocks, states)
         return SegmentTensors(
             master,
             [at(name, stored_dtype(formats[name])) for name in rule.state],
-            at("gradient", TORCH_DTYPES[DtypeCode(gradient)]) if active else None,
+            at("gradient", TORCH_DTYPES[DtypeCode(gradient_dtype)]) if is_active else None,
             weight,
             flags,
             rule.scalars(*(float(row[name]) for name in rule.scalars._fields)),
@@ -122,13 +131,14 @@ class PlainUpdateKernel(DeviceKernel):
     ) -> None:
         for start, count in _pieces(numel):
             values = self._elements(*source, start, count)
-            if slot[0]:
-                kept = self._elements(*slot, start, count)
+            slot_address, _ = slot
+            if slot_address:
+                in_slot = self._elements(*slot, start, count)
                 if accumulate:
-                    reference.accumulate(kept, values)
-                    values = kept
+                    reference.accumulate(in_slot, values)
+                    values = in_slot
                 else:
-                    kept.copy_(values)
+                    in_slot.copy_(values)
             sums = reference.block_sums(values)
             self.at(blocks + start // NORM_BLOCK_NUMEL * 8, sums.numel(), torch.float64).copy_(sums)
 
@@ -148,6 +158,7 @@ class PlainUpdateKernel(DeviceKernel):
                 self.at(parts + 8 * first_block, sums.numel(), torch.int64).copy_(sums)
 
     def _elements(self, address: int, code: int, start: int, count: int) -> torch.Tensor:
+        """Return `count` elements from `start` on of a tensor at an address, of the dtype with this code."""
         dtype = TORCH_DTYPES[DtypeCode(code)]
         return self.at(address + start * dtype.itemsize, count, dtype)
 
@@ -157,7 +168,10 @@ class PlainUpdateKernel(DeviceKernel):
 
 
 def _pieces(numel: int, before: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield start and length of pieces of `numel` elements; `before`: elements of the first block before them."""
+    """Yield start and length of the pieces of `numel` elements; all but the first begin where a block does.
+
+    The first element is `before` elements behind the begin of its block.
+    """
     start = 0
     while start < numel:
         count = min(numel - start, PIECE_NUMEL - (before + start) % PIECE_NUMEL)

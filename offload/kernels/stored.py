@@ -25,7 +25,7 @@ def stored_dtype(stored: Format) -> torch.dtype:
 
 
 class Stored(NamedTuple):
-    """The tensors in host memory in which a run of a state tensor is stored.
+    """The tensors in host memory in which a run of elements of a state tensor is stored.
 
     Attributes:
         format: The run's format.
@@ -40,30 +40,30 @@ class Stored(NamedTuple):
     first_index: int = 0
 
     def place(self) -> tuple[int, int, int, int, int, int]:
-        """Return the arguments by which native functions find the run: format, addresses, index and size."""
+        """Return the run as native functions take it: format, two addresses, a stride, first index and elements."""
         numel, beside = self.first.numel(), self.beside
         _check("first", self.first, stored_dtype(self.format), numel)
         if beside is None:
-            whole = self.first.dtype in DTYPE_CODES
-            invariant(whole, f"state in {self.format.name} without what lies beside it")
+            is_complete = self.first.dtype in DTYPE_CODES
+            invariant(is_complete, f"state in {self.format.name} without what lies beside it")
             return self.format.code, self.first.data_ptr(), 0, 0, 0, numel
-        block = self.format.block_numel
-        items = blocks_numel(self.first_index, numel, block)
-        _check("beside", beside, torch.uint8, items, column=block > 1)
-        place = beside.data_ptr(), beside.stride(0)
-        return self.format.code, self.first.data_ptr(), *place, self.first_index, numel
+        block_numel = self.format.block_numel
+        items = blocks_numel(self.first_index, numel, block_numel)
+        _check("beside", beside, torch.uint8, items, column=block_numel > 1)
+        addresses = self.first.data_ptr(), beside.data_ptr()
+        return self.format.code, *addresses, beside.stride(0), self.first_index, numel
 
     def read(self, out: torch.Tensor, instruction_set: str = "") -> None:
-        """Write what is stored to a flat tensor of as many elements, rounded to its type."""
+        """Decode what is stored into a flat tensor of as many elements, rounded to that tensor's dtype."""
         _check("out", out, out.dtype, self.first.numel())
         decode(*self.place(), out.data_ptr(), DTYPE_CODES[out.dtype], instruction_set)
 
     def write(self, values: torch.Tensor, roots: torch.Tensor | None = None, instruction_set: str = "") -> None:
-        """Store flat fp32 values, rounded to nearest; in planes to odd.
+        """Encode and store flat fp32 values, rounded to nearest, or to odd in the planes of a master.
 
         Args:
             values: A value for each element.
-            roots: Codes of the roots by which an update divides these values: where a code is 0, 0 is stored.
+            roots: Codes of the roots by which an update divides these values; where a code is 0, 0 is stored.
             instruction_set: One of `instruction_sets()`; "" for the fastest.
         """
         _check("values", values, torch.float32, self.first.numel())
@@ -74,6 +74,7 @@ class Stored(NamedTuple):
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, *, column: bool = False) -> None:
+    """Raise InternalError unless a tensor is one that native code can use; with `column` it may be strided."""
     is_flat = tensor.dim() == 1 and (column or tensor.is_contiguous()) and tensor.device.type == "cpu"
     fits = is_flat and tensor.dtype == dtype and tensor.numel() == numel
     invariant(
@@ -91,14 +92,14 @@ def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], 
         first_index: Index of the segment's first element in the unsharded parameter.
     """
     formats = dict(state.stored)
-    others = state.format.stored_as(name)[1:]
+    _, *others = state.format.stored_as(name)
     if not others:
         return Stored(formats[name], tensors[name])
     (other,) = others
-    if other not in tensors:
+    if other not in tensors:  # an fp32 weight, which is its master
         return Stored(FP32, tensors[name])
     beside = tensors[other]
-    if formats[name].block_numel > 1:
+    if formats[name].block_numel > 1:  # scales: a row for each block, a column for each of the rule's tensors
         beside = beside.view(-1, len(state.rule.state))[:, state.rule.state.index(name)]
     return Stored(formats[name], tensors[name], beside, first_index)
 
@@ -107,37 +108,40 @@ def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], 
 def as_fp32(
     state: StateSpec, tensors: Mapping[str, torch.Tensor], first_index: int, *, read: bool, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Lend a segment's state in fp32 by the rule's names: fp32 tensors in place, others as copies.
+    """Lend a segment's state in fp32, by the rule's names: fp32 tensors themselves, of others decoded copies.
 
-    What is packed is lent in place, as words.
+    Packed state is lent itself, as words.
 
     Args:
         state: The rule, and the format of its state.
         tensors: The stored tensors by name, flat.
         first_index: Index of the segment's first element in the unsharded parameter.
-        read: Whether copies begin with the stored values; else they are undefined.
-        keep: Whether copies are stored afterwards; see `Stored.write`.
+        read: Whether copies begin with the stored values; else their content is undefined.
+        keep: Whether copies are encoded and stored afterwards; see `Stored.write`.
     """
     rule = state.rule
-    stored = {name: stored_in(state, name, tensors, first_index) for name in rule.names}
-    copies = {name: place for name, place in stored.items() if place.format is not FP32 and name != PACKED}
+    all_stored = {name: stored_in(state, name, tensors, first_index) for name in rule.names}
+    encoded = {name: stored for name, stored in all_stored.items() if stored.format is not FP32 and name != PACKED}
     views = {
-        name: torch.empty(place.first.numel(), dtype=torch.float32, device="cpu") if name in copies else place.first
-        for name, place in stored.items()
+        name: torch.empty(stored.first.numel(), dtype=torch.float32, device="cpu")
+        if name in encoded
+        else stored.first
+        for name, stored in all_stored.items()
     }
-    for name, place in copies.items() if read else ():
-        place.read(views[name])
+    for name, stored in encoded.items() if read else ():
+        stored.read(views[name])
     yield views
     if not keep:
         return
     roots = rule.roots if state.format.stores_roots else ()
     invariant(len(roots) <= 1, "a rule with several roots")  # a zero in one would have to zero the others
-    for name, place in sorted(copies.items(), key=lambda item: item[0] not in roots):  # roots first
-        if roots and name in rule.state and name not in roots:
-            place.write(views[name], copies[roots[0]].first)
-            place.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # where the root is inf, the quotient was 0
+    for name, stored in sorted(encoded.items(), key=lambda item: item[0] not in roots):  # roots first
+        is_divided_by_root = bool(roots) and name in rule.state and name not in roots
+        if is_divided_by_root:
+            stored.write(views[name], encoded[roots[0]].first)
+            stored.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # value / inf was 0, and stays 0
         else:
-            place.write(views[name])
+            stored.write(views[name])
 
 
 def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:

@@ -50,7 +50,8 @@ def segment_table(
     table["rounding_key"], table["first_index"] = rounding_key, first_index
     is_master = weight_dtype is DtypeCode.FLOAT32
     for name, address in addresses.items():
-        table[MASTER if is_master and name == "weight" else name] = address
+        field = MASTER if is_master and name == "weight" else name
+        table[field] = address
     table["weight_dtype"], table["gradient_dtype"] = int(weight_dtype), gradient_dtype
     if scalars is not None:
         for name, value in zip(state.rule.scalars._fields, scalars, strict=True):
@@ -65,11 +66,11 @@ def active_rows(table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def weights_at(table: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return where the weight of each segment lies, and its bytes; an fp32 weight is the master."""
+    """Return for each segment where its weight lies, and the weight's bytes; an fp32 weight is the master."""
     code = table["weight_dtype"]
     is_master = (code == DtypeCode.NONE) | (code == DtypeCode.FLOAT32)
-    item = np.where(is_master, ITEM_BYTES[DtypeCode.FLOAT32], ITEM_BYTES[code])
-    return np.where(is_master, table[MASTER], table["weight"]), table["numel"] * item
+    item_bytes = np.where(is_master, ITEM_BYTES[DtypeCode.FLOAT32], ITEM_BYTES[code])
+    return np.where(is_master, table[MASTER], table["weight"]), table["numel"] * item_bytes
 
 
 def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:
@@ -78,14 +79,17 @@ def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int
     Args:
         state: The rule, and how its state is stored.
         addresses: Of the tensors that `trial_items` names, or of the first one if they follow each other.
-        numel: Elements, whole blocks.
+        numel: Elements; whole blocks.
     """
-    items, rule = trial_items(state), state.rule
+    rule = state.rule
     if isinstance(addresses, int):
-        offsets = accumulate((stored.offset(numel) for stored in items.values()), initial=addresses)
-        addresses = dict(zip(items, offsets, strict=False))
+        items = trial_items(state)
+        starts = accumulate((stored.offset(numel) for stored in items.values()), initial=addresses)
+        addresses = dict(zip(items, starts, strict=False))  # the last of `starts` is the end
     values = rule.values(rule.defaults)
-    flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if rule.decoupled(values) else SegmentFlag(0))
+    flags = SegmentFlag.ACTIVE
+    if rule.decoupled(values):
+        flags |= SegmentFlag.DECOUPLED_DECAY
     return segment_table(
         state,
         numel,
@@ -103,12 +107,12 @@ def trial_items(state: StateSpec) -> dict[str, Format]:
 
 
 def trial_bytes(state: StateSpec) -> int:
-    """Return the bytes of an element in all tensors of a `trial_table`, rounded up."""
+    """Return the bytes that an element takes in all tensors of a `trial_table` together, rounded up."""
     return math.ceil(sum(stored.bytes_each for stored in trial_items(state).values()))
 
 
-def checked(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a segment table of any rule as rows of `SEGMENT_DTYPE`.
+def as_segment_rows(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view of any rule's segment table as rows of `SEGMENT_DTYPE`, after checking that it is one.
 
     Raises:
         InternalError: It is no contiguous segment table.

@@ -1,8 +1,7 @@
 """Updates of whole parameters (Muon, wrapped classes), in torch operations on the CPU.
 
-For one parameter after another: masters and state that are still due from the weights are made; the rule changes
-master and state in place; the new weight is made from the master. So temporary memory is that of the largest
-parameter.
+For one parameter after another: master and state are made from the weight if they are still due; the rule changes
+them in place; the new weight is made from the master. So temporary memory is that of the largest parameter.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _UPDATES: dict[str, Callable[..., None]] = {MUON.name: _muon}
 
 
 def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
-    """Return a call that updates a parameter of a shape and dtype, of a group, to be timed."""
+    """Return a function that updates a made-up parameter of a shape, dtype and group, to be timed."""
     if isinstance(rule, ClassRule):
         return rule.trial(shape, dtype, group)
     numel = math.prod(shape)
@@ -62,23 +61,27 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
     master, gradient = (
         torch.empty(numel, dtype=torch.float32, device="cpu").normal_(generator=generator) for _ in range(2)
     )
-    state, weight = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in rule.state], gradient.to(dtype)
-    values, parameter = rule.values(rule.defaults), Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
-    row = rule.row(1, values, 1.0)
-    piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, row, rule))
+    state = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in rule.state]
+    weight = gradient.to(dtype)
+    values = rule.values(rule.defaults)
+    parameter = Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
+    scalars = rule.row(1, values, 1.0)
+    piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, scalars, rule))
     return partial(_UPDATES[rule.name], piece, group, values)
 
 
-def _chained(error: BaseException) -> list[BaseException]:
-    """Return an error with all its causes, contexts and group members, each once, as these may form a circle."""
-    errors, waiting = list[BaseException](), [error]
-    while waiting:
-        failed = waiting.pop()
-        if all(failed is not each for each in errors):
-            errors.append(failed)
-            more = failed.exceptions if isinstance(failed, BaseExceptionGroup) else ()
-            waiting += [each for each in (failed.__cause__, failed.__context__, *more) if each is not None]
-    return errors
+def _with_chained_errors(error: BaseException) -> list[BaseException]:
+    """Return an error with all its causes, contexts and group members; each once, as they may refer to each other."""
+    found: list[BaseException] = []
+    queue = [error]
+    while queue:
+        next_error = queue.pop()
+        if all(next_error is not each for each in found):
+            found.append(next_error)
+            members = next_error.exceptions if isinstance(next_error, BaseExceptionGroup) else ()
+            chained = (next_error.__cause__, next_error.__context__, *members)
+            queue += [each for each in chained if each is not None]
+    return found
 
 
 class WholeUpdate:
@@ -104,30 +107,33 @@ class WholeUpdate:
         self._groups = groups
 
     def __call__(self) -> None:
-        """Update the subgroup."""
+        """Update the subgroup; if that fails, clear the variables in the traceback's frames."""
         try:
             self._update()
         except BaseException as error:
-            # A logger that prints the variables of a traceback's frames may do so when their memory has been freed.
-            for failed in _chained(error):
-                traceback.clear_frames(failed.__traceback__)
+            # Else a logger that prints these variables may read tensors whose memory has been freed by then.
+            for each in _with_chained_errors(error):
+                traceback.clear_frames(each.__traceback__)
             raise
 
     @torch.no_grad()
     def _update(self) -> None:
         """Update each row's parameter by the rule; rows that are not active only get master and state made."""
-        rule, active = self._state.rule, active_rows(self.table).tolist()
+        rule = self._state.rule
+        is_active = active_rows(self.table).tolist()
         update: Callable[..., None] = _UPDATES.get(rule.name, rule.update)
         for number, row in enumerate(self.table):
-            gradient = int(row["gradient_dtype"]) if active[number] else int(DtypeCode.NONE)
-            segment = _CPU.segment(row, self._state, gradient, 0, int(row["numel"]))
+            gradient_dtype = int(row["gradient_dtype"]) if is_active[number] else int(DtypeCode.NONE)
+            segment = _CPU.segment(row, self._state, gradient_dtype, 0, int(row["numel"]))
             packed = None
             if rule.packed_words:
                 words = rule.numel_of(PACKED, int(row["numel"]))
-                packed = segment.scales = _CPU.at(int(row[PACKED]), words, torch.float32)
-            flags, segment.flags = segment.flags, segment.flags & ~SegmentFlag.ACTIVE
+                packed = _CPU.at(int(row[PACKED]), words, torch.float32)
+                segment.scales = packed  # which the reference zeroes with the rest of fresh state
+            flags = segment.flags
+            segment.flags &= ~SegmentFlag.ACTIVE  # so that the reference only makes master and state
             reference.update(segment)
-            if active[number]:
+            if is_active[number]:
                 segment.flags = flags
                 parameter = self._parameters[number]
                 update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])

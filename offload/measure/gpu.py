@@ -109,7 +109,7 @@ class GpuProbe:
         memory = lanes.device.allocate(nbytes)
         self._ends.callback(lanes.device.release, memory)
         try:
-            arena = lanes.arena(2 * size, node=node)
+            arena = lanes.allocate_arena(2 * size, node=node)
             self._ends.callback(lanes.free_arena, arena)
             # Device memory is undefined until now; the arena's is 0.
             zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))

@@ -61,7 +61,7 @@ def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int,
         read = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # all is 0
         writes = max(repeated(write))  # first, so that all is 0 when reads look for a 1
         reads = max(repeated(read))
-    link = lanes.rated(partial(_link_rates, number=number))
+    link = lanes.measure_rates(partial(_link_rates, number=number))
     copies = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0  # without a GPU: unknown
     return NodeRates(number, update, reads, writes, link_bytes_per_s=copies)
 

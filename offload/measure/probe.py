@@ -121,7 +121,7 @@ def quick_probe(
             cpu = functools.cache(partial(_cpu_probe, kernel, queue, spec, numel, staging, ends))
             measured |= _ensure_measured(key, cpu, numel * trial_bytes(spec))
             if state_format == formats[0]:  # exact state, of which the GPU's rates are
-                gpu = lanes.rated(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
+                gpu = lanes.measure_rates(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
     for number, tier in enumerate(tiers):
         with contextlib.ExitStack() as ends:

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 from offload.errors import OffloadError, invariant
+from offload.layout import round_up
 from offload.memory.nodes import bind_pages
 from offload.memory.touching import Nodes, cpu_affinity, touch
 from offload.protocols import SECTOR_BYTES
@@ -51,16 +52,15 @@ def available_bytes() -> int:
     for folder, version in control_groups():
         limit_name, used_name, prefix = _GROUP_FILES[version]
         with contextlib.suppress(OSError, ValueError):  # no limit there, or none that is a number
-            limit = int((folder / limit_name).read_text())
-            used = int((folder / used_name).read_text())
+            limit_bytes = int((folder / limit_name).read_text())
+            used_bytes = int((folder / used_name).read_text())
             with contextlib.suppress(OSError, ValueError):
-                stat_values = dict(
-                    line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines()
-                )
+                lines = (folder / "memory.stat").read_text().splitlines()
+                figures = dict(line.split(maxsplit=1) for line in lines)
                 # Cached files count as used there, but are evicted when needed, as the machine's figure assumes.
                 names = (f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable")
-                used -= sum(int(stat_values.get(name, 0)) for name in names)
-            available = min(available, limit - used)
+                used_bytes -= sum(int(figures.get(name, 0)) for name in names)
+            available = min(available, limit_bytes - used_bytes)
     return max(available, 0)
 
 
@@ -69,25 +69,25 @@ def control_groups() -> Iterator[tuple[Path, int]]:
 
     The limits of the groups above a group apply to it, too. A container sees its own group as the root.
     """
-    own_group = ""  # where a container hides /proc
+    own_group = ""  # the root, which is all there is where a container hides /proc
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            if not controllers:
+            if not controllers:  # version 2
                 own_group = name
             elif "memory" in controllers.split(","):
-                yield from ((CGROUP / "memory" / above, 1) for above in _upwards(name))
-    yield from ((CGROUP / above, 2) for above in _upwards(own_group))
+                yield from ((CGROUP / "memory" / group, 1) for group in _upwards(name))
+    yield from ((CGROUP / group, 2) for group in _upwards(own_group))
 
 
 def _upwards(group: str) -> Iterator[Path]:
-    """Yield the relative folders of a group and of those above it."""
+    """Yield the folders of a group and of those above it, relative to the root's."""
     folder = Path(group.lstrip("/"))
     yield from (folder, *folder.parents)
 
 
 class Arena:
-    """One anonymous mapping, cut into views by its owner.
+    """One anonymous mapping of memory, which its owner cuts into views.
 
     Aligned to 2 MiB where it is at least that large, else to 4 KiB. Not inherited by a fork unless asked for: in the
     child the addresses are not mapped, so views must not be touched there (and nothing is copied on write here).
@@ -121,9 +121,9 @@ class Arena:
         invariant(nbytes > 0, f"an arena of {nbytes} bytes")
         self.nbytes = nbytes
         self.node = node
-        self._near: frozenset[int] = frozenset()  # the node's CPUs, if memory could not be bound to it
-        large = nbytes >= HUGE_PAGE_BYTES
-        alignment = HUGE_PAGE_BYTES if large else SECTOR_BYTES
+        self._near_cpus: frozenset[int] = frozenset()  # the node's, if memory could not be bound to it
+        is_large = nbytes >= HUGE_PAGE_BYTES
+        alignment = HUGE_PAGE_BYTES if is_large else SECTOR_BYTES
         # The kernel aligns to pages only; the slack takes address space, not memory.
         slack = alignment - mmap.PAGESIZE if alignment > mmap.PAGESIZE else 0
         try:
@@ -136,7 +136,7 @@ class Arena:
         self.address = start + self._skip
         if not inherit:
             mapping.madvise(mmap.MADV_DONTFORK)
-        if huge_pages and large:
+        if huge_pages and is_large:
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except OSError as cause:
@@ -144,8 +144,8 @@ class Arena:
                     raise
         try:
             if node is not None:
-                self._near = bind_pages(start, nbytes + slack, node)
-            if prefault or self._near:
+                self._near_cpus = bind_pages(start, nbytes + slack, node)
+            if prefault or self._near_cpus:
                 self.touch()
         except BaseException:
             self.close()
@@ -174,8 +174,8 @@ class Arena:
         invariant(offset % dtype.itemsize == 0, f"a tensor of {dtype} at byte {offset}")
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        # By numpy, whose array keeps the mapping open; torch.frombuffer does not, so that close() could unmap the
-        # tensor's memory.
+        # Made from a numpy array, which keeps the mapping open: with torch.frombuffer `close` could unmap the memory
+        # of a tensor in use.
         return torch.from_numpy(self.numpy(offset, numel * dtype.itemsize, np.uint8)).view(dtype)
 
     def discard(self, offset: int = 0, nbytes: int | None = None) -> None:
@@ -189,11 +189,11 @@ class Arena:
         if self._mapping is None:
             return
         end = self.nbytes if nbytes is None else offset + nbytes
-        length = -(-(end - offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = round_up(end - offset, mmap.PAGESIZE)
         try:
             try:
                 self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + offset, length)
-            except OSError:
+            except OSError:  # the memory is locked
                 self._mapping.madvise(_MADV_DONTNEED_LOCKED, self._skip + offset, length)
         except OSError as cause:
             raise OffloadError(f"{length} bytes of memory cannot be given back: {cause.strerror}") from cause
@@ -203,7 +203,7 @@ class Arena:
         mapping, self._mapping = self._mapping, None
         if mapping is None:
             return
-        # If views still use the mapping, dropping our reference lets the last of them close it.
+        # If views still use the mapping (BufferError), the last of them closes it: ours is the only other reference.
         with contextlib.suppress(BufferError):
             mapping.close()
 
@@ -213,8 +213,8 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.
         """
-        if self.node is not None and self._near:
-            nodes = {self.node: self._near}
+        if self.node is not None and self._near_cpus:
+            nodes = {self.node: self._near_cpus}
         touch(self.touch_part, self.nbytes, nodes, given_up)
 
     def touch_part(self, offset: int, nbytes: int) -> None:
@@ -223,18 +223,18 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
         # By ctypes, which releases the GIL meanwhile; mmap.madvise does not.
-        length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with cpu_affinity(self._near):
+        libc = ctypes.CDLL(None, use_errno=True)
+        length = round_up(nbytes, mmap.PAGESIZE)
+        with cpu_affinity(self._near_cpus):
             result = libc.madvise(
                 ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
             )
             if result == 0:
                 return
             code = ctypes.get_errno()
-            if code == errno.EINVAL:  # a kernel without MADV_POPULATE_WRITE
-                pages = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
-                pages |= np.uint8(0)
+            if code == errno.EINVAL:  # a kernel without MADV_POPULATE_WRITE: write one byte of each page as it is
+                first_bytes = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
+                first_bytes |= np.uint8(0)
                 return
         raise OffloadError(f"no memory for an arena of {self.nbytes} bytes: {os.strerror(code)}")

@@ -28,19 +28,21 @@ STATUS = Path("/proc/self/status")
 """File in which Linux says on which nodes this process may have memory."""
 
 MOST_ASKED = 4096
-"""Most pages of an arena whose nodes are queried, spread evenly: that takes about a millisecond."""
+"""Most pages of an arena whose nodes are queried; these are spread evenly. It takes about a millisecond."""
 
 _MPOL_BIND = 2
 _SYSCALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}
 """Numbers of mbind and move_pages, by processor."""
+_MBIND, _MOVE_PAGES = 0, 1
+"""Places in these tuples."""
 
-_NAMED = re.compile(r"^Node \d+ (\w+(?:\(\w+\))?):\s+(\d+) kB$", re.MULTILINE)
+_FIGURE = re.compile(r"^Node \d+ (\w+(?:\(\w+\))?):\s+(\d+) kB$", re.MULTILINE)
 _REFUSED = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
 log = logging.getLogger("offload")
 
 told: set[str] = set()
-"""Warnings that were logged, each of which is logged once."""
+"""Warnings that have been logged: each is logged once."""
 
 
 def memory_nodes() -> list[int]:
@@ -48,18 +50,21 @@ def memory_nodes() -> list[int]:
     with contextlib.suppress(OSError):
         allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", STATUS.read_text(), re.MULTILINE)
         if allowed is not None:
-            return [n for n in sorted(touching.numbers_in(allowed[1])) if _meminfo(n).get("MemTotal")]
+            numbers = sorted(touching.numbers_in(allowed[1]))
+            return [number for number in numbers if _meminfo(number).get("MemTotal")]
     return []
 
 
 def check_nodes(field: str, numbers: Iterable[int]) -> None:
     """Raise `ConfigError` if one of these memory nodes does not exist or is not allowed for this process."""
-    here = memory_nodes()
+    existing = memory_nodes()
     for number in numbers:
-        if number not in here:
-            names = " and ".join(f"node{here_number}" for here_number in here)
-            allowed = f"there is memory on {names}" if here else "the kernel tells of no memory nodes: give one size"
-            raise ConfigError(field, f"node{number}", allowed)
+        if number not in existing:
+            names = " and ".join(f"node{each}" for each in existing)
+            advice = (
+                f"there is memory on {names}" if existing else "the kernel tells of no memory nodes: give one size"
+            )
+            raise ConfigError(field, f"node{number}", advice)
 
 
 def free_bytes(number: int) -> int:
@@ -78,14 +83,14 @@ def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
 
 
 def cpus_near(numbers: Iterable[int]) -> frozenset[int]:
-    """Return the CPUs of some nodes that this process may use; none if these are all that it may use."""
-    here = touching.nodes_here()
-    near = frozenset().union(*(here.get(number, ()) for number in numbers))
+    """Return the CPUs of some nodes that this process may use; none, for no restriction, if it may use no others."""
+    cpus_by_node = touching.nodes_here()
+    near = frozenset().union(*(cpus_by_node.get(number, ()) for number in numbers))
     return frozenset() if near >= os.sched_getaffinity(0) else near
 
 
 def bind_pages(address: int, nbytes: int, number: int) -> frozenset[int]:
-    """Bind pages that have not been touched to the node of a number.
+    """Bind memory whose pages have not been touched to a node.
 
     Returns:
         No CPUs if the pages are bound. If the system refuses to bind memory (logged once), the node's CPUs: threads
@@ -94,17 +99,17 @@ def bind_pages(address: int, nbytes: int, number: int) -> frozenset[int]:
     Raises:
         OffloadError: There is no such node, or this process may have no memory there.
     """
-    mask = (ctypes.c_ulong * (MAX_NODES // 64))()
-    mask[number // 64] = 1 << number % 64
+    mask = (ctypes.c_ulong * (MAX_NODES // 64))()  # a bit for each node
+    mask[number // 64] = 1 << (number % 64)
     code = system_call(
-        0, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_BIND, mask, ctypes.c_ulong(MAX_NODES + 1), 0
+        _MBIND, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_BIND, mask, ctypes.c_ulong(MAX_NODES + 1), 0
     )
     if code in _REFUSED:
         near = touching.nodes_here().get(number, frozenset())
-        instead = (
-            "threads on its CPUs touch it first" if near else "it has no CPUs to touch it first, and lies elsewhere"
-        )
-        _tell(
+        instead = "threads on its CPUs touch it first"
+        if not near:
+            instead = "it has no CPUs to touch it first, and lies elsewhere"
+        _warn_once(
             f"memory cannot be bound to node{number}, as the system refuses mbind (%s), which containers without "
             f"CAP_SYS_NICE do: {instead}",
             os.strerror(code),
@@ -116,24 +121,25 @@ def bind_pages(address: int, nbytes: int, number: int) -> frozenset[int]:
 
 
 def node_bytes_of(address: int, nbytes: int) -> dict[int, int]:
-    """Return how many bytes of some memory lie on each node, estimated by up to `MOST_ASKED` of its pages.
+    """Return how many bytes of some memory lie on each node, estimated from up to `MOST_ASKED` of its pages.
 
     Pages that have not been touched lie on no node. The result is empty if the system does not say (logged once).
     """
-    count = -(-nbytes // mmap.PAGESIZE)
-    page_numbers = range(0, count, -(-count // MOST_ASKED)) if count else range(0)
-    pages = (ctypes.c_void_p * len(page_numbers))(*(address + page * mmap.PAGESIZE for page in page_numbers))
-    status = (ctypes.c_int * len(page_numbers))()
-    code = system_call(1, 0, ctypes.c_ulong(len(page_numbers)), pages, None, status, 0) if page_numbers else 0
+    count = -(-nbytes // mmap.PAGESIZE)  # of pages
+    sampled = range(0, count, -(-count // MOST_ASKED)) if count else range(0)
+    pages = (ctypes.c_void_p * len(sampled))(*(address + page * mmap.PAGESIZE for page in sampled))
+    status = (ctypes.c_int * len(sampled))()
+    # Without nodes to move pages to (None), move_pages writes to `status` on which node each page lies.
+    code = system_call(_MOVE_PAGES, 0, ctypes.c_ulong(len(sampled)), pages, None, status, 0) if sampled else 0
     if code:
-        _tell("the system does not say on which node memory lies (move_pages: %s)", os.strerror(code))
+        _warn_once("the system does not say on which node memory lies (move_pages: %s)", os.strerror(code))
         return {}
     counts = Counter(node for node in status if node >= 0)  # negative: the page has not been touched
-    return {node: counts[node] * nbytes // len(page_numbers) for node in sorted(counts)}
+    return {node: counts[node] * nbytes // len(sampled) for node in sorted(counts)}
 
 
 def system_call(which: int, *arguments: object) -> int:
-    """Make a system call, 0 for mbind and 1 for move_pages; return its errno, 0 if it succeeded."""
+    """Make a system call, `_MBIND` or `_MOVE_PAGES`; return its errno, 0 if it succeeded."""
     numbers: Sequence[int] = _SYSCALLS.get(platform.machine(), ())
     if not numbers:
         return errno.ENOSYS
@@ -141,7 +147,7 @@ def system_call(which: int, *arguments: object) -> int:
     return ctypes.get_errno() if libc.syscall(ctypes.c_long(numbers[which]), *arguments) else 0
 
 
-def _tell(text: str, *parts: object) -> None:
+def _warn_once(text: str, *parts: object) -> None:
     """Log a warning, the first time only."""
     if text not in told:
         told.add(text)
@@ -152,5 +158,5 @@ def _meminfo(number: int) -> dict[str, int]:
     """Return the kernel's figures of a node's memory in bytes, by name."""
     with contextlib.suppress(OSError):
         text = (touching.NODES / f"node{number}" / "meminfo").read_text()
-        return {name: int(size) << 10 for name, size in _NAMED.findall(text)}
+        return {name: int(size) << 10 for name, size in _FIGURE.findall(text)}
     return {}

@@ -1,4 +1,4 @@
-"""NUMA nodes and the cores of a rank; and touching memory before it is used, by several threads on some nodes.
+"""Touches memory before it is used, by several threads on some NUMA nodes; and finds nodes and the cores of a rank.
 
 The kernel allocates and clears a page when it is first touched, on the node of the CPU that touches it, unless the
 process has another policy (of `numactl`, say, which is not changed). Locking memory touches it, too, by one thread
@@ -38,7 +38,8 @@ Nodes = Mapping[int, frozenset[int]]
 
 def nodes_here() -> Nodes:
     """Return the nodes with CPUs that this process may use; none if the kernel does not say."""
-    cpus, cpus_by_node = os.sched_getaffinity(0), {}
+    cpus = os.sched_getaffinity(0)
+    cpus_by_node = {}
     for folder in NODES.glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             allowed = frozenset(cpus & numbers_in((folder / "cpulist").read_text()))
@@ -67,7 +68,7 @@ def nodes_for(reader: int | None) -> Nodes:
 
 
 def cores_of_rank(number: int, ranks: int) -> frozenset[int]:
-    """Return the cores of one rank's share of the NUMA nodes, of ranks that may all run on the same cores.
+    """Return the cores that one of several ranks is to use, all of which may run on the same cores: whole nodes'.
 
     Empty if there is one node only: each rank then uses all cores. `number` is that of the rank, from 0.
     """
@@ -75,11 +76,12 @@ def cores_of_rank(number: int, ranks: int) -> frozenset[int]:
     if len(cpus_of_nodes) < 2:
         return frozenset()
     first = number * len(cpus_of_nodes) // ranks
-    return frozenset().union(*cpus_of_nodes[first : max(first + 1, (number + 1) * len(cpus_of_nodes) // ranks)])
+    beyond = max(first + 1, (number + 1) * len(cpus_of_nodes) // ranks)  # with more ranks than nodes, these share one
+    return frozenset().union(*cpus_of_nodes[first:beyond])
 
 
 def touch(
-    piece: Callable[[int, int], None],
+    touch_piece: Callable[[int, int], None],
     nbytes: int,
     nodes: Nodes | None = None,
     given_up: Callable[[], bool] = lambda: False,
@@ -87,59 +89,63 @@ def touch(
     """Touch memory piece by piece, in turn on each of some nodes; a Ctrl-C interrupts it.
 
     Args:
-        piece: Called with offset and bytes of a piece to touch; on any thread.
+        touch_piece: Called with offset and bytes of a piece, to touch it; on any thread.
         nbytes: Bytes of the memory.
-        nodes: The nodes; None for those of all CPUs.
-        given_up: Called before each piece; returns whether the memory is not wanted any more.
+        nodes: The nodes; None to run on any CPU.
+        given_up: Called before each piece; returns whether the memory is not needed any more.
 
     Raises:
         OffloadError: The system does not have that much memory, or it was given up.
     """
-    count = -(-nbytes // PIECE_BYTES)
-    cpu_sets: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]
-    cpus = len(frozenset().union(*cpu_sets)) or len(os.sched_getaffinity(0))
-    turns = [itertools.count(first, len(cpu_sets)) for first in range(len(cpu_sets))]  # numbers of pieces
-    done: list[int] = []
+    piece_count = -(-nbytes // PIECE_BYTES)
+    cpu_sets: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]  # a set for each node
+    cpu_count = len(frozenset().union(*cpu_sets)) or len(os.sched_getaffinity(0))
+    # By node: the numbers of its pieces, every `len(cpu_sets)`-th. Its threads take them from one iterator.
+    pieces_of_nodes = [itertools.count(first, len(cpu_sets)) for first in range(len(cpu_sets))]
+    touched: list[int] = []
     ends_early = False
 
-    def give_up() -> None:
+    def end_early() -> None:
+        """Let all threads end before their next piece."""
         nonlocal ends_early
         ends_early = True
 
-    def touch_from(index: int, where: frozenset[int]) -> None:
-        with cpu_affinity(where):
+    def touch_pieces(index: int, cpus: frozenset[int]) -> None:
+        """Touch pieces of one node until none is left; one thread's work."""
+        with cpu_affinity(cpus):
             try:
-                for number in turns[index]:
-                    if ends_early or number >= count:
+                for piece in pieces_of_nodes[index]:
+                    if ends_early or piece >= piece_count:
                         break
                     if given_up():
                         raise OffloadError("the session was closed while it took memory")
-                    piece(number * PIECE_BYTES, min(PIECE_BYTES, nbytes - number * PIECE_BYTES))
-                    done.append(number)
+                    touch_piece(piece * PIECE_BYTES, min(PIECE_BYTES, nbytes - piece * PIECE_BYTES))
+                    touched.append(piece)
             except BaseException:
-                give_up()
+                end_early()
                 raise
 
-    crew = min(MOST_THREADS, cpus, count)
-    if crew <= 1 and len(cpu_sets) == 1:
-        touch_from(0, frozenset())
+    thread_count = min(MOST_THREADS, cpu_count, piece_count)
+    if thread_count <= 1 and len(cpu_sets) == 1:
+        touch_pieces(0, frozenset())
         return
 
     def awaited() -> str:
-        left_bytes = (count - len(done)) * PIECE_BYTES
+        """Return what is left to do, for the log."""
+        left_bytes = (piece_count - len(touched)) * PIECE_BYTES
         return f"{format_bytes(left_bytes)} of {format_bytes(nbytes)} of host memory to be touched"
 
-    numbers = (number % len(cpu_sets) for number in range(max(crew, len(cpu_sets))))
-    waits.side_by_side(
-        [partial(touch_from, index, cpu_sets[index]) for index in numbers], "offload-touch", awaited, give_up
-    )
+    thread_count = max(thread_count, len(cpu_sets))  # at least one a node
+    indices = (number % len(cpu_sets) for number in range(thread_count))
+    works = [partial(touch_pieces, index, cpu_sets[index]) for index in indices]
+    waits.side_by_side(works, "offload-touch", awaited, end_early)
 
 
 @contextlib.contextmanager
 def cpu_affinity(cpus: frozenset[int]) -> Iterator[None]:
     """Bind this thread to some CPUs, if any are given, while this context lasts; a refusal is ignored.
 
-    Threads that it starts meanwhile stay bound, and memory that it touches stays on their node.
+    Threads that it starts meanwhile stay bound, and memory that it touches meanwhile stays on these CPUs' node.
     """
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
@@ -155,5 +161,8 @@ def cpu_affinity(cpus: frozenset[int]) -> Iterator[None]:
 
 def numbers_in(text: str) -> set[int]:
     """Return the numbers in a list such as "0-3,8"."""
-    ends = [part.split("-") for part in text.strip().split(",") if part]
-    return {number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)}
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        numbers.update(range(int(first), int(last if dash else first) + 1))
+    return numbers

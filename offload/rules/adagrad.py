@@ -33,14 +33,17 @@ class _Adagrad(UpdateRule):
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         names = ("lr", "lr_decay", "weight_decay", "eps")
-        return {
-            **dict(zip(names, not_negative(group, *names), strict=True)),
-            "sign": -1 if flag(group, "maximize") else 1,
-        }
+        numbers = dict(zip(names, not_negative(group, *names), strict=True))
+        return {**numbers, "sign": -1 if flag(group, "maximize") else 1}
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
-        step_size = values["lr"] / (1.0 + (step - 1) * values["lr_decay"])
-        return Scalars(*rounded((values["sign"] * grad_scale, values["weight_decay"], values["eps"], step_size)))
+        exact = Scalars(
+            grad_scale=values["sign"] * grad_scale,
+            decay=values["weight_decay"],
+            eps=values["eps"],
+            step_size=values["lr"] / (1.0 + (step - 1) * values["lr_decay"]),
+        )
+        return Scalars(*rounded(exact))
 
     def added_to_roots(self, values: Mapping[str, Any]) -> float | None:
         eps: float = values["eps"]

@@ -75,8 +75,8 @@ def scalars(
         raise ValueError(f"step: {step} cannot be used; updates are counted from 1")
     try:
         bias1 = 1.0 - beta1**step
-    except OverflowError:
-        bias1 = 0.0
+    except OverflowError:  # of a beta beyond 1
+        bias1 = 0.0  # refused below
     if bias1 == 0.0 or not 0.0 <= beta2 < 1.0:
         raise ConfigError("betas", betas, f"at update {step} they have no bias correction; both belong in [0, 1)")
     exact = Scalars(

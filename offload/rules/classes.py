@@ -17,7 +17,7 @@ from offload.rules.rule import UpdateRule, WholeRule
 
 
 class Runner(Protocol):
-    """Runs a class on packed state."""
+    """Runs a class on packed state: `offload.optim.runner.ClassRunner`."""
 
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
         """Update one whole parameter; see `UpdateRule.update`."""
@@ -28,7 +28,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class ClassRule(WholeRule):
-    """The rule of the parameters whose packed state has one size.
+    """The rule of those parameters of a class whose packed state has the same size.
 
     Attributes:
         name: The class's qualified name.
@@ -45,6 +45,7 @@ class ClassRule(WholeRule):
     scratch_item_bytes: ClassVar[int] = 16  # the gradient in fp32, and three tensors of the class's
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a copy of the group's hyperparameters, without its parameters and their names."""
         return {name: deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
 
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:

@@ -37,9 +37,16 @@ class _Lion(UpdateRule):
         return {"lr": lr, "betas": betas, "weight_decay": weight_decay, "sign": -1 if flag(group, "maximize") else 1}
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
-        lr, (beta1, beta2) = values["lr"], values["betas"]
-        decay = 1.0 - lr * values["weight_decay"]
-        exact = (values["sign"] * grad_scale, decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr)
+        beta1, beta2 = values["betas"]
+        exact = Scalars(
+            grad_scale=values["sign"] * grad_scale,
+            decay=1.0 - values["lr"] * values["weight_decay"],
+            beta1=beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1.0 - beta2,
+            lr=values["lr"],
+        )
         return Scalars(*rounded(exact))
 
     def decoupled(self, values: Mapping[str, Any]) -> bool:

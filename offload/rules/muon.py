@@ -5,6 +5,7 @@ Newton-Schulz orthogonalizes the momentum of a whole matrix, so matrices are not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,25 +32,27 @@ class _Muon(WholeRule):
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         settings = {**self.defaults, **{name: group[name] for name in self.defaults if name in group}}
         lr, weight_decay, momentum, eps = not_negative(settings, "lr", "weight_decay", "momentum", "eps")
-        coefficients, steps = items(settings["ns_coefficients"]) or [], settings["ns_steps"]
-        if len(coefficients) != 3 or any(number(coefficient) != number(coefficient) for coefficient in coefficients):
+        coefficients = [number(coefficient) for coefficient in items(settings["ns_coefficients"]) or []]
+        steps = settings["ns_steps"]
+        if len(coefficients) != 3 or any(math.isnan(coefficient) for coefficient in coefficients):
             raise ConfigError("ns_coefficients", settings["ns_coefficients"], "give three numbers")
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
             raise ConfigError("ns_steps", steps, "give a number of iterations from 0 to 99")
         if settings["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ConfigError("adjust_lr_fn", settings["adjust_lr_fn"], 'use "original" or "match_rms_adamw"')
-        plain = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+        plain_numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
         return {
             **settings,
-            **plain,
+            **plain_numbers,
             "nesterov": flag(settings, "nesterov"),
-            "ns_coefficients": tuple(map(number, coefficients)),
+            "ns_coefficients": tuple(coefficients),
         }
 
     def work(self, shape: Sequence[int]) -> float:
+        """Return the floating-point operations of Newton-Schulz: by iteration, three products of matrices."""
         rows, columns = shape
-        least = min(rows, columns)
-        return float(self.defaults["ns_steps"]) * (4.0 * rows * columns * least + 2.0 * least**3)
+        shorter = min(rows, columns)
+        return float(self.defaults["ns_steps"]) * (4.0 * rows * columns * shorter + 2.0 * shorter**3)
 
 
 MUON = _Muon()

@@ -64,7 +64,7 @@ class UpdateRule(ABC):
     on the CPU, and never before their step is sealed."""
 
     packed_words: int = 0
-    """Words of `PACKED`, 4 bytes each, for each block of `BLOCK_NUMEL` elements; 0 where a rule has no such state."""
+    """Words of `PACKED`, 4 bytes each, for each block of `BLOCK_NUMEL` elements; 0 if a rule has no packed state."""
 
     master_dtype: DtypeCode = DtypeCode.FLOAT32
     """The type of masters: fp32, or the weight's own type, so that they are copies of it."""
@@ -103,14 +103,14 @@ class UpdateRule(ABC):
         """Update one whole parameter, with torch's operations; for rules of whole parameters alone.
 
         Args:
-            piece: An `offload.kernels.whole.Piece`: master and state are changed in place.
+            piece: An `offload.kernels.pieces.Piece`: master and state are changed in place.
             group: Number of its group.
             values: What `values` returned.
         """
         raise NotImplementedError
 
     def work(self, shape: Sequence[int]) -> float:
-        """Return the cost of one whole parameter's update, by which ranks divide parameters; here its elements."""
+        """Return the cost of one whole parameter's update, by which these are dealt to ranks; here its elements."""
         return float(math.prod(shape))
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class UpdateRule(ABC):
         return False
 
     def forgets(self, step: int, values: Any) -> bool:
-        """Return whether an update starts from zeros, whatever the state holds (which may not be finite)."""
+        """Return whether an update takes zeros for the old state, whatever that is (it may not be finite)."""
         return False
 
     def added_to_roots(self, values: Any) -> float | None:
@@ -144,7 +144,10 @@ class UpdateRule(ABC):
 
     def numel_of(self, name: str, numel: int) -> int:
         """Return the elements, 4 bytes each in memory, of one of `names`, for a parameter of `numel` elements."""
-        return -(-numel // BLOCK_NUMEL) * self.packed_words if name == PACKED else numel
+        if name != PACKED:
+            return numel
+        blocks = -(-numel // BLOCK_NUMEL)
+        return blocks * self.packed_words
 
 
 class WholeScalars(NamedTuple):
@@ -161,22 +164,26 @@ class WholeRule(UpdateRule):
     cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
 
     def row(self, step: int, values: Any, grad_scale: float) -> WholeScalars:
+        """See `UpdateRule.row`; the rule itself decays, so `decay` is 0."""
         return WholeScalars(grad_scale, 0.0)
 
 
 @cache
 def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
     """Return `SEGMENT_DTYPE` with fields named as a rule's state tensors and scalars."""
-    fields = {name: field[:2] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
-    (_, states), (_, scalars) = fields.pop("state"), fields.pop("scalars")
+    fields = {name: (dtype, offset) for name, (dtype, offset, *_) in (SEGMENT_DTYPE.fields or {}).items()}
+    _, state_offset = fields.pop("state")
+    _, scalars_offset = fields.pop("scalars")
     if rule.packed_words:  # no format with scales stores such state
         fields[PACKED] = fields.pop("scales")
     for number, name in enumerate(rule.state):
-        fields[name] = np.dtype(np.uint64), states + 8 * number
-    for number, name in enumerate(rule.scalars._fields[2:]):
-        fields[name] = np.dtype(np.float32), scalars + 4 * number
-    names = sorted(fields, key=lambda name: fields[name][1])
-    formats, offsets = zip(*(fields[name] for name in names), strict=True)
+        fields[name] = np.dtype(np.uint64), state_offset + 8 * number
+    _, _, *own_scalars = rule.scalars._fields  # behind `grad_scale` and `decay`, which all rules have
+    for number, name in enumerate(own_scalars):
+        fields[name] = np.dtype(np.float32), scalars_offset + 4 * number
+    by_offset = sorted(fields.items(), key=lambda field: field[1][1])
+    names = [name for name, _ in by_offset]
+    formats, offsets = zip(*(field for _, field in by_offset), strict=True)
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": SEGMENT_DTYPE.itemsize})
 
 
@@ -187,9 +194,10 @@ def rounded(values: Iterable[float]) -> Iterator[float]:
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number, or the one element of a tensor or an array, exactly; None for anything else."""
+    """Return a number, or the one element of a tensor or an array, without rounding; None for anything else."""
     try:
-        if hasattr(value, "shape") and hasattr(value, "item"):
+        is_tensor_or_array = hasattr(value, "shape") and hasattr(value, "item")
+        if is_tensor_or_array:
             value = value.item() if math.prod(value.shape) == 1 else None
     except RuntimeError:  # a tensor without values
         return None
@@ -247,7 +255,7 @@ def items(value: Any) -> list[Any] | None:
     if isinstance(value, tuple | list):
         return [*value]
     try:
-        return [value[n] for n in range(len(value))] if len(value) <= MOST_ITEMS else None
+        return [value[index] for index in range(len(value))] if len(value) <= MOST_ITEMS else None
     except (TypeError, LookupError):  # a number, a mapping of names, a tensor without dimensions
         return None
 

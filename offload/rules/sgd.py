@@ -57,13 +57,20 @@ class _Sgd(UpdateRule):
         }
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
-        # At the first update the momentum is the gradient itself, without dampening.
-        momentum, kept = (0.0, 1.0) if step == 1 else (values["momentum"], 1.0 - values["dampening"])
-        mixed = (1.0, values["momentum"]) if values["nesterov"] else (0.0, 1.0)
-        exact = (values["sign"] * grad_scale, values["weight_decay"], momentum, kept, *mixed, values["lr"])
+        is_first = step == 1  # then the new momentum is the gradient itself, without dampening
+        exact = Scalars(
+            grad_scale=values["sign"] * grad_scale,
+            decay=values["weight_decay"],
+            momentum=0.0 if is_first else values["momentum"],
+            one_minus_dampening=1.0 if is_first else 1.0 - values["dampening"],
+            of_gradient=1.0 if values["nesterov"] else 0.0,
+            of_momentum=values["momentum"] if values["nesterov"] else 1.0,
+            lr=values["lr"],
+        )
         return Scalars(*rounded(exact))
 
     def forgets(self, step: int, values: Mapping[str, Any]) -> bool:
+        """See `UpdateRule.forgets`; with a momentum of 0 the old buffer has no part in the new one."""
         return step == 1 or values["momentum"] == 0
 
 

@@ -47,7 +47,7 @@ __all__ = [
 _SCHEME = re.compile(r"([^/]*)://")
 
 PLACES: dict[str, Callable[[str, str], Place]] = {"file": Directory, "s3": Bucket}
-"""Makers of places by the scheme of a path; each is given the path, and the name that errors have for it."""
+"""Classes of places by the scheme of a path; each takes the path, and the setting's name for errors."""
 
 
 def parse_place(path: str, field: str = "paths") -> Place:
@@ -59,8 +59,8 @@ def parse_place(path: str, field: str = "paths") -> Place:
     match = _SCHEME.match(path)
     scheme = "file" if match is None else match[1]
     if scheme not in PLACES:
-        allowed = f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
-        raise ConfigError(field, path, allowed)
+        advice = f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
+        raise ConfigError(field, path, advice)
     return PLACES[scheme](path, field)
 
 
@@ -71,13 +71,13 @@ def check_places(paths: Sequence[str]) -> None:
         ConfigError: If a directory does not exist, is not one, or cannot be written, if a bucket's name cannot be one
             or the client for it is not installed, or if a path is there twice.
     """
-    seen: dict[Hashable, str] = {}
+    seen: dict[Hashable, str] = {}  # paths by what identifies their places
     for number, path in enumerate(paths):
         field = f"paths[{number}]"
-        key = parse_place(path, field).check(field)
-        if key in seen:
-            raise ConfigError(field, path, f"it is the same place as {seen[key]}; name each one once")
-        seen[key] = path
+        identity_of_place = parse_place(path, field).check(field)
+        if identity_of_place in seen:
+            raise ConfigError(field, path, f"it is the same place as {seen[identity_of_place]}; name each one once")
+        seen[identity_of_place] = path
 
 
 def free_bytes(paths: Sequence[str]) -> list[int]:

@@ -23,7 +23,7 @@ from aiofiles.os import wrap
 
 from offload._native import StoreFile
 from offload.protocols import ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, admit, compare, make_header, memory_of
+from offload.tiers.common import SLOT_HEADER_BYTES, make_header, memory_of, verify_header, verify_payload
 from offload.tiers.lane import Lane
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _preadv = wrap(os.preadv)
 _pwritev = wrap(os.pwritev)
 _fdatasync = wrap(os.fdatasync)
-_compare = wrap(compare)
+_verify_payload = wrap(verify_payload)
 _make_header = wrap(make_header)
 _reserve = wrap(StoreFile.reserve)
 
@@ -50,15 +50,16 @@ def supports_direct(directory: str) -> bool:
         try:
             return os.pwritev(descriptor, [page], 0) == SECTOR_BYTES
         except OSError as cause:
-            return cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            return cause.errno in (errno.ENOSPC, errno.EDQUOT)  # no room, but the flag was accepted
         finally:
             os.close(descriptor)
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """A loop whose destructor does not fail after its constructor has, as when no descriptor is left."""
+    """An event loop whose destructor works even if its constructor has failed, as when no descriptor is left."""
 
     def __del__(self) -> None:
+        """Close the loop, unless its constructor failed before it made the socket pair that closing needs."""
         if hasattr(self, "_csock"):
             super().__del__()
 
@@ -68,7 +69,7 @@ class AsyncIo:
 
     Args:
         queue: Where completions go; must outlive it.
-        depth: Half of the system calls at a time, which reads and writes share.
+        depth: Half of the system calls that reads and writes together may make at a time.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         path: The file; it is opened here a second time.
         store: The session's store, for headers.
@@ -112,7 +113,7 @@ class AsyncIo:
         self._start(lambda: self._complete(op, 0, self._sync(frozenset(self._writing))))
 
     def set_depth(self, depth: int) -> None:
-        """Change how many system calls go on at a time."""
+        """Change how many system calls go on at a time, to twice `depth`."""
         self._lane.set_threads(2 * depth)
 
     def close(self) -> None:
@@ -122,17 +123,19 @@ class AsyncIo:
         self._closers.close()
 
     def _stop_loop(self) -> None:
+        """Stop the loop and join its thread."""
         if self._thread.ident is not None:  # it has started, whatever interrupted that
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     # On the loop's thread
 
-    def _start(self, answer: Callable[[], Coroutine[Any, Any, None]], *, writes: bool = False) -> None:
-        """Start a coroutine on the loop, among the running tasks, and among the writes that a sync waits for."""
+    def _start(self, coroutine: Callable[[], Coroutine[Any, Any, None]], *, writes: bool = False) -> None:
+        """Start a coroutine on the loop; `close` waits for it, and with `writes` later syncs do, too. Any thread."""
 
         def start() -> None:
-            task = self._loop.create_task(answer())
+            """Make the task, which is in its groups until it is done; on the loop's thread."""
+            task = self._loop.create_task(coroutine())
             for group in (self._running, self._writing) if writes else (self._running,):
                 group.add(task)
                 task.add_done_callback(group.discard)
@@ -140,12 +143,15 @@ class AsyncIo:
         self._loop.call_soon_threadsafe(start)
 
     async def _drain(self) -> None:
-        # What was submitted before has become a task by now, in order of submission.
+        """Wait until nothing is running; what was submitted before has become a task by now."""
         while self._running:
             await asyncio.wait(set(self._running))
 
     async def _complete(self, op: int, offset: int, work: Coroutine[Any, Any, tuple[int, int]]) -> None:
-        """Await `work`, which returns (error, detail), and post the completion of operation `op`."""
+        """Await `work`, which returns (error, detail), and post the completion of operation `op`.
+
+        After an error the completion's detail is the slot's `offset`.
+        """
         started_s = time.monotonic()
         try:
             error, detail = await work
@@ -159,22 +165,23 @@ class AsyncIo:
     async def _read(self, request: TileRequest) -> tuple[int, int]:
         """Read a slot's header, then its payload, and verify both; return error and checksum."""
         header = bytearray(SLOT_HEADER_BYTES)
-        if await self._move(_preadv, [memoryview(header)], request.offset) < SLOT_HEADER_BYTES:
+        if await self._transfer(_preadv, [memoryview(header)], request.offset) < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
-        error, expected = admit(bytes(header), self._store, request)
+        error, expected = verify_header(bytes(header), self._store, request)
         if error:
             return error, 0
-        if await self._move(_preadv, [memory_of(request)], request.offset + SLOT_HEADER_BYTES) < request.nbytes:
+        if await self._transfer(_preadv, [memory_of(request)], request.offset + SLOT_HEADER_BYTES) < request.nbytes:
             return ERROR_SHORT, 0
-        return (0, 0) if expected is None else await self._do(_compare, request, expected)
+        return (0, 0) if expected is None else await self._in_executor(_verify_payload, request, expected)
 
     async def _write(self, file: StoreFile, request: TileRequest) -> tuple[int, int]:
+        """Reserve room for a slot in the file, then write header and payload; return error and checksum."""
         nbytes = SLOT_HEADER_BYTES + request.nbytes
-        if error := await self._do(_reserve, file, request.offset + nbytes):
+        if error := await self._in_executor(_reserve, file, request.offset + nbytes):
             return error, 0
-        header, checksum = await self._do(_make_header, self._store, request)
-        moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
-        return (0, checksum or 0) if moved == nbytes else (errno.EIO, 0)
+        header, checksum = await self._in_executor(_make_header, self._store, request)
+        moved_bytes = await self._transfer(_pwritev, [memoryview(header), memory_of(request)], request.offset)
+        return (0, checksum or 0) if moved_bytes == nbytes else (errno.EIO, 0)
 
     async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
         """Wait for the writes `before`, then make them durable; return the error, and 0."""
@@ -182,25 +189,26 @@ class AsyncIo:
             await asyncio.wait(before)
         try:
             if not self._sync_error:
-                await self._do(_fdatasync, self._descriptor)
+                await self._in_executor(_fdatasync, self._descriptor)
         except OSError as cause:
-            # The kernel reports lost pages once; what was lost stays lost.
+            # The kernel reports lost pages only once; they stay lost, so every later sync fails, too.
             self._sync_error = cause.errno or errno.EIO
         return self._sync_error, 0
 
-    async def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_executor(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function wrapped by aiofiles on a thread of the lane; return its result."""
         return await call(*arguments, loop=self._loop, executor=self._lane)
 
-    async def _move(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
-        """Read or write `buffers` at `offset`, repeating short transfers; return the bytes moved."""
-        total = 0
+    async def _transfer(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
+        """Read or write `buffers` at `offset` by `call`, going on after short transfers; return the bytes moved."""
+        total_bytes = 0
         for buffer in buffers:
             done = 0
             while done < len(buffer):
                 piece = buffer[done : done + self._piece_bytes]
-                moved = await self._do(call, self._descriptor, [piece], offset + total)
-                if moved == 0:
-                    return total  # the end of the file
-                done += moved
-                total += moved
-        return total
+                moved_bytes = await self._in_executor(call, self._descriptor, [piece], offset + total_bytes)
+                if moved_bytes == 0:
+                    return total_bytes  # the end of the file
+                done += moved_bytes
+                total_bytes += moved_bytes
+        return total_bytes

@@ -13,9 +13,9 @@ from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.protocols import Tier
-from offload.tiers.common import FileBytes, StoreOptions, check_new
+from offload.tiers.common import FileBytes, StoreOptions, check_options_without_threads
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
-from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, raising_checkpoint_error
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, READER_NAME, RECORD_NAME, STORE_NAME
 
@@ -48,13 +48,14 @@ class Bucket(Place):
     def facts(self) -> dict[str, str]:
         """See `Place.facts`; a bucket is known by its name and its endpoint."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
-        return {"path": self.path, "file_system": "s3", "device": f"{self._bucket_and_prefix[0]} at {endpoint}"}
+        bucket, _ = self._bucket_and_prefix
+        return {"path": self.path, "file_system": "s3", "device": f"{bucket} at {endpoint}"}
 
     def for_rank(self, rank: int, field: str) -> Bucket:
         return Bucket(f"{self.path.rstrip('/')}/rank-{rank}", field)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
-        check_new(self.path, options, "requests to an object store take no turns")
+        check_options_without_threads(self.path, options, "requests to an object store take no turns")
         return RemoteTier(self.path, store, queue, options)
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
@@ -67,11 +68,14 @@ class Bucket(Place):
         return BucketFolder(f"{self.path.rstrip('/')}/offload-{store}")
 
     def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
-        folder, nbytes_by_store = self.folder(), dict[str, int]()
+        """See `Place.stores`; a store is known by the keys of its objects, whose sizes are added up."""
+        folder = self.folder()
+        nbytes_by_store: dict[str, int] = {}
         for key, nbytes in folder.walk():
-            store = _STORE_KEY.match(key)
-            if store is not None and (ranks or RANK_NAME.match(key) is None):
-                nbytes_by_store[store[1]] = nbytes_by_store.get(store[1], 0) + nbytes
+            match = _STORE_KEY.match(key)
+            if match is not None and (ranks or RANK_NAME.match(key) is None):
+                name = match[1]
+                nbytes_by_store[name] = nbytes_by_store.get(name, 0) + nbytes
         return [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(nbytes_by_store.items())]
 
 
@@ -94,7 +98,7 @@ class BucketFolder(Folder):
 
     def read(self, name: str) -> bytes | None:
         key = self._prefix + name
-        with saying("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
+        with raising_checkpoint_error("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
             nbytes = self._client.head(key)
             if nbytes is None:
                 return None
@@ -107,27 +111,28 @@ class BucketFolder(Folder):
         return None
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
-        with saying("read", f"{self.path}/{name}"):
+        with raising_checkpoint_error("read", f"{self.path}/{name}"):
             nbytes = self._client.get_into(self._prefix + name, pieces)
-        if nbytes != sum(map(len, pieces)):
+        if nbytes != sum(len(piece) for piece in pieces):
             raise CheckpointError(f"{self.path}/{name} is damaged: it has another size than was written")
 
     def identity(self) -> str:
+        """Return "": nothing tells a copy from the original."""
         return ""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """Put one object, whole and durable when this returns; `begun` is ignored, as there are no locks."""
-        content = memoryview(content) if isinstance(content, bytes) else content
-        buffers = [content] if isinstance(content, FileBytes | memoryview) else [*content]
-        with saying("write", f"{self.path}/{name}"):
+        whole = memoryview(content) if isinstance(content, bytes) else content
+        buffers = [whole] if isinstance(whole, FileBytes | memoryview) else [*whole]
+        with raising_checkpoint_error("write", f"{self.path}/{name}"):
             self._client.put(self._prefix + name, buffers)
 
     def delete(self, name: str) -> None:
-        with saying("delete", f"{self.path}/{name}"):
+        with raising_checkpoint_error("delete", f"{self.path}/{name}"):
             self._client.delete([self._prefix + name])
 
     def names(self) -> list[str]:
-        with saying("list", f"{self.path}/"):
+        with raising_checkpoint_error("list", f"{self.path}/"):
             keys = self._client.list(self._prefix)
         names = (key.removeprefix(self._prefix) for key in keys)
         return sorted(name for name in names if "/" not in name)
@@ -138,7 +143,7 @@ class BucketFolder(Folder):
         self.delete(name)
 
     def walk(self) -> list[tuple[str, int]]:
-        with saying("list", f"{self.path}/"):
+        with raising_checkpoint_error("list", f"{self.path}/"):
             sizes = self._client.sizes(self._prefix)
         return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in sizes.items())
 
@@ -146,20 +151,19 @@ class BucketFolder(Folder):
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """Return who may still use the store: its session, or one whose note says that it reads the store."""
-        with saying("list", f"{self.path}/"):
+        """Return who may still use the store, "" for nobody: its session, or one that has noted that it reads it."""
+        with raising_checkpoint_error("list", f"{self.path}/"):
             notes = self._client.list(self._prefix + READER_NAME)
         for name in (RECORD_NAME, *(key.removeprefix(self._prefix) for key in notes)):
             try:
                 note = json.loads(self.read(name) or b'{"ended": true}')
-                process, user = (
-                    note.get("process"),
-                    f"process {note.get('pid', '?')} on {note.get('host', '?')}",
-                )
+                process = note.get("process")
+                user = f"process {note.get('pid', '?')} on {note.get('host', '?')}"
             except (ValueError, AttributeError, RecursionError) as cause:
                 raise CheckpointError(str(cause)) from cause
             has_ended = note.get("ended") is True
-            if isinstance(process, list) and list(map(type, process)) == [str, int, str]:
+            is_process = isinstance(process, list) and list(map(type, process)) == [str, int, str]
+            if is_process:  # the fields of a `Process`; anybody may have written the note
                 has_ended |= Process(*process).has_ended()
             if not has_ended:
                 return user
@@ -170,7 +174,7 @@ class BucketFolder(Folder):
 
         Descriptions (*.json) go last, so that an interrupted delete can be recognised and finished.
         """
-        with saying("delete", f"{self.path}/"):
+        with raising_checkpoint_error("delete", f"{self.path}/"):
             keys = self._client.list(self._prefix)
             descriptions = [key for key in keys if key.endswith(".json")]
             self._client.delete([key for key in keys if key not in descriptions])

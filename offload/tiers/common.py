@@ -86,28 +86,31 @@ class FileBytes:
     """
 
     def __init__(self, descriptor: int, nbytes: int, first: int = 0) -> None:
-        self._descriptor, self._nbytes, self._first = descriptor, nbytes, first
+        self._descriptor = descriptor
+        self._nbytes = nbytes
+        self._first = first
 
     def __len__(self) -> int:
         return self._nbytes
 
-    def __getitem__(self, wanted: slice) -> memoryview:
-        """Read a part of the content."""
-        start, stop, _ = wanted.indices(self._nbytes)
+    def __getitem__(self, part: slice) -> memoryview:
+        """Read a part of the content; a system call may return less than was asked for."""
+        start, stop, _ = part.indices(self._nbytes)
         content = memoryview(bytearray(stop - start))
         done = 0
         while done < len(content):
-            read = os.preadv(self._descriptor, [content[done:]], self._first + start + done)
-            if not read:
+            read_bytes = os.preadv(self._descriptor, [content[done:]], self._first + start + done)
+            if not read_bytes:
                 raise CheckpointError("it became shorter while it was copied")
-            done += read
+            done += read_bytes
         return content
 
     def part(self, start: int, stop: int) -> FileBytes:
-        """Return a part of the content, which is read when it is used, too."""
+        """Return a part of the content, which is likewise read when it is used."""
         return FileBytes(self._descriptor, min(stop, self._nbytes) - start, self._first + start)
 
     def __iter__(self) -> Iterator[memoryview]:
+        """Read and yield the content piece by piece."""
         for start in range(0, self._nbytes, FILE_PIECE_BYTES):
             yield self[start : start + FILE_PIECE_BYTES]
 
@@ -185,8 +188,8 @@ class Owned:
             raise closed_error(operation, self, foreign=True)
 
     @contextlib.contextmanager
-    def answering_for(self, operation: str) -> Iterator[None]:
-        """Turn errors of the system into a `TierError` about `operation`."""
+    def raising_tier_error(self, operation: str) -> Iterator[None]:
+        """Turn errors of the system within this context into a `TierError` about `operation`."""
         try:
             yield
         except OSError as cause:
@@ -194,23 +197,24 @@ class Owned:
         except RuntimeError as cause:  # no more threads, or descriptors
             raise TierError(operation, tier=self.name, path=self.path, detail=str(cause)) from cause
 
-    def ends_here(self) -> bool:
+    def mark_closed(self) -> bool:
         """Mark the tier as closed; return whether the caller has to free it: the first time, and not after a fork."""
-        ends, self._closed = not self._closed, True
-        return ends and os.getpid() == self._pid
+        is_first = not self._closed
+        self._closed = True
+        return is_first and os.getpid() == self._pid
 
 
-def check_new(path: str, options: StoreOptions, no_turns: str) -> None:
-    """Raise if `options` take a store over, and warn if they ask for turns: only a `FileTier` does either."""
+def check_options_without_threads(path: str, options: StoreOptions, why_no_turns: str) -> None:
+    """Raise if `options` take a store over, and warn if they ask for turns: only a `FileTier` with threads can."""
     if options.used_bytes is not None:
         detail = "stores are taken over on local file systems only"
         raise TierError("take over", tier="storage", path=path, detail=detail)
     if options.turns is not None:
-        _log.warning("path_lock has no effect on %s: %s", path, no_turns)
+        _log.warning("path_lock has no effect on %s: %s", path, why_no_turns)
 
 
 def check_limits(max_bytes: int | None, depth: int, piece_bytes: int = SECTOR_BYTES) -> None:
-    """Raise `ConfigError` unless a tier can be opened with these."""
+    """Raise `ConfigError` unless a tier can be opened with these sizes."""
     if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
         raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
     check_depth(depth)
@@ -224,36 +228,38 @@ def check_depth(depth: int) -> None:
         raise ConfigError("depth", depth, f"use 1 to {MAX_DEPTH}")
 
 
-def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
-    """Return 0 if a header belongs to the request's slot, else an error; and the checksum to `compare` with.
+def verify_header(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
+    """Return an error unless a header that was read is the requested tile's (else 0); and the payload's checksum.
 
-    The payload is compared even if the caller will do that: what was damaged in transfer may be read again here.
+    The checksum is for `verify_payload`; None if the payload is not to be verified. It is verified even if the caller
+    will do that again (`request.checksum` is given): if it was damaged in transfer, the tier can read it again.
     """
-    _, tile, step, _, _, nbytes, checksum, verify = request
-    return admit_slot_header(header, store, tile, step, nbytes, checksum, verify or checksum is not None)
+    verifies = request.verify or request.checksum is not None
+    return admit_slot_header(header, store, request.tile, request.step, request.nbytes, request.checksum, verifies)
 
 
-def compare(request: TileRequest, promised: int) -> tuple[int, int]:
-    """Return 0 if a payload that was read has the checksum of its header, else an error; and its checksum."""
+def verify_payload(request: TileRequest, expected: int) -> tuple[int, int]:
+    """Return an error unless a payload that was read has the checksum in its header (else 0); and its checksum."""
     checksum = crc32c(request.address, request.nbytes)
-    return (0 if checksum == promised else ERROR_CHECKSUM), checksum
+    error = 0 if checksum == expected else ERROR_CHECKSUM
+    return error, checksum
 
 
 def make_header(store: bytes, request: TileRequest) -> tuple[bytes, int | None]:
-    """Return the header for a tile that is written, and the checksum in it; None if it gets none."""
+    """Return the header for a tile that is to be written, and the payload's checksum in it (None: not verified)."""
     checksum = None
     if request.verify:
         checksum = crc32c(request.address, request.nbytes) if request.checksum is None else request.checksum
     return make_slot_header(store, request.tile, request.step, request.nbytes, checksum), checksum
 
 
-def digest_after(header: bytes, checksum: int | None, nbytes: int) -> int | None:
-    """Return the digest of a header and its payload, given the payload's checksum; None if that is None."""
+def digest_of_slot(header: bytes, checksum: int | None, nbytes: int) -> int | None:
+    """Return the CRC32C of a header and its payload together from the payload's own, or None if that is None."""
     return None if checksum is None else crc32c_combine(digest_of(header), checksum, nbytes)
 
 
 def digest_of(content: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC32C of bytes; `before` is that of the bytes before them, if there are any."""
+    """Return the CRC32C of bytes; to go on from earlier bytes, give their CRC32C as `before`."""
     return crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content), before) if content else before
 
 
@@ -266,7 +272,7 @@ def check_request(request: TileRequest) -> None:
     """Raise `InternalError` unless a request is aligned as `TileRequest` says it has to be."""
     offset, address, nbytes = request.offset, request.address, request.nbytes
     if offset >= 0 and address > 0 and nbytes >= 0 and not (offset | address | nbytes) % SECTOR_BYTES:
-        return  # at once, without making messages: this runs for every tile
+        return  # before any message is made: this runs for every tile
     invariant(offset >= 0 and offset % SECTOR_BYTES == 0, f"unaligned slot: {request}")
     invariant(address > 0 and address % SECTOR_BYTES == 0, f"unaligned buffer: {request}")
     invariant(False, f"unaligned length: {request}")
@@ -290,9 +296,11 @@ def closed_error(operation: str, tier: NamedPath, *, foreign: bool = False) -> T
 
 
 def system_error(operation: str, cause: OSError, tier: NamedPath) -> TierError:
-    """Return the error that a failed system call stands for."""
-    kind = TierFullError if cause.errno in FULL_ERRNOS else TierError
-    return kind(operation, tier=tier.name, path=tier.path, errno=cause.errno, detail=cause.strerror or str(cause))
+    """Return the error to raise for a failed system call; `TierFullError` if there was no room."""
+    error_class = TierFullError if cause.errno in FULL_ERRNOS else TierError
+    return error_class(
+        operation, tier=tier.name, path=tier.path, errno=cause.errno, detail=cause.strerror or str(cause)
+    )
 
 
 def tier_error(operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath) -> TierError:
@@ -303,15 +311,17 @@ def tier_error(operation: str, completion: Completion, request: TileRequest | No
         plain `TierError` with the system's error number.
     """
     invariant(completion.error != 0, "an error was made from a completion that succeeded")
-    offset = completion.detail if completion.detail or request is None else request.offset
-    tile = describe(request) if request is not None else ""
-    shown_offset = None if request is None else offset
+    # The detail of a failure is the offset where it happened, if the tier knows.
+    offset = None if request is None else completion.detail or request.offset
+    detail = describe(request) if request is not None else ""
     reason = tier.explain(completion.op) if isinstance(tier, Explaining) else ""
     if reason:
-        tile = f"{tile}: {reason}" if tile else reason
-    if completion.error < 0:
-        what = _CORRUPT.get(completion.error, f"unknown error {completion.error}")
-        detail = f"{tile}: {what}" if tile else what
-        return CorruptRecordError(operation, tier=tier.name, path=tier.path, offset=shown_offset, detail=detail)
-    kind = TierFullError if completion.error in FULL_ERRNOS else TierError
-    return kind(operation, tier=tier.name, path=tier.path, offset=shown_offset, errno=completion.error, detail=tile)
+        detail = f"{detail}: {reason}" if detail else reason
+    if completion.error < 0:  # an error of ours; the system's are positive
+        damage = _CORRUPT.get(completion.error, f"unknown error {completion.error}")
+        detail = f"{detail}: {damage}" if detail else damage
+        return CorruptRecordError(operation, tier=tier.name, path=tier.path, offset=offset, detail=detail)
+    error_class = TierFullError if completion.error in FULL_ERRNOS else TierError
+    return error_class(
+        operation, tier=tier.name, path=tier.path, offset=offset, errno=completion.error, detail=detail
+    )

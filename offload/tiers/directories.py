@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import shutil
@@ -19,7 +18,7 @@ from offload._native import CompletionQueue, IoThreads, StoreFile
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.protocols import SECTOR_BYTES, Tier, TileRequest
 from offload.tiers.asyncfile import supports_direct
-from offload.tiers.common import FileBytes, Owned, StoreOptions, check_new
+from offload.tiers.common import FileBytes, Owned, StoreOptions, check_options_without_threads
 from offload.tiers.file import DEFAULT_PIECE_BYTES, FileTier
 from offload.tiers.filesystem import (
     LOCK_NAME,
@@ -39,8 +38,8 @@ from offload.tiers.filesystem import (
     sync_directory,
     unshare_lock,
 )
-from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
-from offload.tiers.store import DATA_NAME, NO_LOCKS, RANK_NAME, RECORD_NAME, STORE_NAME, Store, StoreDirectory
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, raising_checkpoint_error
+from offload.tiers.store import DATA_NAME, NO_LOCK_ERRNOS, RANK_NAME, RECORD_NAME, STORE_NAME, Store, StoreDirectory
 from offload.tiers.turns import TakingTurns
 
 _RECORD_BYTES = 1 << 16
@@ -68,8 +67,8 @@ class Directory(Place):
         if not os.path.isdir(self.path):
             raise ConfigError(field, self.path, "it is not a directory; name one")
         if not os.access(self.path, os.W_OK | os.X_OK):
-            allowed = "the directory cannot be written; change its permissions or name another"
-            raise ConfigError(field, self.path, allowed)
+            advice = "the directory cannot be written; change its permissions or name another"
+            raise ConfigError(field, self.path, advice)
         return identity(self.path)
 
     def parts(self) -> tuple[str, ...]:
@@ -84,29 +83,31 @@ class Directory(Place):
         """See `Place.facts`; all directories of one file system have the same `device`."""
         directory = os.path.realpath(self.path)
         try:
-            # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
-            number = os.statvfs(directory).f_fsid
-            device = f"{number:016x}" if number else _mount_source(directory)
+            # A file system without an id (mostly network mounts) is identified by what is mounted.
+            file_system_id = os.statvfs(directory).f_fsid
+            device = f"{file_system_id:016x}" if file_system_id else _mount_source(directory)
             return {"path": directory, "file_system": file_system(directory), "device": device}
         except OSError as cause:
             raise ConfigError("paths", self.path, f"it cannot be used: {cause.strerror}") from cause
 
     def for_rank(self, rank: int, field: str) -> Directory:
+        """See `Place.for_rank`; the outer directory is checked only if the rank's has to be made in it."""
         rank_directory = os.path.join(self.path, f"rank-{rank}")
         if not os.path.isdir(rank_directory):
             self.check(field)
         try:
             os.makedirs(rank_directory, exist_ok=True)
         except OSError as error:
-            allowed = f"the directory cannot be written ({error.strerror}); change its permissions or name another"
-            raise ConfigError(field, self.path, allowed) from error
+            advice = f"the directory cannot be written ({error.strerror}); change its permissions or name another"
+            raise ConfigError(field, self.path, advice) from error
         return Directory(rank_directory)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
+        """See `Place.open`; the tier takes turns on the path if the options ask for turns."""
         if options.io_backend == "auto" and self._wants_asyncio():
             options = replace(options, io_backend="asyncio")
         if options.io_backend == "asyncio":
-            check_new(self.path, options, "asyncio takes no turns, other backends do")
+            check_options_without_threads(self.path, options, "asyncio takes no turns, other backends do")
             options = replace(options, turns=None)
         if options.turns is None:
             return FileTier(self.path, store, queue, options)
@@ -137,36 +138,39 @@ class Directory(Place):
     def stores(self, *, ranks: bool = True) -> list[DirectoryFolder]:
         """See `Place.stores`; a link is never a store."""
         root = Path(self.path)
-        folders = [root, *filter(_is_directory, _ranks_in(root) if ranks else ())]
+        folders = [root, *filter(_is_directory, _rank_directories(root) if ranks else ())]
         entries = [entry for folder in folders for entry in sorted(folder.iterdir())]
         names = [str(entry) for entry in entries if STORE_NAME.fullmatch(entry.name) and _is_directory(entry)]
         return [DirectoryFolder(name, follow=False) for name in names]
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
+        """See `Place.search`; directories that cannot be read are passed over."""
         folders: list[Path] = []
-        for root in map(Path, names):
-            top = root.parent if RANK_NAME.fullmatch(root.name) else root
+        for named in map(Path, names):
+            path = named.parent if RANK_NAME.fullmatch(named.name) else named
             with contextlib.suppress(OSError):
-                roots = [root, top, *_ranks_in(top)]
-                folders += [folder for folder in roots if _is_directory(folder / f"offload-{store}")]
-        return list(dict.fromkeys(map(str, folders)))
+                candidates = [named, path, *_rank_directories(path)]
+                folders += [folder for folder in candidates if _is_directory(folder / f"offload-{store}")]
+        return list(dict.fromkeys(map(str, folders)))  # each once
 
 
-def _ranks_in(root: Path) -> list[Path]:
-    return [rank for rank in sorted(root.iterdir()) if RANK_NAME.fullmatch(rank.name)]
+def _rank_directories(path: Path) -> list[Path]:
+    """Return the directories of ranks on a path, sorted."""
+    return [entry for entry in sorted(path.iterdir()) if RANK_NAME.fullmatch(entry.name)]
 
 
 def _is_directory(entry: Path) -> bool:
+    """Return whether a name is that of a directory, and no link to one."""
     return entry.is_dir() and not entry.is_symlink()
 
 
 def _mount_source(directory: str) -> str:
     """Return what is mounted where a directory lies, such as a server's export; "" if that is unknown."""
     mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
-    directory_above = Path(directory)
-    while str(directory_above) not in mounts and directory_above != directory_above.parent:
-        directory_above = directory_above.parent
-    return str(mounts.get(str(directory_above), ""))
+    mount_point = Path(directory)
+    while str(mount_point) not in mounts and mount_point != mount_point.parent:
+        mount_point = mount_point.parent
+    return str(mounts.get(str(mount_point), ""))
 
 
 class DirectoryFolder(Folder):
@@ -192,48 +196,63 @@ class DirectoryFolder(Folder):
     def read(self, name: str) -> bytes | None:
         file_path = os.path.join(self.path, name)
         try:
-            with saying("read", file_path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with (
+                raising_checkpoint_error("read", file_path),
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            ):
                 return read_regular(self._root / name, limit_bytes(name), follow=self._follow)
         except MemoryError as cause:
             raise CheckpointError(f"cannot read {file_path}: it is larger than memory") from cause
         return None
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
-        file_path, opener = os.path.join(self.path, name), partial(open_regular, follow=self._follow)
-        with saying("read", file_path), open(self._root / name, "rb", opener=opener) as file:
-            if any(file.readinto(piece) != len(piece) for piece in pieces) or file.read(1):
+        file_path = os.path.join(self.path, name)
+        opener = partial(open_regular, follow=self._follow)
+        with raising_checkpoint_error("read", file_path), open(self._root / name, "rb", opener=opener) as file:
+            is_shorter = any(file.readinto(piece) != len(piece) for piece in pieces)
+            if is_shorter or file.read(1):  # a byte is left: the file is longer
                 raise CheckpointError(f"{file_path} is damaged: it has another size than was written")
 
     def identity(self) -> str:
+        """See `Folder.identity`; the inode's number, which copies do not share."""
         with contextlib.suppress(OSError):
             return str(os.stat(self.path).st_ino)
         return ""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"
-        with saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
+        with (
+            raising_checkpoint_error("write", os.path.join(self.path, name)),
+            replacing(self._root / name, temporary) as file,
+        ):
             file.writelines([content] if isinstance(content, bytes) else content)
 
     def delete(self, name: str) -> None:
-        with saying("delete", os.path.join(self.path, name)), contextlib.suppress(FileNotFoundError):
+        with (
+            raising_checkpoint_error("delete", os.path.join(self.path, name)),
+            contextlib.suppress(FileNotFoundError),
+        ):
             (self._root / name).unlink()
             sync_directory(self._root)
 
     def names(self) -> list[str]:
-        with saying("list", f"{self.path}/"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with (
+            raising_checkpoint_error("list", f"{self.path}/"),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        ):
             return sorted(name for name in os.listdir(self._root) if not name.startswith(TEMPORARY))
         return []
 
     def walk(self) -> list[tuple[str, int]]:
         sizes = []
-        with saying("list", f"{self.path}/"):
+        with raising_checkpoint_error("list", f"{self.path}/"):
             for path in self._root.rglob("*"):
                 if path.is_file() and not path.name.startswith(TEMPORARY):
                     sizes.append((path.relative_to(self._root).as_posix(), path.stat().st_size))
         return sorted(sizes)
 
     def prepare(self) -> None:
-        with saying("use", f"{self.path}/"):
+        with raising_checkpoint_error("use", f"{self.path}/"):
             self._root.mkdir(parents=True, exist_ok=True)
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
@@ -248,7 +267,7 @@ class DirectoryFolder(Folder):
             return sum(status.st_blocks * 512 for status in files.files().values())
 
     def opened_by(self) -> str:
-        """See `Folder.opened_by`; a store whose record names another one is a copy made by hand, and refused."""
+        """See `Folder.opened_by`; refuses a copy made by hand, whose record names another store."""
         owner = os.stat(self._root, follow_symlinks=False).st_uid
         if os.geteuid() not in (0, owner):
             raise CheckpointError(f"it belongs to the user with number {owner}")
@@ -256,7 +275,7 @@ class DirectoryFolder(Folder):
             record = read_json(self._root / RECORD_NAME, _RECORD_BYTES)
             name = f"offload-{record['uuid']}"
         except FileNotFoundError:
-            return ""  # its session was killed while it was made, or deleted
+            return ""  # its session was killed while it made or deleted the store
         except (ValueError, TypeError, KeyError):
             name = ""
         if name != self._root.name:
@@ -283,11 +302,12 @@ class DirectoryFolder(Folder):
             files.remove()
 
     def remove_tree(self) -> None:
-        with saying("delete", f"{self.label}/"), contextlib.suppress(FileNotFoundError):
+        with raising_checkpoint_error("delete", f"{self.label}/"), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.label)
             sync_directory(self._root.parent)
 
     def remove_empty(self) -> bool:
+        """See `Folder.remove_empty`; the system refuses to remove a directory that is not empty."""
         with contextlib.suppress(OSError):
             self._root.rmdir()
             return True
@@ -312,7 +332,7 @@ class ExistingStore(FileTier):
     def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue) -> None:
         Owned.__init__(self, path)
         self.depth = DEPTH
-        with self.answering_for("open"), contextlib.ExitStack() as undo:
+        with self.raising_tier_error("open"), contextlib.ExitStack() as undo:
             self._directory = _ReadLockedStore(Path(os.path.abspath(path)) / f"offload-{store}")
             undo.callback(self._directory.close)
             self.store_path, self.data_path = self._directory.directory, self._directory.data_path
@@ -334,33 +354,34 @@ class _ReadLockedStore(Store):
     """The directory of another session's store, under a shared lock until `close`."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.data_path = directory, directory / DATA_NAME
+        self.directory = directory
+        self.data_path = directory / DATA_NAME
         self._lock_descriptor: int | None = None
-        with contextlib.suppress(FileNotFoundError):  # a copy has no lock where nobody may write
+        with contextlib.suppress(FileNotFoundError):  # a copy where nobody may write has no lock file
             try:
                 self._lock_descriptor = share_lock(directory / LOCK_NAME)
             except OSError as cause:
-                if cause.errno not in NO_LOCKS:
+                if cause.errno not in NO_LOCK_ERRNOS:
                     raise
 
     def close(self, *, keep: bool = True) -> None:
-        """Give the shared lock up."""
+        """Give the shared lock up; the store is kept, whatever `keep` says."""
         if self._lock_descriptor is not None:
             unshare_lock(self._lock_descriptor)
             self._lock_descriptor = None
 
 
 def _open_data(path: Path) -> tuple[int, bool]:
-    """Return a descriptor for reading and whether it is open with O_DIRECT."""
+    """Open a file for reading, with O_DIRECT if possible; return the descriptor, and whether it has O_DIRECT.
+
+    If anything goes wrong with O_DIRECT, the file is opened without; if that fails, too, its error counts.
+    """
     with contextlib.suppress(OSError):
         descriptor = open_regular(path, os.O_RDONLY | os.O_DIRECT)
-        # Some file systems refuse the flag at the first transfer only.
         with mmap.mmap(-1, SECTOR_BYTES) as page:
             try:
-                os.preadv(descriptor, [page], 0)
+                os.preadv(descriptor, [page], 0)  # some file systems refuse the flag at the first transfer only
                 return descriptor, True
-            except OSError as cause:
+            except OSError:
                 os.close(descriptor)
-                if cause.errno != errno.EINVAL:
-                    raise
     return open_regular(path), False

@@ -28,28 +28,28 @@ DEFAULT_DEPTHS = {"threads": 4, "asyncio": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def _say_once(message: str, level: int = logging.INFO) -> None:
-    """Log a message the first time only: it is true of the whole process, not of one path."""
-    if message not in _said:
-        _said.add(message)
+def _log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message the first time only: it is about the whole process, not about one path."""
+    if message not in _logged:
+        _logged.add(message)
         logging.getLogger("offload").log(level, "%s", message)
 
 
 def choose_io_backend(wanted: str = "auto") -> str:
-    """Return the backend that `wanted` selects, "threads" or "asyncio"; "io_uring" is now "threads".
+    """Return the backend for the setting `wanted`, "threads" or "asyncio", and log it; "io_uring" is now "threads".
 
     Raises:
         ConfigError: `wanted` is unknown.
     """
     if wanted == "io_uring":
-        _say_once('io_backend "io_uring" is taken as "threads", which are as fast (said once)', logging.WARNING)
+        _log_once('io_backend "io_uring" is taken as "threads", which are as fast (said once)', logging.WARNING)
     elif wanted not in IO_BACKENDS:
         raise ConfigError("io_backend", wanted, "use " + " or ".join(f'"{name}"' for name in IO_BACKENDS))
     chosen = "asyncio" if wanted == "asyncio" else "threads"
-    _say_once(f"storage I/O by {chosen}")
+    _log_once(f"storage I/O by {chosen}")
     return chosen
 
 
@@ -102,7 +102,7 @@ class FileTier(Owned):
         is_existing = used_bytes is not None
         if is_existing:
             self.kept = frozenset()
-        with self.answering_for("open"), contextlib.ExitStack() as undo:
+        with self.raising_tier_error("open"), contextlib.ExitStack() as undo:
             self._directory = Store(self.path, store, existing=is_existing)
             undo.callback(self._directory.close, keep=is_existing)
             self.store_path, self.data_path = self._directory.directory, self._directory.data_path
@@ -110,15 +110,15 @@ class FileTier(Owned):
             descriptor, self.direct = _open_data(self.data_path, direct, existing=is_existing)
             self.cached = not self.direct
             self._bytes_before = os.fstat(descriptor).st_size if is_existing else 0
-            # From here on the `StoreFile` closes the descriptor, whatever happens.
+            # The `StoreFile` owns the descriptor from here on: its destructor closes it, whatever happens.
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
                 raise OSError(error, os.strerror(error))
-            settings = queue, self.depth, piece_bytes
             if self.io_backend == "asyncio":
-                self._io = cast(IoThreads, AsyncIo(*settings, self.data_path, store.bytes))
+                asyncio_io = AsyncIo(queue, self.depth, piece_bytes, self.data_path, store.bytes)
+                self._io = cast(IoThreads, asyncio_io)  # it has the same methods
             else:
-                self._io = IoThreads(*settings)
+                self._io = IoThreads(queue, self.depth, piece_bytes)
             undo.callback(self._io.close)
             undo.pop_all()
 
@@ -143,14 +143,14 @@ class FileTier(Owned):
         """Change how many requests are in flight for each direction."""
         self.check_open("set_depth")
         check_depth(depth)
-        with self.answering_for("set_depth"):
+        with self.raising_tier_error("set_depth"):
             self._io.set_depth(depth)
         self.depth = depth
 
     def allocate(self, nbytes: int) -> None:
         """Set `nbytes` of the file aside, so that writes there do not fail for lack of room."""
         self.check_open("allocate")
-        with self.answering_for("allocate"):
+        with self.raising_tier_error("allocate"):
             if error := self._file.reserve(nbytes, exact=True):
                 raise OSError(error, os.strerror(error))
 
@@ -173,33 +173,33 @@ class FileTier(Owned):
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent."""
-        if not self.ends_here():
-            return
+        if not self.mark_closed():
+            return  # closed before, or another process's
         self._io.close()
-        # Nothing is in flight any more: descriptors are closed now.
+        # Nothing is in flight any more, so the file is closed, too: by deleting its last reference.
         used_bytes = self._file.used_bytes
         del self._io, self._file
         if self.kept is not None:
-            with contextlib.suppress(OSError):  # frees what was preallocated; keeping it does no harm
+            with contextlib.suppress(OSError):  # frees what was preallocated; if that fails, no harm is done
                 os.truncate(self.data_path, max(used_bytes, self._bytes_before))
         self._directory.close(keep=self.kept is not None)
 
 
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
-    """Create (or open) the data file; return its descriptor and whether it is open with O_DIRECT."""
+    """Create the data file, or open the `existing` one; return its descriptor, and whether it has O_DIRECT."""
     if existing:
         buffered = open_regular(path, os.O_RDWR)
     else:
         buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
     if direct:
-        # Some file systems refuse the flag at open, some at the first transfer.
+        # Some file systems refuse the flag at open, some at the first transfer: so a page is written and read, too.
         descriptor = -1
         try:
             descriptor = open_regular(path, os.O_RDWR | os.O_DIRECT)
             with mmap.mmap(-1, SECTOR_BYTES) as page:
                 page[:8] = b"aligned?"
-                written = SECTOR_BYTES if existing else os.pwritev(descriptor, [page], 0)
-                if written == SECTOR_BYTES and os.preadv(descriptor, [page], 0) == SECTOR_BYTES:
+                written_bytes = SECTOR_BYTES if existing else os.pwritev(descriptor, [page], 0)
+                if written_bytes == SECTOR_BYTES and os.preadv(descriptor, [page], 0) == SECTOR_BYTES:
                     if not existing:
                         os.ftruncate(descriptor, 0)
                     os.close(buffered)

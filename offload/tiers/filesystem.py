@@ -58,6 +58,7 @@ STORE_FILES = ("tiles", "store.json", PINS_NAME, LOCK_NAME)
 
 _OWNER_BYTE = 0
 _READERS_BYTE = 1
+"""The bytes of a store's lock file that its owner and its readers lock."""
 
 _POLL_S = 1e-3
 """Seconds between attempts to take a lock that another process will give up soon."""
@@ -74,11 +75,12 @@ class _LockFile:
 
     pid: int
     descriptors: list[int]
-    owned: bool = False
-    readers: int = 0
+    owned: bool = False  # by `hold_lock`
+    readers: int = 0  # locks of `share_lock`
 
 
 _lock_files: dict[tuple[int, int], _LockFile] = {}
+"""The lock files by device and inode."""
 _table_lock = threading.Lock()
 
 
@@ -100,7 +102,7 @@ def room_bytes(status: os.statvfs_result) -> int:
 
 
 def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Return what identifies a directory under any of its names: (st_dev, st_ino).
+    """Return what identifies a directory, whatever path names it: (st_dev, st_ino).
 
     Raises:
         OSError: `path` does not exist or cannot be reached.
@@ -110,7 +112,7 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Make the names in a directory durable, where its file system can.
+    """Make the names in a directory durable, if its file system can do that.
 
     Raises:
         OSError: The directory cannot be opened, or an error occurred on its device.
@@ -119,7 +121,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
     try:
         os.fsync(descriptor)
     except OSError as cause:
-        if cause.errno != errno.EINVAL:
+        if cause.errno != errno.EINVAL:  # the file system cannot
             raise
     finally:
         os.close(descriptor)
@@ -127,21 +129,21 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing, which durably replaces `path` when this context ends without an error.
+    """Open a temporary file for writing; it durably replaces `path` when this context ends without an error.
 
     Args:
         path: The file to make or replace.
         temporary: Name of the temporary file, beside `path`. A leftover of that name is overwritten, unless another
             process is writing it.
-        is_new: Raise if there is a file at `path` by then.
+        is_new: Raise if there is a file at `path` when it would be replaced.
 
     Raises:
         OSError: The file could not be written; `path` is as it was before.
     """
     unfinished = path.with_name(temporary)
-    # Not truncated before it is locked: another process may be writing it.
+    # Truncated only once it is locked: another process may be writing it.
     with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666)) as file:
-        _write_alone(file.fileno(), unfinished)
+        _lock_for_writing(file.fileno(), unfinished)
         try:
             file.truncate()
             yield file
@@ -159,7 +161,7 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
 
 @contextlib.contextmanager
 def working_in(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder, which is deleted at the end; leftovers of a killed process are deleted first.
+    """Make and lock a temporary folder, which is deleted at the end; what a killed process left in it goes first.
 
     Raises:
         OSError: The folder cannot be made, or another process uses it.
@@ -168,7 +170,7 @@ def working_in(folder: Path) -> Iterator[Path]:
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(folder))
     with open(folder / LOCK_NAME, "wb") as lock, contextlib.ExitStack() as ends:
-        _write_alone(lock.fileno(), folder / LOCK_NAME)
+        _lock_for_writing(lock.fileno(), folder / LOCK_NAME)
         ends.callback(shutil.rmtree, folder, ignore_errors=True)
         for leftover in folder.iterdir():
             if leftover.is_dir() and not leftover.is_symlink():
@@ -178,8 +180,8 @@ def working_in(folder: Path) -> Iterator[Path]:
         yield folder
 
 
-def _write_alone(descriptor: int, path: Path) -> None:
-    """Lock a file that has just been opened for writing, if the file system has locks.
+def _lock_for_writing(descriptor: int, path: Path) -> None:
+    """Lock a file that has just been opened for writing, so that this process alone writes it; not without locks.
 
     Raises:
         OSError: Another process is writing it, or has replaced it meanwhile.
@@ -189,7 +191,7 @@ def _write_alone(descriptor: int, path: Path) -> None:
     except BlockingIOError:
         raise OSError(errno.EBUSY, "somebody else is writing it", str(path)) from None
     except OSError:
-        return
+        return  # the file system has no locks
     if not _is_at(path, descriptor):
         raise OSError(errno.EBUSY, "somebody else has been writing it", str(path))
 
@@ -212,7 +214,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
     Raises:
         OSError: The file does not exist, cannot be opened, or is not a regular file (EINVAL; ELOOP for a link).
     """
-    # Opening a device may have effects, so the type is checked before; then again, as the name may have changed.
+    # Opening a device may have effects, so the type is checked first; then again, as the name may mean another now.
     _check_regular(os.stat(path, follow_symlinks=follow), path)
     descriptor = -1
     try:
@@ -227,6 +229,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
 
 
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    """Raise OSError unless the status is that of a regular file; see `open_regular`."""
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", os.fspath(path))
     if stat.S_ISDIR(status.st_mode):
@@ -243,6 +246,7 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool
     """
     # `open` calls the opener itself, so that no interrupt comes between opening and noting the descriptor.
     with open(path, "rb", opener=partial(open_regular, follow=follow)) as file:
+        # A byte more than there should be, so that a file that is larger, or grows meanwhile, shows.
         content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", os.fspath(path))
@@ -288,13 +292,14 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
             descriptor = open_regular(path, os.O_RDWR)
         else:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        entry = _entry_of(descriptor)
+        entry = _ensure_entry(descriptor)
         try:
-            if not _lock_owner(descriptor, 0.0):
+            if not _try_lock_as_owner(descriptor, 0.0):
                 if existing:
                     raise BlockingIOError(errno.EAGAIN, "another process has locked it", str(path))
-                waits.wait_for(partial(_lock_owner, descriptor), lambda: f"whoever has locked {path}")
-            if not (_is_at(path, descriptor) if existing else path.exists()):
+                waits.wait_for(partial(_try_lock_as_owner, descriptor), lambda: f"whoever has locked {path}")
+            is_there = _is_at(path, descriptor) if existing else path.exists()
+            if not is_there:
                 raise FileNotFoundError(errno.ENOENT, "somebody has deleted it meanwhile", str(path))
         except BaseException:
             _close_unused(entry)
@@ -303,13 +308,13 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
     return descriptor
 
 
-def _lock_owner(descriptor: int, pause_s: float) -> bool:
+def _try_lock_as_owner(descriptor: int, pause_s: float) -> bool:
     """Try to lock a lock file as owner; return whether that succeeded, after a pause if another process has it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_BYTE)
         return True
     except OSError as cause:
-        if cause.errno not in (errno.EAGAIN, errno.EACCES):
+        if cause.errno not in (errno.EAGAIN, errno.EACCES):  # POSIX allows either for a lock of another process
             raise
     time.sleep(min(pause_s, _POLL_S))
     return False
@@ -318,8 +323,8 @@ def _lock_owner(descriptor: int, pause_s: float) -> bool:
 def release_lock(descriptor: int) -> None:
     """Give up a lock of `hold_lock`."""
     with _table_lock:
-        entry = _entry_of(descriptor)
-        if entry.readers:
+        entry = _ensure_entry(descriptor)
+        if entry.readers:  # else `_close_unused` gives it up by closing the file
             fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _OWNER_BYTE)
         entry.owned = False
         _close_unused(entry)
@@ -334,7 +339,7 @@ def share_lock(path: Path) -> int:
     with _table_lock:
         known = _known_lock_file(path)
         descriptor = known.descriptors[0] if known is not None else open_regular(path)
-        entry = _entry_of(descriptor)
+        entry = _ensure_entry(descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _READERS_BYTE)
         except OSError:
@@ -345,11 +350,11 @@ def share_lock(path: Path) -> int:
 
 
 def unshare_lock(descriptor: int) -> None:
-    """Give one lock of `share_lock` up."""
+    """Give up one lock of `share_lock`; the last of this process unlocks the file."""
     with _table_lock:
-        entry = _entry_of(descriptor)
+        entry = _ensure_entry(descriptor)
         entry.readers -= 1
-        if not entry.readers and entry.owned:
+        if not entry.readers and entry.owned:  # else `_close_unused` gives it up by closing the file
             fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _READERS_BYTE)
         _close_unused(entry)
 
@@ -361,8 +366,8 @@ def _known_lock_file(path: str | os.PathLike[str]) -> _LockFile | None:
     return entry if entry is not None and entry.pid == os.getpid() else None
 
 
-def _entry_of(descriptor: int) -> _LockFile:
-    """Return the entry of an open lock file, made if there is none."""
+def _ensure_entry(descriptor: int) -> _LockFile:
+    """Return the entry of an open lock file, made if there is none; its descriptors include this one then."""
     for known in _lock_files.values():
         if known.pid == os.getpid() and descriptor in known.descriptors:
             return known  # without `fstat`, which a file server may refuse for a deleted file
@@ -380,7 +385,7 @@ def _close_unused(entry: _LockFile) -> None:
     """Close a lock file's descriptors if this process has no lock on it any more."""
     if entry.owned or entry.readers:
         return
-    for key in [key for key, value in _lock_files.items() if value is entry]:
+    for key in [key for key, known in _lock_files.items() if known is entry]:
         del _lock_files[key]
     for descriptor in entry.descriptors:
         os.close(descriptor)
@@ -398,7 +403,7 @@ def lock_holder(store: str | os.PathLike[str]) -> int | None:
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder(store, _OWNER_BYTE, lambda entry: entry.owned)
+    return _holder_of_byte(store, _OWNER_BYTE, lambda entry: entry.owned)
 
 
 def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
@@ -407,11 +412,14 @@ def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder(store, _READERS_BYTE, lambda entry: entry.readers > own) is not None
+    return _holder_of_byte(store, _READERS_BYTE, lambda entry: entry.readers > own) is not None
 
 
-def _holder(store: str | os.PathLike[str], byte: int, is_own: Callable[[_LockFile], bool]) -> int | None:
-    """Return the pid of the process that has a byte of a store's lock, this one if `is_own` says so; None if none."""
+def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[_LockFile], bool]) -> int | None:
+    """Return the pid of the process that has locked a byte of a store's lock file; None if none has.
+
+    The system does not report this process's own locks, so `is_own` tells from the file's entry.
+    """
     path = os.path.join(store, LOCK_NAME)
     with _table_lock:
         try:
@@ -429,13 +437,13 @@ def _holder(store: str | os.PathLike[str], byte: int, is_own: Callable[[_LockFil
 
 
 def byte_holder(descriptor: int, byte: int) -> int | None:
-    """Return the pid of another process that has a record lock on a byte of a file, as the system says, or None.
+    """Return the pid of another process that has a record lock on a byte of a file, or None, as the system says.
 
     Raises:
         OSError: The file system has no locks.
     """
-    # struct flock: type, whence, start, length, pid; native alignment and padding.
-    layout = "@hhqqi4x"
-    question = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, question))
-    return None if kind == fcntl.F_UNLCK else int(pid)
+    flock = "@hhqqi4x"  # struct flock: type, whence, start, length, pid; native alignment and padding
+    wanted = struct.pack(flock, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    # F_GETLK: the system replaces it by a lock that conflicts, or by type F_UNLCK if none does.
+    lock_type, _, _, _, pid = struct.unpack(flock, fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+    return None if lock_type == fcntl.F_UNLCK else int(pid)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 _STOP = None
+"""Ends the thread that gets it from the queue."""
 
 
 class Lane:
@@ -32,6 +33,7 @@ class Lane:
         future: Future[Any] = Future()
 
         def work() -> None:
+            """Make the call, unless the future was cancelled, and give the future the outcome."""
             if future.set_running_or_notify_cancel():
                 try:
                     result = call(*arguments)
@@ -59,5 +61,6 @@ class Lane:
             self._threads.pop().join()
 
     def _serve(self) -> None:
+        """Do what is queued until `_STOP` comes; one thread's work."""
         while (work := self._work.get()) is not _STOP:
             work()

@@ -173,9 +173,10 @@ def split_url(path: str, field: str = "paths") -> tuple[str, str]:
 
 
 class Quiet(logging.Filter):
-    """Drops log records of botocore at INFO and below while one of our clients uses it, on that client's thread.
+    """Drops log records of botocore at INFO and below, on threads where one of our clients is using botocore.
 
-    botocore logs where it has found credentials and endpoint for each client, so twice a checkpoint and path.
+    For each client, botocore logs where it has found credentials and endpoint: that would be twice a checkpoint and
+    path. The application's own use of botocore is logged as before.
     """
 
     loggers = "client", "configprovider", "credentials", "endpoint_provider", "tokens", "utils"
@@ -188,8 +189,9 @@ class Quiet(logging.Filter):
             logging.getLogger(f"botocore.{name}").addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged."""
-        return record.levelno > logging.INFO or not getattr(self._threads, "ours", False)
+        """Return whether a record is logged; called by `logging`."""
+        is_ours = getattr(self._threads, "ours", False)
+        return record.levelno > logging.INFO or not is_ours
 
     @contextlib.contextmanager
     def ours(self) -> Iterator[None]:
@@ -207,10 +209,10 @@ _loaders: list[Any] = []
 
 
 def import_botocore(path: str, field: str = "paths") -> ModuleType:
-    """Return botocore, with its parts loaded.
+    """Import botocore with the parts used here, and return it.
 
     Raises:
-        ConfigError: If it is not installed; names `path`.
+        ConfigError: It is not installed; names `field` and `path`.
     """
     try:
         import botocore.config
@@ -221,29 +223,29 @@ def import_botocore(path: str, field: str = "paths") -> ModuleType:
     return botocore  # type: ignore[no-any-return]
 
 
-def advice(error: ObjectError, endpoint: str, bucket: str) -> str:
-    """Return a message about an error of the first request to a bucket that says what a user can do."""
-    said = f"{endpoint} answers: {error}"
+def explain_first_error(error: ObjectError, endpoint: str, bucket: str) -> str:
+    """Return a message for the user, whose first request to a bucket has failed: what is wrong, and what to do."""
+    text = f"{endpoint} answers: {error}"
     if error.code in ("NoCredentialsError", "PartialCredentialsError"):
         return (
             f"no complete credentials for {endpoint} were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or AWS_PROFILE"
         )
     if error.code == "ExpiredToken":
-        return f"{said}; the credentials have expired: renew them"
+        return f"{text}; the credentials have expired: renew them"
     if error.code in _ACCESS_CODES:
-        return f"{said}; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE)"
+        return f"{text}; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE)"
     if error.code == "NoSuchBucket":
-        return f"{said}; there is no bucket {bucket!r}: create it, or check its name, the region and AWS_ENDPOINT_URL"
+        return f"{text}; there is no bucket {bucket!r}: create it, or check its name, the region and AWS_ENDPOINT_URL"
     if error.status == 403:
         return (
-            f"{said}; these credentials need to put, get, list and delete objects there: change the bucket's policy"
+            f"{text}; these credentials need to put, get, list and delete objects there: change the bucket's policy"
         )
     if error.status in (301, 307, 400):
-        return f"{said}; set AWS_REGION to the bucket's region"
+        return f"{text}; set AWS_REGION to the bucket's region"
     if error.status == 0:
         return f"{endpoint} cannot be reached ({error}): check AWS_ENDPOINT_URL and the network"
-    return f"{said}; check AWS_ENDPOINT_URL, or try again later"
+    return f"{text}; check AWS_ENDPOINT_URL, or try again later"
 
 
 class S3Client:
@@ -286,19 +288,24 @@ class S3Client:
                 session = self._botocore.session.get_session()
                 _loaders[:] = _loaders or [session.get_component("data_loader")]
                 session.register_component("data_loader", _loaders[0])
-                configured = (session.get_scoped_config().get("s3") or {}).get("addressing_style")
-                style = configured or ("path" if any(name in os.environ for name in ENDPOINT_VARIABLES) else "auto")
-                self._client = self._make_client(session, style)
-                host = urlsplit(self._client.meta.endpoint_url).hostname or ""
-                aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-                right_style = configured or ("auto" if aws else "path")
-                if right_style != style:  # only a client knows its endpoint, which a profile may name, too
-                    self._client = self._make_client(session, right_style)
+                self._client = self._make_addressed_client(session)
                 self.endpoint = str(self._client.meta.endpoint_url)
-                bundle = session.get_config_variable("ca_bundle")
-            self._tls = ssl.create_default_context(cafile=bundle) if self.endpoint.startswith("https") else None
+                certificates = session.get_config_variable("ca_bundle")
+            self._tls = ssl.create_default_context(cafile=certificates) if self.endpoint.startswith("https") else None
         except (self._botocore.exceptions.BotoCoreError, OSError, ValueError) as cause:
             raise ConfigError("paths", path, f"the S3 client refuses its settings: {cause}") from cause
+
+    def _make_addressed_client(self, session: Any) -> Any:
+        """Return botocore's client for S3, addressed as configured, else by path unless the server is AWS."""
+        configured = (session.get_scoped_config().get("s3") or {}).get("addressing_style")
+        has_endpoint = any(name in os.environ for name in ENDPOINT_VARIABLES)
+        style = configured or ("path" if has_endpoint else "auto")
+        client = self._make_client(session, style)
+        # Only a client knows its endpoint, which a profile may name, too: so the first style was a guess.
+        host = urlsplit(client.meta.endpoint_url).hostname or ""
+        is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        right_style = configured or ("auto" if is_aws else "path")
+        return client if right_style == style else self._make_client(session, right_style)
 
     def _make_client(self, session: Any, style: str) -> Any:
         """Return botocore's client for S3, with a style of addressing: "path", "virtual" or "auto"."""
@@ -308,7 +315,7 @@ class S3Client:
             "retries": {"total_max_attempts": 1},  # attempts are counted here
             "s3": {"addressing_style": style},
             "signature_version": "s3v4",
-            # Checksums that botocore adds by default, and some servers refuse.
+            # No checksums that botocore would add by default, and that some servers refuse.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
         }
@@ -318,14 +325,17 @@ class S3Client:
         return self._with_retries(f"get {key}", lambda: self._get(key, buffers))
 
     def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
-        whole = sum(len(buffer) for buffer in buffers)
-        if whole > self._multipart_bytes:
-            self._put_parts(key, buffers, whole)
+        nbytes = sum(len(buffer) for buffer in buffers)
+        if nbytes > self._multipart_bytes:
+            self._put_parts(key, buffers, nbytes)
             return
-        # Signed along with the rest, so it can neither be dropped nor changed on the way.
-        extra = {} if crc32c is None else {"ChecksumCRC32C": base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
-        headers = {} if crc32c is None else {"x-amz-checksum-crc32c": extra["ChecksumCRC32C"]}
-        self._with_retries(f"put {key}", lambda: self._send("put_object", {"Key": key, **extra}, buffers, headers))
+        arguments: dict[str, Any] = {"Key": key}
+        headers: dict[str, str] = {}
+        if crc32c is not None:
+            # An argument, too: what the URL's signature covers can neither be dropped nor changed on the way.
+            arguments["ChecksumCRC32C"] = base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+            headers["x-amz-checksum-crc32c"] = arguments["ChecksumCRC32C"]
+        self._with_retries(f"put {key}", lambda: self._send("put_object", arguments, buffers, headers))
 
     def create(self, key: str, content: bytes) -> None:
         """See `ObjectClient.create`; a server that ignores the condition overwrites the object."""
@@ -347,13 +357,13 @@ class S3Client:
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return all keys that begin with `prefix`, and the size of each object in bytes."""
         nbytes_by_key: dict[str, int] = {}
-        more: dict[str, str] = {}
+        continuation: dict[str, str] = {}
         while True:
-            answer = self._request(f"list {prefix}", "list_objects_v2", Prefix=prefix, **more)
+            answer = self._request(f"list {prefix}", "list_objects_v2", Prefix=prefix, **continuation)
             nbytes_by_key.update((str(item["Key"]), int(item["Size"])) for item in answer.get("Contents", []))
             if not answer.get("IsTruncated"):
                 return nbytes_by_key
-            more = {"ContinuationToken": answer["NextContinuationToken"]}
+            continuation = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def head(self, key: str) -> int | None:
         try:
@@ -378,36 +388,36 @@ class S3Client:
     # Attempts
 
     def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Call `attempt` until it succeeds, fails for good, or has been tried often enough."""
-        retry, number = self.retry, 0
+        """Call `attempt` until it succeeds, fails for good, or has been tried often enough; see `RetryPolicy`."""
+        retry = self.retry
+        attempts = 0
         while True:
-            number += 1
+            attempts += 1
             try:
                 return attempt()
             except ObjectError as error:
-                if not error.transient or number >= min(retry.attempts, self._most_attempts):
+                if not error.transient or attempts >= min(retry.attempts, self._most_attempts):
                     raise
-                delay_s = min(retry.longest_delay_s, retry.first_delay_s * 2.0 ** (number - 1))
+                delay_s = min(retry.longest_delay_s, retry.first_delay_s * 2.0 ** (attempts - 1))
                 delay_s *= random.uniform(0.5, 1.0)
-                _log.info("%s: %s; attempt %d follows in %.1f s", what, error, number + 1, delay_s)
+                _log.info("%s: %s; attempt %d follows in %.1f s", what, error, attempts + 1, delay_s)
                 self._gives_up.wait(delay_s)
-                if self._gives_up.is_set():
+                if self._gives_up.is_set():  # `limit_attempts(1)` has ended the wait
                     raise
 
     def _request(self, what: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """Make a small request through botocore."""
+        """Make a small request through botocore's client; `what` names it in errors."""
         exceptions = self._botocore.exceptions
 
         def attempt() -> dict[str, Any]:
+            """Call the method once, and raise its errors as `ObjectError`."""
             try:
                 with quiet.ours():  # credentials may be renewed by any request
                     answer: dict[str, Any] = getattr(self._client, method)(Bucket=self._bucket, **arguments)
             except exceptions.ClientError as cause:
-                answered = cause.response
-                status = int(answered.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-                _raise_refused(
-                    what, status, str(answered["Error"].get("Code")), str(answered["Error"].get("Message")), cause
-                )
+                status = int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+                refusal = cause.response["Error"]
+                _raise_refused(what, status, str(refusal.get("Code")), str(refusal.get("Message")), cause)
             except (exceptions.BotoCoreError, OSError) as cause:
                 _raise_unanswered(what, cause, transient=isinstance(cause, exceptions.HTTPClientError | OSError))
             return answer
@@ -416,15 +426,15 @@ class S3Client:
 
     # Bytes
 
-    def _url(self, method: str, arguments: dict[str, Any]) -> SplitResult:
-        """Return a signed URL for a request."""
+    def _signed_url(self, method: str, arguments: dict[str, Any]) -> SplitResult:
+        """Return the URL for a request by http.client, signed by botocore."""
         try:
             with quiet.ours():
                 url: str = self._client.generate_presigned_url(
                     method, Params={"Bucket": self._bucket, **arguments}, ExpiresIn=URL_SECONDS
                 )
         except self._botocore.exceptions.BotoCoreError as cause:
-            # A provider of credentials may fail for a while; credentials that are missing stay so.
+            # A provider of credentials may fail for a while; missing credentials stay missing.
             missing = isinstance(cause, self._botocore.exceptions.NoCredentialsError)
             _raise_unanswered(f"sign {method}", cause, transient=not missing)
         return urlsplit(url)
@@ -439,7 +449,7 @@ class S3Client:
             if netloc == url.netloc:
                 connection.sock.settimeout(self.retry.stall_timeout_s)
                 return connection, True
-            connection.close()  # to an endpoint of before
+            connection.close()  # to an earlier endpoint
         host, port = url.hostname or "", url.port
         timeout_s = self.retry.connect_timeout_s
         if self._tls is not None:
@@ -458,13 +468,21 @@ class S3Client:
         talk: Callable[[http.client.HTTPConnection, str, float], Result],
         nbytes: int,
     ) -> Result:
-        """Make one attempt: run `talk(connection, target, deadline_s)`, which closes a connection it cannot reuse."""
-        url = self._url(method, arguments)
+        """Make one attempt at a request: sign it, and call `talk(connection, target, deadline_s)`; return its result.
+
+        Args:
+            what: Names the request in errors.
+            method: botocore's name for it.
+            arguments: For that method.
+            talk: Sends the request and reads the answer; closes the connection if it cannot be used again.
+            nbytes: How much it transfers, for the deadline.
+        """
+        url = self._signed_url(method, arguments)
         target = f"{url.path or '/'}?{url.query}"
         while True:
-            connection, used = None, False
+            connection, was_used = None, False
             try:
-                connection, used = self._connect(url)
+                connection, was_used = self._connect(url)
                 deadline_s = time.monotonic() + self.retry.stall_timeout_s + nbytes / LEAST_BYTES_PER_S
                 result = talk(connection, target, deadline_s)
                 if connection.sock is not None:
@@ -478,39 +496,40 @@ class S3Client:
             except (http.client.HTTPException, OSError) as cause:
                 if connection is not None:
                     connection.close()
-                # A server may close idle connections: try again at once with another one.
-                closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError)
-                if not (used and closed):
+                is_closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError)
+                has_idled = was_used and is_closed
+                if not has_idled:  # a server may close idle connections: then try again at once with another one
                     _raise_unanswered(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
 
     def _get(self, key: str, buffers: Sequence[memoryview]) -> int:
         """Get an object, in one attempt; return its size."""
         what = f"get {key}"
-        room = sum(len(buffer) for buffer in buffers)
+        room_bytes = sum(len(buffer) for buffer in buffers)
 
         def talk(connection: http.client.HTTPConnection, target: str, deadline_s: float) -> int:
+            """Fill the buffers from the answer; return the object's size."""
             connection.request("GET", target, headers={"Accept-Encoding": "identity"})
             answer = connection.getresponse()
             if answer.status != 200:
-                _raise_refusal_in(what, answer)
+                _raise_for_answer(what, answer)
             size = answer.length
             if size is None:
                 raise http.client.HTTPException("the answer does not say how long it is")
-            left = size
+            left_bytes = size
             for buffer in buffers:
                 done = 0
-                while done < len(buffer) and left:
-                    got = answer.readinto(buffer[done : min(done + PIECE_BYTES, len(buffer))])
-                    if got == 0:
-                        raise ConnectionResetError(errno.ECONNRESET, f"the answer ended {left} bytes early")
-                    done += got
-                    left -= got
+                while done < len(buffer) and left_bytes:
+                    read_bytes = answer.readinto(buffer[done : min(done + PIECE_BYTES, len(buffer))])
+                    if read_bytes == 0:
+                        raise ConnectionResetError(errno.ECONNRESET, f"the answer ended {left_bytes} bytes early")
+                    done += read_bytes
+                    left_bytes -= read_bytes
                     _check_deadline(deadline_s)
-            if size > room or answer.will_close:
+            if size > room_bytes or answer.will_close:
                 connection.close()  # instead of reading the rest of the object
             return size
 
-        return self._exchange(what, "get_object", {"Key": key}, talk, room)
+        return self._exchange(what, "get_object", {"Key": key}, talk, room_bytes)
 
     def _send(
         self,
@@ -524,6 +543,7 @@ class S3Client:
         nbytes = sum(len(buffer) for buffer in buffers)
 
         def talk(connection: http.client.HTTPConnection, target: str, deadline_s: float) -> str:
+            """Send the buffers; return the ETag in the answer."""
             connection.putrequest("PUT", target, skip_accept_encoding=True)
             for name, value in {"Content-Length": str(nbytes), **headers}.items():
                 connection.putheader(name, value)
@@ -541,10 +561,10 @@ class S3Client:
                     raise cause from None
                 if answer.status < 300:
                     raise
-                _raise_refusal_in(what, answer)
+                _raise_for_answer(what, answer)
             answer = connection.getresponse()
             if answer.status not in (200, 201, 204):
-                _raise_refusal_in(what, answer)
+                _raise_for_answer(what, answer)
             answer.read()
             if answer.will_close:
                 connection.close()
@@ -552,58 +572,59 @@ class S3Client:
 
         return self._exchange(what, method, arguments, talk, nbytes)
 
-    def _put_parts(self, key: str, buffers: Sequence[memoryview | FileBytes], whole: int) -> None:
-        """Upload an object of `whole` bytes in parts; abort the upload if one fails."""
-        upload = self._request(f"put {key}", "create_multipart_upload", Key=key)["UploadId"]
+    def _put_parts(self, key: str, buffers: Sequence[memoryview | FileBytes], nbytes: int) -> None:
+        """Upload an object of `nbytes` in parts; abort the upload if one fails."""
+        upload_id = self._request(f"put {key}", "create_multipart_upload", Key=key)["UploadId"]
         try:
             parts = []
-            for number, start in enumerate(range(0, whole, self._part_bytes), start=1):
-                part = _byte_range(buffers, start, min(start + self._part_bytes, whole))
-                arguments = {"Key": key, "UploadId": upload, "PartNumber": number}
+            for number, start in enumerate(range(0, nbytes, self._part_bytes), start=1):
+                part = _byte_range(buffers, start, min(start + self._part_bytes, nbytes))
+                arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number}
 
                 def attempt(arguments: dict[str, Any] = arguments, part: list[memoryview | FileBytes] = part) -> str:
+                    """Send this part once; the defaults bind the loop's present values."""
                     return self._send("upload_part", arguments, part, {})
 
                 parts.append({"PartNumber": number, "ETag": self._with_retries(f"put {key} part {number}", attempt)})
-            done = {"Parts": parts}
+            whole = {"Key": key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
             try:
-                self._request(
-                    f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done
-                )
+                self._request(f"put {key}", "complete_multipart_upload", **whole)
             except ObjectMissingError:
                 # The upload does not exist any more if an attempt whose answer was lost has completed it.
-                if self.head(key) != whole:
+                if self.head(key) != nbytes:
                     raise
         except ObjectError:
             try:
-                self._request(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload)
+                self._request(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload_id)
             except ObjectError as error:  # parts that are left behind take room, but do no harm
                 _log.warning("parts of an upload were left behind at %s: %s", self.endpoint, error)
             raise
 
 
 def _byte_range(buffers: Sequence[memoryview | FileBytes], start: int, stop: int) -> list[memoryview | FileBytes]:
-    """Return bytes `start` to `stop` of the concatenation of `buffers`, without copying."""
+    """Return bytes `start` to `stop` of all `buffers` together, as parts of these, without copying."""
     pieces = []
     for buffer in buffers:
         if start < len(buffer) and stop > 0:
-            first = max(start, 0)
+            first = max(start, 0)  # in this buffer
             pieces.append(buffer.part(first, stop) if isinstance(buffer, FileBytes) else buffer[first:stop])
-        start -= len(buffer)
+        start -= len(buffer)  # from here on counted from the next buffer's start
         stop -= len(buffer)
     return pieces
 
 
 def _check_deadline(deadline_s: float) -> None:
+    """Raise TimeoutError once the time for a transfer is over; called after each piece of it."""
     if time.monotonic() > deadline_s:
         raise TimeoutError(errno.ETIMEDOUT, f"slower than {LEAST_BYTES_PER_S} bytes/s")
 
 
 def _errno_of(status: int) -> int:
+    """Return the system error that is most like an HTTP status."""
     return {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 507: errno.ENOSPC}.get(status, errno.EIO)
 
 
-def _raise_refusal_in(what: str, answer: http.client.HTTPResponse) -> NoReturn:
+def _raise_for_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
     """Raise the error for an HTTP answer that is not a success; its body names a code and a message."""
     body = answer.read(64 << 10)
     code = message = ""
@@ -632,10 +653,10 @@ def _raise_refused(what: str, status: int, code: str, message: str, cause: Excep
 
 def _raise_unanswered(what: str, cause: Exception, *, transient: bool) -> NoReturn:
     """Raise the error for a request that got no answer."""
-    number = getattr(cause, "errno", None)
+    code = getattr(cause, "errno", None)
     if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
-        number = errno.ETIMEDOUT
-    elif not isinstance(number, int) or number <= 0 or isinstance(cause, ssl.SSLError):
-        number = errno.ECONNRESET if isinstance(cause, http.client.HTTPException) else errno.EIO
+        code = errno.ETIMEDOUT
+    elif not isinstance(code, int) or code <= 0 or isinstance(cause, ssl.SSLError):  # no error number of the system's
+        code = errno.ECONNRESET if isinstance(cause, http.client.HTTPException) else errno.EIO
     text = f"{what}: {type(cause).__name__}: {cause}"
-    raise ObjectError(text, code=type(cause).__name__, errno=number, transient=transient) from cause
+    raise ObjectError(text, code=type(cause).__name__, errno=code, transient=transient) from cause

@@ -17,22 +17,21 @@ from offload.tiers.objects import ObjectError
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files."""
 
-_MAX_FILE_BYTES = 64 << 30
-"""Largest file of a checkpoint: the `extra` of its caller may be large."""
-_LARGE = ("manifest-", "extra-", "model-")
-"""Prefixes of the names of such files."""
+_MAX_LARGE_FILE_BYTES = 64 << 30
+"""Largest file of a checkpoint that may be large, such as `extra`, whose content is its caller's."""
+_LARGE_FILE_PREFIXES = ("manifest-", "extra-", "model-")
 MAX_RECORD_BYTES = 16 << 20
 """Largest of the other files, which hold small records."""
 
 
 def limit_bytes(name: str) -> int:
-    """Return how large a file of a folder may be when it is read, by its name."""
-    return _MAX_FILE_BYTES if name.startswith(_LARGE) else MAX_RECORD_BYTES
+    """Return the greatest size at which a file of this name is read: another user may have made it."""
+    return _MAX_LARGE_FILE_BYTES if name.startswith(_LARGE_FILE_PREFIXES) else MAX_RECORD_BYTES
 
 
 @contextlib.contextmanager
-def saying(verb: str, what: str) -> Iterator[None]:
-    """Turn errors of the system or the object store into a `CheckpointError`: "cannot `verb` `what`"."""
+def raising_checkpoint_error(verb: str, what: str) -> Iterator[None]:
+    """Turn errors of the system or object store within this context into `CheckpointError("cannot verb what")`."""
     try:
         yield
     except (OSError, ObjectError) as cause:
@@ -65,7 +64,7 @@ class Folder(Protocol):
         """Fill memory from a file of exactly that size."""
 
     def identity(self) -> str:
-        """Return what identifies this folder among others on its device, copies included; "" if nothing does."""
+        """Return what tells this folder from others on its device, also from copies of it; "" if nothing does."""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """Make or replace a file, durably and atomically.
@@ -92,7 +91,7 @@ class Folder(Protocol):
         """Return the bytes that a store takes."""
 
     def opened_by(self) -> str:
-        """Check that a store is this user's; return who may still use it if no lock tells that, else ""."""
+        """Check that a store is this user's; return who may still use it if it has no lock that says so, else ""."""
 
     def used_by(self) -> int | None:
         """Return the pid of the process that has a store's lock, or None; see `lock_holder`."""
@@ -107,7 +106,7 @@ class Folder(Protocol):
         return None
 
     def remove(self) -> None:
-        """Delete a store's files and its folder; if stores have locks, the caller has this one's."""
+        """Delete a store's files and its folder; where stores have locks, the caller has this store's lock."""
 
     def remove_tree(self) -> None:
         """Delete the folder with everything below it; raise if it is a link."""
@@ -140,10 +139,10 @@ class Place(Protocol):
         """
 
     def parts(self) -> tuple[str, ...]:
-        """Return the parts of its full path; the parts of a place within it begin with them."""
+        """Return the components of the full path: those of a place within another begin with the other's."""
 
     def room(self) -> tuple[int, int | None]:
-        """Return the bytes that may still be written, and the number of the device; None if it shares none."""
+        """Return the bytes that may still be written, and the device's number (None: shared with no other place)."""
         return UNLIMITED_BYTES, None
 
     def facts(self) -> dict[str, str]:
@@ -170,7 +169,7 @@ class Place(Protocol):
         """Return the folder of a store, which need not exist."""
 
     def stores(self, *, ranks: bool = True) -> Sequence[Folder]:
-        """Return the existing stores by name, with `ranks` those in `rank-<r>`, too; errors as of a `Folder`."""
+        """Return the existing stores by name, with `ranks` also those in `rank-<r>`; raises as a `Folder` does."""
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
         """Return the paths, among `names` and ranks' folders beside or in them, that have a store of this uuid."""

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 
 from offload.errors import ConfigError, TierError, invariant
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
@@ -27,15 +28,15 @@ from offload.tiers.common import (
     SLOT_HEADER_BYTES,
     Owned,
     StoreOptions,
-    admit,
     check_depth,
     check_limits,
     check_request,
-    compare,
-    digest_after,
     digest_of,
+    digest_of_slot,
     make_header,
     memory_of,
+    verify_header,
+    verify_payload,
 )
 from offload.tiers.filesystem import PINS_NAME, UNLIMITED_BYTES
 from offload.tiers.lane import Lane
@@ -49,7 +50,7 @@ from offload.tiers.objects import (
     ObjectMissingError,
     RetryPolicy,
     S3Client,
-    advice,
+    explain_first_error,
     split_url,
 )
 from offload.tiers.store import RECORD_NAME, describe_store, describe_user
@@ -58,6 +59,15 @@ DEFAULT_DEPTH = 8
 """Requests of each direction: an object store has long latencies, but serves many requests at once."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sync:
+    """A sync that waits for the writes that were submitted before."""
+
+    op: int
+    writes: set[int]
+    started_s: float
 
 
 class RemoteTier(Owned):
@@ -108,20 +118,20 @@ class RemoteTier(Owned):
         self._used_bytes = 0
         self._lock = threading.Condition()
         # All below is read and changed under the lock only.
-        self._offsets: list[int] = []
-        self._slots: dict[int, tuple[str, int]] = {}
-        self._written: dict[str, None] = {}
-        self._reserved: set[str] = set()
-        self._to_delete: dict[str, None] = {}
-        self._deleting: frozenset[str] = frozenset()
-        self._writing: set[int] = set()
-        self._syncs: list[tuple[int, set[int], float]] = []
-        self._causes: dict[int, str] = {}
+        self._offsets: list[int] = []  # of `_slots`, sorted
+        self._slots: dict[int, tuple[str, int]] = {}  # by offset: the object's key, and where the slot ends
+        self._written: dict[str, None] = {}  # keys that may be at the store, in order
+        self._reserved: set[str] = set()  # keys that are being written
+        self._to_delete: dict[str, None] = {}  # keys
+        self._deleting: frozenset[str] = frozenset()  # keys
+        self._writing: set[int] = set()  # operations
+        self._syncs: list[_Sync] = []
+        self._causes: dict[int, str] = {}  # what the store said, by operation
         if client is None:
             s3 = S3Client(path, bucket, retry=HASTY)
             self._client: ObjectClient = s3
             self._open(store, bucket)
-            s3.retry = PATIENT if retry is None else retry
+            s3.retry = PATIENT if retry is None else retry  # for training
         else:
             self._client = client
             self._open(store, bucket)
@@ -161,12 +171,12 @@ class RemoteTier(Owned):
         self._writes.put(lambda: self._write(request))
 
     def sync(self, op: int) -> None:
-        """Complete as `op` once the writes before have ended: an object that was stored is durable."""
+        """Complete as `op` once all writes that were submitted before have ended: stored objects are durable."""
         self.check_open("sync")
         started_s = time.monotonic()
         with self._lock:
             if self._writing:
-                self._syncs.append((op, set(self._writing), started_s))
+                self._syncs.append(_Sync(op, set(self._writing), started_s))
                 return
         self._queue.post(op, 0, 0, started_s, time.monotonic())
 
@@ -174,7 +184,7 @@ class RemoteTier(Owned):
         """Change how many requests are in flight for each direction."""
         self.check_open("set_depth")
         check_depth(depth)
-        with self.answering_for("set_depth"):
+        with self.raising_tier_error("set_depth"):
             for lane in (self._reads, self._writes):
                 lane.set_threads(depth)
         self.depth = depth
@@ -186,10 +196,11 @@ class RemoteTier(Owned):
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self.check_open("free_bytes")
-        return (UNLIMITED_BYTES if self._max_bytes is None else self._max_bytes) - self._used_bytes
+        max_bytes = UNLIMITED_BYTES if self._max_bytes is None else self._max_bytes
+        return max_bytes - self._used_bytes
 
     def explain(self, op: int) -> str:
-        """Return, once, what the store said when an operation failed."""
+        """Return what the store said when an operation failed, and forget it; "" for nothing."""
         with self._lock:
             return self._causes.pop(op, "")
 
@@ -198,8 +209,8 @@ class RemoteTier(Owned):
 
         Requests in flight are not tried again, and deletes only a few times, so this ends soon if no server answers.
         """
-        if not self.ends_here():
-            return
+        if not self.mark_closed():
+            return  # closed before, or another process's
         self._client.limit_attempts(1)
         for lane in (self._reads, self._writes, self._deletes):
             lane.close()
@@ -210,11 +221,12 @@ class RemoteTier(Owned):
     # The store
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
-        """Make the store, and try whether the bucket can be used."""
+        """Make the store, and find out by trying whether the bucket can be used."""
         # "opened_as" identifies this attempt, so that its own record can be recognised.
         self._record = {**describe_store(store), **describe_user(), "opened_as": uuid.uuid4().hex}
         content = json.dumps(self._record).encode()
-        key, returned = self.store_prefix + RECORD_NAME, bytearray(len(content))
+        returned = bytearray(len(content))
+        key = self.store_prefix + RECORD_NAME
         trial = self.store_prefix + "trial"
         try:
             try:
@@ -237,7 +249,7 @@ class RemoteTier(Owned):
         except ObjectError as cause:
             self._undo_open()
             endpoint = self._client.endpoint
-            raise ConfigError("paths", self.path, advice(cause, endpoint, bucket)) from cause
+            raise ConfigError("paths", self.path, explain_first_error(cause, endpoint, bucket)) from cause
         except BaseException:
             self._undo_open()
             raise
@@ -261,7 +273,7 @@ class RemoteTier(Owned):
                 remaining.update(dict.fromkeys(self._client.list(self.store_prefix)))
             except ObjectError as error:
                 if not error.status:
-                    raise  # the server does not answer: deleting would wait as long again
+                    raise  # the server does not answer: each request would wait in vain
             if self.kept is not None:
                 kept = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
                 kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
@@ -275,9 +287,9 @@ class RemoteTier(Owned):
             )
 
     def _note_end(self) -> None:
-        """Note in the record of a store that is kept that its session has ended; see `Folder.opened_by`."""
+        """Note in the record of a kept store that its session has ended; `Folder.opened_by` reads the note."""
         content = json.dumps({**self._record, "ended": True}).encode()
-        with contextlib.suppress(ObjectError):  # without the note, the process tells, on its own machine
+        with contextlib.suppress(ObjectError):  # without the note, others on this machine see that the process ended
             self._client.put(self.store_prefix + RECORD_NAME, [memoryview(content)])
 
     # On the lanes' threads
@@ -298,7 +310,7 @@ class RemoteTier(Owned):
             error, checksum = self._note_failure(request, cause, errno.EIO), 0
         self._report(request, error, checksum, started_s)
 
-    def _key_in(self, request: TileRequest) -> str | None:
+    def _key_to_read(self, request: TileRequest) -> str | None:
         """Return the key of the object in a request's slot; None if the slot is empty."""
         with self._lock:
             slot = self._slots.get(request.offset)
@@ -306,23 +318,24 @@ class RemoteTier(Owned):
 
     def _fetch(self, request: TileRequest) -> tuple[int, int]:
         """Get a slot's object once, and verify it; return error and checksum."""
-        key = self._key_in(request)
-        if key is None:
-            return (ERROR_SHORT if request.offset + SECTOR_BYTES > self._used_bytes else ERROR_HEADER), 0
+        key = self._key_to_read(request)
+        if key is None:  # reported as a file of slots would: it ends before the slot, or has no header there
+            is_beyond_end = request.offset + SECTOR_BYTES > self._used_bytes
+            return (ERROR_SHORT if is_beyond_end else ERROR_HEADER), 0
         header = bytearray(SLOT_HEADER_BYTES)
         payload = memory_of(request)
         size = self._client.get_into(key, [memoryview(header), payload])
         if size < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
-        error, expected = admit(bytes(header), self._store, request)
+        error, expected = verify_header(bytes(header), self._store, request)
         if error:
             return error, 0
         if size != SLOT_HEADER_BYTES + request.nbytes:
             return ERROR_SHORT, 0
-        return (0, 0) if expected is None else compare(request, expected)
+        return (0, 0) if expected is None else verify_payload(request, expected)
 
     def _write(self, request: TileRequest) -> None:
-        """Store an object, let it be the slot's, and report; after an error, delete what may have been stored."""
+        """Store an object as the slot's content, and report; after an error, delete what may have been stored."""
         started_s = time.monotonic()
         error = checksum = 0
         key = self.key(request)
@@ -340,7 +353,7 @@ class RemoteTier(Owned):
         self._finish_syncs(request.op)
 
     def _reserve_key(self, key: str) -> None:
-        """Reserve a key for a write: it is not deleted from now on, and a delete that is under way is awaited."""
+        """Keep a key from being deleted while it is written; first wait for a delete of it that is under way."""
         with self._lock:
             self._to_delete.pop(key, None)
             self._reserved.add(key)
@@ -348,41 +361,49 @@ class RemoteTier(Owned):
             self._written[key] = None
 
     def _store_object(self, key: str, request: TileRequest) -> int:
+        """Store header and payload as one object; return the payload's checksum, 0 if it has none."""
         header, checksum = make_header(self._store, request)
-        whole = digest_after(header, checksum, request.nbytes)
-        self._client.put(key, [memoryview(header), memory_of(request)], whole)
+        digest = digest_of_slot(header, checksum, request.nbytes)
+        self._client.put(key, [memoryview(header), memory_of(request)], digest)
         return checksum or 0
 
     def _set_slot(self, key: str, request: TileRequest) -> None:
-        """Let a slot hold the object `key`; delete the objects of the slots that it overlaps, itself included."""
-        start, end = request.offset, request.offset + SLOT_HEADER_BYTES + request.nbytes
+        """Note that a slot now holds the object `key`; delete the objects that overlapping slots held, and its own.
+
+        Objects whose key is being written again are not deleted.
+        """
+        start = request.offset
+        end = start + SLOT_HEADER_BYTES + request.nbytes
         with self._lock:
             first = bisect.bisect_left(self._offsets, start)
-            if first > 0 and self._slots[self._offsets[first - 1]][1] > start:
-                first -= 1
-            last = bisect.bisect_left(self._offsets, end, first)
-            for offset in self._offsets[first:last]:
-                previous, _ = self._slots.pop(offset)
-                if previous not in self._reserved:
-                    self._to_delete[previous] = None
-            self._offsets[first:last] = [start]
+            if first > 0:
+                _, end_before = self._slots[self._offsets[first - 1]]
+                if end_before > start:
+                    first -= 1
+            beyond = bisect.bisect_left(self._offsets, end, first)
+            for offset in self._offsets[first:beyond]:
+                replaced_key, _ = self._slots.pop(offset)
+                if replaced_key not in self._reserved:
+                    self._to_delete[replaced_key] = None
+            self._offsets[first:beyond] = [start]
             self._slots[start] = (key, end)
             self._reserved.discard(key)
-            has_doomed = bool(self._to_delete)
-        if has_doomed:
+            is_delete_due = bool(self._to_delete)
+        if is_delete_due:
             self._deletes.put(self._delete_batch)
 
     def _delete_failed(self, key: str, offset: int) -> None:
         """Delete the object of a failed write: the store may have it although no answer said so."""
         with self._lock:
             self._reserved.discard(key)
-            if self._slots.get(offset, ("", 0))[0] == key:
+            present_key, _ = self._slots.get(offset, ("", 0))
+            if present_key == key:
                 return  # the same version, from an earlier write that succeeded
             self._to_delete[key] = None
         self._deletes.put(self._delete_batch)
 
     def _delete_batch(self) -> None:
-        """Delete a batch of the objects that are to be deleted; a failure is left to `close`."""
+        """Delete up to `DELETE_KEYS` of the objects that are to be deleted; what fails is left to `close`."""
         with self._lock:
             batch = list(self._to_delete)[:DELETE_KEYS]
             for key in batch:
@@ -404,11 +425,13 @@ class RemoteTier(Owned):
             self._lock.notify_all()
 
     def _note_failure(self, request: TileRequest, cause: Exception, error: int) -> int:
+        """Note why an operation failed, for `explain`; return `error`."""
         with self._lock:
             self._causes[request.op] = str(cause)
         return error
 
     def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
+        """Post an operation's completion; its detail is the slot's offset after an error, else the checksum."""
         self._queue.post(request.op, error, request.offset if error else checksum, started_s, time.monotonic())
 
     def _finish_syncs(self, written: int) -> None:
@@ -417,12 +440,12 @@ class RemoteTier(Owned):
         with self._lock:
             self._writing.discard(written)
             for sync in self._syncs:
-                sync[1].discard(written)
-                if not sync[1]:
+                sync.writes.discard(written)
+                if not sync.writes:
                     done.append(sync)
-            self._syncs = [sync for sync in self._syncs if sync[1]]
-        for op, _, started_s in done:
-            self._queue.post(op, 0, 0, started_s, time.monotonic())
+            self._syncs = [sync for sync in self._syncs if sync.writes]
+        for sync in done:
+            self._queue.post(sync.op, 0, 0, sync.started_s, time.monotonic())
 
 
 class ExistingRemoteStore(RemoteTier):
@@ -440,18 +463,21 @@ class ExistingRemoteStore(RemoteTier):
         invariant(False, "a store of another session is written to")
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
+        """Check that the store has a record."""
         try:
             size = self._client.head(self.store_prefix + RECORD_NAME)
         except ObjectError as cause:
             self._client.close()
-            raise ConfigError("checkpoint", self.path, advice(cause, self._client.endpoint, bucket)) from cause
+            reason = explain_first_error(cause, self._client.endpoint, bucket)
+            raise ConfigError("checkpoint", self.path, reason) from cause
         if size is None:
             self._client.close()
             detail = f"there is no store {self.store_prefix}"
             raise TierError("open", tier=self.name, path=self.path, errno=errno.ENOENT, detail=detail)
 
-    def _key_in(self, request: TileRequest) -> str | None:
+    def _key_to_read(self, request: TileRequest) -> str | None:
+        """Return the key that the writer has made: here no index of slots is kept."""
         return self.key(request)
 
     def _remove(self) -> None:
-        pass
+        """Do nothing: the store is another session's."""

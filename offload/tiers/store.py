@@ -31,7 +31,8 @@ READER_NAME = "reader-"
 RANK_NAME = re.compile(r"rank-\d+")
 """Name of a rank's own directory, or prefix, on a path."""
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""System errors that mean that a file system has no locks."""
 
 _log = logging.getLogger("offload")
 
@@ -72,7 +73,7 @@ class Store:
             # Written atomically: with a damaged record the store of a killed session would never be deleted.
             with replacing(self.directory / RECORD_NAME, f"{TEMPORARY}{RECORD_NAME}") as file:
                 file.write(json.dumps(describe_store(store)).encode())
-            if self._lock is None:  # last, as anybody may delete an empty directory
+            if self._lock is None:  # late, as anybody may delete a directory that is empty and unlocked
                 self._delete(LOCK_NAME)
             sync_directory(self.directory.parent)
         except BaseException:
@@ -100,13 +101,16 @@ class Store:
         except OSError as cause:
             if cause.errno in (errno.ENOENT, errno.ESTALE):
                 return False
-            if cause.errno not in NO_LOCKS:
+            if cause.errno not in NO_LOCK_ERRNOS:
                 raise
             _log.warning("%s: the file system has no locks (%s)", path, cause.strerror)
         return True
 
     def _delete(self, *names: str, directory: bool = False) -> None:
-        """Delete files of the store, or the directory, unless its name means another one now; log a failure."""
+        """Delete files of the store, then with `directory` the directory, unless its name means another one now.
+
+        A failure is logged: the store is left in place.
+        """
         try:
             with StoreDirectory(self.directory) as files:
                 if files.identity != self._identity:
@@ -121,7 +125,7 @@ class Store:
 
 
 class StoreDirectory:
-    """The directory of a store, held open: files are deleted in it even if its name means another one by then.
+    """The directory of a store, held open, so that files are deleted in it even if its name means another one now.
 
     A context manager. Links are not followed, neither to the directory nor in it.
 
@@ -163,6 +167,7 @@ class StoreDirectory:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Return what identifies a directory: (st_dev, st_ino)."""
     return status.st_dev, status.st_ino
 
 
@@ -172,7 +177,7 @@ def describe_store(store: uuid.UUID) -> dict[str, str | int]:
 
 
 def describe_user() -> dict[str, Any]:
-    """Return the entry that names this process as user of a store without locks: others can see when it has ended."""
+    """Return a note that this process uses a store without locks, from which others can tell when it has ended."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "process": Process.this()}
 
 
@@ -191,7 +196,7 @@ def check_directory(path: str) -> None:
             pass
     except OSError as cause:
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # writable but full: free_bytes() says so, in bytes
+            return  # it can be written, but is full: `free_bytes` will say that
         reason = cause.strerror or str(cause)
         raise ConfigError(
             "paths", path, f"no file can be made there ({reason}): make it writable, or name another"

@@ -1,12 +1,12 @@
-"""Processes and sessions that share a path take turns on it: a tier that lets requests through to another one only
+"""Processes and sessions that share a path take turns on it: a tier that passes requests on to another tier only
 while it has a turn.
 
 The lock is a set of POSIX record locks on bytes of a file that is never read: byte 0 is the head of the line, the
 bytes after it are the turns. A process that wants a turn locks byte 0, then a turn, then unlocks byte 0: so one that
 has just had a turn queues behind those that wait already. Such locks are freed when the process dies, by SIGKILL too,
 even if children live on. They belong to the process: each file is opened once in it and stays open, as any close
-would give its locks up, and its sessions have a `threading.Lock` beside each byte. There is no deadlock: while it has
-a turn, a session never waits for another path.
+would give its locks up, and its sessions exclude each other by a `threading.Lock` beside each byte. There is no
+deadlock: while it has a turn, a session never waits for another path.
 
 The lock means "this path's device is mine for now". Its file lies on the local machine, never on the path: the path
 may be slow, full or on another machine.
@@ -23,8 +23,9 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from offload._native import CompletionQueue
 from offload.errors import TierError
@@ -48,21 +49,22 @@ class LockByte:
 
     Args:
         file: The file's descriptor, this process's only one.
-        place: Position of the byte in the file.
+        position: Of the byte in the file.
     """
 
-    def __init__(self, file: int, place: int) -> None:
-        self.file, self._position = file, place
-        self._taken = threading.Lock()
+    def __init__(self, file: int, position: int) -> None:
+        self.file = file
+        self._position = position
+        self._in_process = threading.Lock()  # locked by the session of this process that has the byte
 
     def try_acquire(self) -> bool:
         """Lock the byte if it is free; return whether that succeeded."""
-        if not self._taken.acquire(blocking=False):
+        if not self._in_process.acquire(blocking=False):
             return False
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._position)
         except OSError as cause:
-            self._taken.release()
+            self._in_process.release()
             if cause.errno in (errno.EAGAIN, errno.EACCES):
                 return False
             raise
@@ -71,11 +73,11 @@ class LockByte:
     def release(self) -> None:
         """Unlock the byte."""
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self._position)
-        self._taken.release()
+        self._in_process.release()
 
     def holder(self) -> int | None:
-        """Return the pid of the process that has the byte, 0 for one that cannot be seen from here, None for none."""
-        if self._taken.locked():
+        """Return the pid of the process that has the byte, None if none has; 0 if it cannot be seen from here."""
+        if self._in_process.locked():
             return os.getpid()
         pid = byte_holder(self.file, self._position)
         return None if pid is None else max(pid, 0)
@@ -83,14 +85,14 @@ class LockByte:
 
 _lock_bytes: dict[tuple[int, int, int], list[LockByte]] = {}
 """The bytes of each lock file that this process has opened, by process, device and inode."""
-_opening = threading.Lock()
+_opening_lock = threading.Lock()
 
 
 def lock_file(path: str | os.PathLike[str]) -> str:
-    """Return the lock file of a directory, made if it is not there.
+    """Make the lock file of a directory if it is not there; return its path.
 
-    An empty file for each path, which is never deleted: else two processes could lock two files of one name. Any
-    user may lock it, as any user may write to its directory; its content does not matter.
+    It is empty and never deleted: else two processes could have locked two files of that name. Any user may lock it,
+    as any user may write to its directory.
 
     Raises:
         OSError: `path` does not exist, or the file cannot be made or is not a file.
@@ -114,7 +116,7 @@ def lock_bytes(path: str | os.PathLike[str], holders: int = 1) -> list[LockByte]
         OSError: As `lock_file`, or the file cannot be opened.
     """
     name = lock_file(path)
-    with _opening:
+    with _opening_lock:
         status = os.lstat(name)
         key = os.getpid(), status.st_dev, status.st_ino
         if key not in _lock_bytes:
@@ -123,6 +125,14 @@ def lock_bytes(path: str | os.PathLike[str], holders: int = 1) -> list[LockByte]
         known_bytes = _lock_bytes[key]
         known_bytes += [LockByte(known_bytes[0].file, position) for position in range(len(known_bytes), holders + 1)]
     return known_bytes[: holders + 1]
+
+
+class _Request(NamedTuple):
+    """A request that waits for a turn: `start` passes it on to the inner tier."""
+
+    op: int
+    nbytes: int
+    start: Callable[[], None]
 
 
 class TakingTurns(Owned):
@@ -143,17 +153,20 @@ class TakingTurns(Owned):
 
     def __init__(self, inner: Tier, inner_queue: CompletionQueue, queue: Queue, turns: Turns) -> None:
         super().__init__(inner.path)
-        self.inner, self.name, self.depth = inner, inner.name, inner.depth
+        self.inner = inner
+        self.name, self.depth = inner.name, inner.depth
         self.cached, self.paid = inner.cached, inner.paid
-        self._inner_queue, self._queue, self._turn_settings = inner_queue, queue, turns
-        self._requests: deque[tuple[int, int, Callable[[], None]]] = deque()
+        self._inner_queue = inner_queue
+        self._queue = queue
+        self._turn_settings = turns
+        self._requests: deque[_Request] = deque()
         self._waiting_since_s: float | None = None
         try:
             self._line, *self._turns = lock_bytes(turns.path or inner.path, turns.holders)
         except OSError as cause:
             raise _lock_error(inner.path, cause) from cause
         self._thread = threading.Thread(target=self._serve, name="offload-turns", daemon=True)
-        with self.answering_for("open"):
+        with self.raising_tier_error("open"):
             self._thread.start()
 
     def read(self, request: TileRequest) -> None:
@@ -181,23 +194,24 @@ class TakingTurns(Owned):
 
     def waiting_for(self) -> str:
         """Return, for messages, which process's turn this tier waits for; "" if it does not wait. Any thread."""
-        asked_s = self._waiting_since_s
-        return "" if asked_s is None else self._describe_wait(time.monotonic() - asked_s)
+        since_s = self._waiting_since_s
+        return "" if since_s is None else self._describe_wait(time.monotonic() - since_s)
 
     def close(self) -> None:
         """Finish what is in flight and close the inner tier; idempotent.
 
-        Requests that get no turn within `Turns.report_after_s` complete with ETIMEDOUT: the process that has it may
-        be stopped.
+        Requests that get no turn within `Turns.report_after_s` complete with ETIMEDOUT, as the process that has the
+        turn may be stopped.
         """
-        if self.ends_here():
+        if self.mark_closed():
             self._inner_queue.post(WAKE)
             self._thread.join()
             self.inner.close()
 
     def _submit(self, operation: str, op: int, nbytes: int, start: Callable[[], None]) -> None:
+        """Queue a request for the next turn, and wake the thread."""
         self.check_open(operation)
-        self._requests.append((op, nbytes, start))
+        self._requests.append(_Request(op, nbytes, start))
         self._inner_queue.post(WAKE)
 
     # On the thread
@@ -223,16 +237,17 @@ class TakingTurns(Owned):
             TimeoutError: The tier is being closed, and no turn has come in time.
             OSError: The system refuses a lock.
         """
-        patience_s = report_s = self._turn_settings.report_after_s
+        patience_s = self._turn_settings.report_after_s
+        report_s = patience_s  # the wait after which the next warning is due
         candidates: Sequence[LockByte] = [self._line]
         try:
             while True:
-                taken = next((candidate for candidate in candidates if candidate.try_acquire()), None)
-                if taken is self._line:
+                acquired = next((candidate for candidate in candidates if candidate.try_acquire()), None)
+                if acquired is self._line:
                     candidates = self._turns
                     continue
-                if taken is not None:
-                    return taken
+                if acquired is not None:
+                    return acquired
                 now_s = time.monotonic()
                 self._waiting_since_s = self._waiting_since_s or now_s
                 waited_s = now_s - self._waiting_since_s
@@ -250,44 +265,50 @@ class TakingTurns(Owned):
 
     def _use_turn(self) -> None:
         """Pass requests on, and completions back, until the turn is over."""
-        bytes_in_flight: dict[int, int] = {}
-        moved = 0  # bytes since the turn began, or since no process was found waiting
-        limit_bytes, is_over = self._turn_settings.turn_bytes, False
+        bytes_in_flight: dict[int, int] = {}  # by operation
+        moved_bytes = 0  # since the turn began, or since no process was found waiting
+        limit_bytes = self._turn_settings.turn_bytes
+        is_over = False
         while True:
-            while (
-                self._requests
-                and not is_over
-                and (not bytes_in_flight or sum(bytes_in_flight.values()) + self._requests[0][1] <= limit_bytes)
-            ):
-                if moved >= limit_bytes:
-                    is_over, moved = self._line.holder() is not None, 0
+            while self._requests and not is_over and self._may_start(self._requests[0], bytes_in_flight):
+                if moved_bytes >= limit_bytes:
+                    is_over = self._line.holder() is not None  # another process waits
+                    moved_bytes = 0
                     continue
-                op, nbytes, start = self._requests.popleft()
-                bytes_in_flight[op] = nbytes
-                moved += nbytes
+                request = self._requests.popleft()
+                bytes_in_flight[request.op] = request.nbytes
+                moved_bytes += request.nbytes
                 try:
-                    start()
+                    request.start()
                 except Exception as cause:  # every operation is completed, whatever happens
                     _log.error("%s: %r", self.path, cause)
-                    self._inner_queue.post(op, errno.ECANCELED)
+                    self._inner_queue.post(request.op, errno.ECANCELED)
             if not bytes_in_flight and is_over:
                 return
-            records = self._inner_queue.wait(-1.0 if bytes_in_flight else LINGER_S)
-            if not bytes_in_flight and (self._closed or not records) and not self._requests:
+            completions = self._inner_queue.wait(-1.0 if bytes_in_flight else LINGER_S)
+            if not bytes_in_flight and (self._closed or not completions) and not self._requests:
                 return
-            for record in records:
-                if record[0] != WAKE:
-                    del bytes_in_flight[record[0]]
-                    self._queue.post(*record)
+            for completion in completions:
+                op = completion[0]
+                if op != WAKE:
+                    del bytes_in_flight[op]
+                    self._queue.post(*completion)
+
+    def _may_start(self, request: _Request, bytes_in_flight: Mapping[int, int]) -> bool:
+        """Return whether a request may go on beside those in flight; a larger one than a turn's bytes goes alone."""
+        if not bytes_in_flight:
+            return True
+        return sum(bytes_in_flight.values()) + request.nbytes <= self._turn_settings.turn_bytes
 
     def _fail_all(self, error: int) -> None:
+        """Complete all waiting requests with an error of the system."""
         now_s = time.monotonic()
         while self._requests:
-            self._queue.post(self._requests.popleft()[0], error, 0, now_s, now_s)
+            self._queue.post(self._requests.popleft().op, error, 0, now_s, now_s)
 
     def _describe_wait(self, waited_s: float) -> str:
         """Return a sentence about a long wait for a turn: which process has it, and what to do."""
-        # The turns before the line: all wait for the processes that have a turn.
+        # The turns are asked before the line: whoever has the line waits for a turn, too.
         holder = next((pid for lock_byte in (*self._turns, self._line) if (pid := lock_byte.holder()) is not None), 0)
         who = f"process {holder}" if holder else "a process that cannot be seen from here (another container?)"
         story = f"waited {format_seconds(waited_s)} for a turn on path {self.path}, which {who} has"
@@ -308,6 +329,7 @@ def _lock_error(path: str, cause: OSError) -> TierError:
 
 
 def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by a signal or a debugger, as far as that can be seen."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         # The process's name may contain anything, even brackets; the state follows the last one.
         return file.read().rpartition(")")[2].split()[0] in ("T", "t")

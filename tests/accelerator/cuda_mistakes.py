@@ -88,7 +88,7 @@ def _uses_what_is_read(self: Any, used: Any) -> Any:
     return used.popleft() if len(used) >= 3 else gpu_unused(self, used)
 
 
-gpu_unused = gpu.Uploads._unused
+gpu_unused = gpu.Uploads._take_reusable
 
 
 def _waits_on_the_host(right: Any, self: Any, lane: Any, mark: Any) -> None:
@@ -126,7 +126,7 @@ READ = (
         "table-filled-while-read",
         "a pinned table is filled anew while it is read, once a stream has three",
         "rows of another update: wrong weights, without a word",
-        instead(gpu.Uploads, "_unused", _uses_what_is_read),
+        instead(gpu.Uploads, "_take_reusable", _uses_what_is_read),
         found_by="tests/unit/test_accelerator.py::test_no_table_is_filled_anew_while_it_waits_to_be_read",
         is_late=True,
     ),

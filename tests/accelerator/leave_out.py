@@ -80,7 +80,7 @@ UNNOTICED: dict[str, str] = {
     "Overlap._copy_from_hidden: self._holder.device.record_use(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),
-    "PieceCopies._take: device.follow(lane, device.mark(other, timed=False))": (
+    "PieceCopies._next_buffer: device.follow(lane, device.mark(other, timed=False))": (
         "for what an interrupt has left, which is copied again, whole, behind it"
     ),
 }

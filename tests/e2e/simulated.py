@@ -13,7 +13,7 @@ from world.device import spans_of
 import offload
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
-from offload.kernels.table import checked
+from offload.kernels.table import as_segment_rows
 from offload.protocols import DeviceLane
 from offload.rules import ADAM
 from offload.tiers.directories import DirectoryFolder
@@ -47,7 +47,7 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
     parts = engine._parts
 
     def look(table: Any) -> None:
-        for row in checked(table):
+        for row in as_segment_rows(table):
             for start, end, writes in spans_of(row):
                 device.host_access(start, end - start, writes=writes)
 

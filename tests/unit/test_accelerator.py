@@ -183,8 +183,10 @@ def test_the_time_is_compared_on_the_thread_that_reports(
 ) -> None:
     """Whoever makes a mark may be running backward."""
     compared: list[threading.Thread] = []
-    plain = device._now
-    monkeypatch.setattr(device, "_now", lambda idle: (compared.append(threading.current_thread()), plain(idle))[1])
+    plain = device._read_clocks
+    monkeypatch.setattr(
+        device, "_read_clocks", lambda idle: (compared.append(threading.current_thread()), plain(idle))[1]
+    )
     monkeypatch.setattr(module, "REBASE_S", 0.0)
     posts = Posts()
     device.report(device.mark(DeviceLane.D2H), posts, 7)
@@ -207,7 +209,7 @@ def test_the_clock_is_read_again_if_python_was_late(
         before = len(events)
         with monkeypatch.context() as patch:
             patch.setattr(module, "time", SimpleNamespace(monotonic=iter(ticks).__next__))
-            event, now_s = device._now(device.stream(DeviceLane.H2D))
+            event, now_s = device._read_clocks(device.stream(DeviceLane.H2D))
         assert event is events[before + best][0]
         assert now_s == pytest.approx(10.0 * best + waits_s[best] * part)
 
@@ -291,7 +293,7 @@ def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
     lanes.device.prepare_thread()
     lanes.allocate_for(plan, Layout((), ()), 0)
     lanes.use_plan(plan)
-    arena = lanes.arena(nbytes)
+    arena = lanes.allocate_arena(nbytes)
     table = trial_table(EXACT_ADAMW, arena.address, 4096)
 
     def visit() -> None:
@@ -354,7 +356,7 @@ def test_the_clock_is_read_on_a_stream_that_is_idle(
     monkeypatch.setattr(module, "REBASE_S", -1.0)
     streams = [*dict.fromkeys(device.stream(lane) for lane in LANES)]
     read: list[Any] = []
-    monkeypatch.setattr(device, "_now", lambda idle: (read.append(idle), device.base)[1])
+    monkeypatch.setattr(device, "_read_clocks", lambda idle: (read.append(idle), device.base)[1])
     with contextlib.ExitStack() as held:
         for stream in streams[:-1]:
             held.enter_context(late.held(stream))
@@ -420,7 +422,7 @@ def test_memory_is_unpinned_while_it_is_there(device: module.AcceleratorDevice) 
     before = late.registered()
     with torch.accelerator.device_index(INDEX):
         lanes = GpuLanes(device, CompletionQueue())
-        arena = lanes.arena(1 << 20)
+        arena = lanes.allocate_arena(1 << 20)
         assert len(late.registered()) > len(before)
         lanes.free_arena(arena)
     assert late.registered() == before

@@ -97,7 +97,7 @@ class VirtualLanes:
     def __init__(self, device: VirtualDevice) -> None:
         self.device = device
 
-    def arena(self, nbytes: int, node: int | None = None) -> Arena:
+    def allocate_arena(self, nbytes: int, node: int | None = None) -> Arena:
         return Arena(nbytes)
 
     def free_arena(self, arena: Arena) -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def refused(*arguments: Any, **options: Any) -> None:
         raise OffloadError("no memory")
 
-    for name in ("copy_to_device", "arena"):
+    for name in ("copy_to_device", "allocate_arena"):
         monkeypatch.setattr(lanes, name, refused)
         with pytest.raises(OffloadError, match="no memory"):
             GpuProbe(lanes, EXACT_ADAMW, NUMEL)

@@ -165,7 +165,7 @@ def test_memory_that_nobody_wants_any_more_is_not_taken(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Arena, "touch_part", touched)
     with pytest.raises(OffloadError, match="closed"):
-        lanes.arena(100 * PIECE_BYTES)
+        lanes.allocate_arena(100 * PIECE_BYTES)
     assert len(done) <= touching.MOST_THREADS
     assert not device.pinned
     lanes.given_up = False
@@ -206,7 +206,7 @@ def test_what_a_gpu_reads_is_touched_before_it_is_pinned(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(device, "pin", pin)
     lanes = GpuLanes(device, CompletionQueue())
-    lanes.arena(3 * PIECE_BYTES)
+    lanes.allocate_arena(3 * PIECE_BYTES)
     assert seen == [3 * PIECE_BYTES // mmap.PAGESIZE]
     lanes.close()
 

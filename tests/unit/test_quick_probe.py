@@ -210,7 +210,7 @@ def test_what_copies_leave_of_the_update_is_their_cost(
     monkeypatch.setattr(TrialState, "stream_rate", lambda *how: 10e9 * UPDATE_MEMORY_COST)
     queue = CompletionQueue()
     device = SimpleNamespace(name=f"of speed {speed}", free_bytes=lambda: 1 << 30)
-    lanes = SimpleNamespace(device=device, rated=lambda measure: measure(lanes))
+    lanes = SimpleNamespace(device=device, measure_rates=lambda measure: measure(lanes))
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(20_000), lanes)  # type: ignore[arg-type]
     assert found.gpu is not None

@@ -44,7 +44,7 @@ def test_nothing_is_said_before_its_time_or_twice(
     silence = waits.Silence()
     for _ in range(10):
         clock.pass_by(20.0)
-        silence.tell(lambda: "Godot")
+        silence.warn_if_due(lambda: "Godot")
         silence.end()
     assert not caplog.records
 

@@ -33,7 +33,7 @@ from offload.errors import InternalError, OffloadError
 from offload.formats import FORMATS, StateSpec, StateTensor
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES, fingerprint_parts
-from offload.kernels.table import checked
+from offload.kernels.table import as_segment_rows
 from offload.predict.streams import Order
 from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
 from offload.rules import MASTER, RULES, segment_dtype
@@ -597,7 +597,7 @@ class SimulatedDevice:
 
     def send_table(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], _Work]:
         """See `Device.send_table`."""
-        rows = checked(table).copy()
+        rows = as_segment_rows(table).copy()
         return rows, self._send_table(rows.nbytes)
 
     def update(self, sent: tuple[npt.NDArray[Any], _Work]) -> None:
