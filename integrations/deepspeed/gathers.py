@@ -163,8 +163,8 @@ class Gathers:
     def begin(self, active: Iterable[int]) -> None:
         """Start gathering the weights of a step that has begun, in the background, in the agreed order.
 
-        Nobody would wait for weights whose use no hook has seen, so this does, for `active` pieces, which the step
-        updates on this rank, before `step` returns.
+        Wait here for weights whose use no hook has seen, as nobody would wait for them later: as far as the step
+        updates them on this rank, in `active` pieces.
         """
         used, self._used = self._used, {}
         if self._exchange is not None:

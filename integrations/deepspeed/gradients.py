@@ -55,7 +55,7 @@ class SlotGradients:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Memory that updates read gradients from, and that is not the engine's."""
+        """Memory besides the engine's that updates read gradients from."""
         return [*self._lent_gradients.values()]
 
     def begin(self, kept: int | None) -> None:
@@ -169,7 +169,7 @@ class ArrivingGradients(SlotGradients):
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Memory that updates read gradients from, and that is not the engine's."""
+        """Memory besides the engine's that updates read gradients from."""
         return [*self._first_gradients.values(), *self._lent_gradients.values()]
 
     def begin(self, kept: int | None) -> None:

@@ -406,7 +406,7 @@ class _AtImport(MetaPathFinder):
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                """Run DeepSpeed's module as its loader does, then switch the backend on."""
+                """Run DeepSpeed's module as its loader does, then enable the backend, or watch."""
                 execute(module)
                 _act_once_imported(enables=self.enables)
 

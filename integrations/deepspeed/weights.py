@@ -83,7 +83,8 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
 def _weights_folder_of(config: Any) -> str | None:
     """Return the folder for weights that a `DeepSpeedConfig` names; None if it names none, or is not ours."""
     given = config.zero_config.offload_param
-    return None if given is None or given.device == "nvme" else settings.weights_folder(config._param_dict)
+    is_ours = given is not None and given.device != "nvme"  # with NVMe in the config's text: `initialize_params`
+    return settings.weights_folder(config._param_dict) if is_ours else None
 
 
 @contextlib.contextmanager

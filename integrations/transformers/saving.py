@@ -119,8 +119,7 @@ def make_sigterm_callback(find_optimizer: Callable[[], Any]) -> Any:
 
         def on_save(self, *arguments: Any, **options: Any) -> None:
             """If the save was for a SIGTERM: wait for the mirror, then pass the signal on."""
-            handler = self.handler
-            optimizer = find_optimizer()
+            handler, optimizer = self.handler, find_optimizer()
             if handler is not None and handler.is_committing:
                 try:
                     if optimizer is not None:
