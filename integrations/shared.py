@@ -42,7 +42,7 @@ LOGGED = "step_s", "predicted_step_s", "resident_share"
 _log = logging.getLogger("offload")
 
 
-def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+def read_fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the fields of an `OffloadConfig`, which may be in a JSON file.
 
     Raises:
@@ -77,25 +77,27 @@ def check_relied_on(
     Raises:
         ConfigError: The framework cannot be imported, or a function is missing or has changed; names it.
     """
-    field, use, problems = package.partition(".")[0], f"use one of {', '.join(tested)}", []
+    field, use = package.partition(".")[0], f"use one of {', '.join(tested)}"
+    problems: list[str] = []
     try:
         version = str(getattr(import_module(package), "__version__", "without a version"))
-        owners = [*map(_owner, relied_on)]
+        owners = [*map(_import_owner, relied_on)]
     except ImportError as error:
         raise ConfigError(field, f"cannot be imported: {error}", advice) from error
     except AttributeError as error:
         raise ConfigError(field, version, f"{use}: {error}") from error
     for (owner_name, functions), owner in zip(relied_on.items(), owners, strict=True):
-        for name, (parameters, used) in functions.items():
-            if (installed := vars(owner).get(name)) is None:
+        for name, (first_parameters, names_to_use) in functions.items():
+            installed = vars(owner).get(name)
+            if installed is None:
                 problems.append(f"{owner_name}.{name} is gone")
                 continue
             function = inspect.unwrap(installed)
-            actual = list(inspect.signature(function).parameters)
-            if actual[: len(parameters.split())] != parameters.split():
-                problems.append(f"{owner_name}.{name}({', '.join(actual)}) took ({', '.join(parameters.split())})")
-            names = {*_names_in(function.__code__)}
-            if unused := [word for word in used.split() if word not in names]:
+            actual, expected = list(inspect.signature(function).parameters), first_parameters.split()
+            if actual[: len(expected)] != expected:
+                problems.append(f"{owner_name}.{name}({', '.join(actual)}) took ({', '.join(expected)})")
+            used_names = {*_names_in(function.__code__)}
+            if unused := [word for word in names_to_use.split() if word not in used_names]:
                 problems.append(f"{owner_name}.{name} does not use {', '.join(unused)}")
     if problems:
         raise ConfigError(field, version, f"{use}: {'; '.join(problems)}")
@@ -103,7 +105,7 @@ def check_relied_on(
         _log.info("%s %s has all that is relied on, but only %s is tested", package, version, ", ".join(tested))
 
 
-def _owner(place: str) -> Any:
+def _import_owner(place: str) -> Any:
     """Return a module, or a class of a module, by its dotted name; the first letter of a class is a capital."""
     module, _, name = place.rpartition(".")
     return getattr(import_module(module), name) if name.lstrip("_")[0].isupper() else import_module(place)
@@ -132,8 +134,10 @@ def ours(optimizer: Any) -> Any:
     return optimizer if isinstance(optimizer, KINDS) else None
 
 
-def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
-    """Return which optimizer of ours clips in place of its accelerator; None if the accelerator has to.
+def find_clipping_optimizer(
+    optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[torch.Tensor], norm_type: float
+) -> Any:
+    """Return the optimizer of ours that is to clip in the place of its accelerator; None if the accelerator has to.
 
     An optimizer can if it updates exactly the given parameters that have gradients, the norm is the L2 norm, and no
     scaler changes gradients itself.
@@ -141,34 +145,34 @@ def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[to
     Raises:
         ConfigError: Neither can clip: gradients of these parameters are moved out of `.grad` during backward.
     """
-    given = {id(parameter) for parameter in parameters}
-    updated = {
+    given_ids = {id(parameter) for parameter in parameters}
+    updated_ids = {
         optimizer: {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         for optimizer in optimizers
     }
-    meant = [optimizer for optimizer, ids in updated.items() if not ids.isdisjoint(given)]
-    if len(meant) == 1 and float(norm_type) == 2 and accelerator.scaler is None:
-        ids = updated[meant[0]]
-        if ids <= given and all(p.grad is None or id(p) in ids for p in parameters):
-            return meant[0]
-    if not all(optimizer.keeps_grads for optimizer in meant):
+    concerned = [optimizer for optimizer, ids in updated_ids.items() if not ids.isdisjoint(given_ids)]
+    if len(concerned) == 1 and float(norm_type) == 2 and accelerator.scaler is None:
+        ids = updated_ids[concerned[0]]
+        if ids <= given_ids and all(p.grad is None or id(p) in ids for p in parameters):
+            return concerned[0]
+    if not all(optimizer.keeps_grads for optimizer in concerned):
         CLIPPED_APART.refuse("keep_grads, gradient_memory", "gradients that leave")
     return None
 
 
 def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
-    """Let an optimizer of ours ask its accelerator whether a backward pass is the last before a step."""
+    """Have an optimizer of ours ask its accelerator whether a backward pass is the last before a step."""
     state = accelerator.gradient_state  # not the accelerator, which has the optimizer
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
 
 
-def reduce_always(accelerator: Any) -> None:
+def disable_no_sync(accelerator: Any) -> None:
     """Disable `no_sync`: else FSDP2 would keep gradients on the device until the last micro-step."""
     accelerator.no_sync = lambda model: contextlib.nullcontext()
 
 
-def logged(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
-    """Return the figures of the last step to log; warn once if the model is mostly frozen."""
+def figures_to_log(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
+    """Return the figures of the last step to log; also log once if the model is mostly frozen."""
     metrics = optimizer.metrics()
     tell_little(int(metrics["state_bytes"]), model.parameters())
     return {f"offload_{name}": metrics[name] for name in LOGGED}
@@ -186,12 +190,13 @@ def save(optimizer: Any, folder: str) -> None:
 
 def is_to_copy(engine: Any, folder: str) -> bool:
     """Return whether a save to a folder has to be a copy: else another kept checkpoint would be released for it."""
-    names = folder, os.path.realpath(folder)
-    kept = [known for known in engine.checkpoints.kept if known not in names]
-    copy = len(kept) >= engine.config.checkpoints
-    if copy and kept:
-        _log.info("%s gets a copy of the state: checkpoints_kept are kept already: %s", folder, ", ".join(kept))
-    return bool(copy)
+    own_names = folder, os.path.realpath(folder)
+    kept_others = [kept for kept in engine.checkpoints.kept if kept not in own_names]
+    must_copy = len(kept_others) >= engine.config.checkpoints
+    if must_copy and kept_others:
+        text = "%s gets a copy of the state: checkpoints_kept are kept already: %s"
+        _log.info(text, folder, ", ".join(kept_others))
+    return bool(must_copy)
 
 
 def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any]:
@@ -202,10 +207,10 @@ def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any
     torch's SGD has no `step`, and would go on without its momentum: its pointer has no groups, so that loading fails.
     """
     content: dict[str, Any] = {POINTER: folder}
-    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-    if isinstance(optimizer, offload.SGD) or not parameters:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if isinstance(optimizer, offload.SGD) or not count:
         return content
-    text, numbers = WAY_BACK.format(framework).encode(), iter(range(parameters))
+    text, numbers = WAY_BACK.format(framework).encode(), iter(range(count))
     groups = [{"params": [next(numbers) for _ in group["params"]], "lr": text} for group in optimizer.param_groups]
     return {**content, "state": {0: {"step": text}}, "param_groups": groups}
 

@@ -18,10 +18,10 @@ from offload.checkpoint.marker import Mark, mark_of, set_aside
 from offload.combinations import BY_DEEPSPEED, GATHERED_TO_SAVE
 from offload.integrations.shared import (
     POINTER,
-    clipper,
+    disable_no_sync,
+    find_clipping_optimizer,
     ours,
     pointer,
-    reduce_always,
     release,
     replace,
     save,
@@ -50,40 +50,44 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     pointer: dict[str, Any] | None = None
     """What `state_dict` returns in place of all state while `save_state` runs."""
 
-    loaded_from: str = ""
+    loading_folder: str = ""
     """The folder that `load_state` reads."""
 
     schedulers: Sequence[Any] = ()
     """The prepared schedulers of this optimizer, if a checkpoint is saved on a SIGTERM."""
 
-    is_scheduled = True
+    has_scheduler_stepped = True
     """Whether a scheduler has stepped since the last step: a SIGTERM's checkpoint waits for that."""
 
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Make Accelerate's step; save on a SIGTERM, unless a scheduler steps next."""
         result = super().step(*arguments, **options)
         if self.gradient_state.sync_gradients:
-            is_waiting, self.is_scheduled = self.is_scheduled and bool(self.schedulers), False
-            if not is_waiting:
+            steps_scheduler_next = bool(self.schedulers) and self.has_scheduler_stepped  # it did after the last step
+            self.has_scheduler_stepped = False
+            if not steps_scheduler_next:
                 self.optimizer.preemption.commit(self.optimizer)
         return result
 
     def after_schedule(self) -> None:
         """Note that a scheduler has stepped; save now if a SIGTERM has come."""
-        self.is_scheduled = True
+        self.has_scheduler_stepped = True
         self.optimizer.preemption.commit(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
+        """Return what our optimizer has besides Accelerate's wrapper."""
         if name == "optimizer":  # while a copy of this is made
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the pointer while `save_state` runs, else all state."""
         return self.pointer or super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the checkpoint that a pointer names, or torch's state."""
         if POINTER in state_dict:
-            self.optimizer.load_checkpoint(os.path.join(self.loaded_from, state_dict[POINTER]))
+            self.optimizer.load_checkpoint(os.path.join(self.loading_folder, state_dict[POINTER]))
         else:  # of torch's
             super().load_state_dict(state_dict)
 
@@ -116,14 +120,14 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
         allowed = "give one of offload's, such as offload.AdamW"
         raise ConfigError("optimizer", type(optimizer.optimizer).__name__, allowed)
     if getattr(accelerator, "is_fsdp2", False):
-        _check_fsdp(accelerator)
+        _prepare_for_fsdp2(accelerator)
         ours(optimizer).reopen()  # `prepare` has replaced what it was made for
     elif accelerator.distributed_type in SHARDED:
         BY_DEEPSPEED.refuse("accelerator", str(accelerator.distributed_type))
     prepared: list[Prepared] = vars(accelerator).setdefault("offload_prepared", [])
     if not prepared:
-        _set_aside(accelerator)
-        accelerator.clip_grad_norm_ = partial(_clip, accelerator, prepared)
+        _set_interrupted_aside(accelerator)
+        accelerator.clip_grad_norm_ = partial(_clip_grad_norm, accelerator, prepared)
         accelerator.save_state = partial(_save_state, accelerator, prepared)
         accelerator.load_state = partial(_load_state, accelerator, prepared)
         accelerator.register_load_state_pre_hook(partial(_before_load, prepared))
@@ -140,10 +144,11 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
 
 
 def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.PathLike[str]) -> None:
-    """Save a whole folder on a SIGTERM, once both the optimizer and its scheduler have stepped."""
-    accelerator_ref = weakref.ref(accelerator)  # which has the optimizer
+    """Have a SIGTERM save a whole folder, once both the optimizer and its scheduler have stepped."""
+    accelerator_ref = weakref.ref(accelerator)  # which has the optimizer, so it must not be kept by that
 
     def save() -> None:
+        """Save all that the accelerator has, if it still exists."""
         if (alive := accelerator_ref()) is not None:
             alive.save_state(os.fspath(folder))
 
@@ -153,17 +158,17 @@ def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.P
     optimizer.schedulers = [known for known in accelerator._schedulers if optimizer in known.optimizers]
     for scheduler in optimizer.schedulers:
         if "step" not in vars(scheduler):
-            scheduler.step = partial(_schedule, optimizer, scheduler)
+            scheduler.step = partial(_step_scheduler, optimizer, scheduler)
 
 
-def _schedule(optimizer: Prepared, scheduler: Any, *arguments: Any, **options: Any) -> None:
-    """Replaces `AcceleratedScheduler.step`."""
+def _step_scheduler(optimizer: Prepared, scheduler: Any, *arguments: Any, **options: Any) -> None:
+    """Replaces `AcceleratedScheduler.step`: tell the optimizer, which may have waited for this to save."""
     type(scheduler).step(scheduler, *arguments, **options)
     if optimizer.gradient_state.sync_gradients:
         optimizer.after_schedule()
 
 
-def _set_aside(accelerator: Any) -> None:
+def _set_interrupted_aside(accelerator: Any) -> None:
     """Move folders of interrupted saves out of the folder in which `load_state` looks for the last one."""
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and accelerator.project_dir is not None:
@@ -171,67 +176,73 @@ def _set_aside(accelerator: Any) -> None:
         set_aside(os.path.join(above, "checkpoints"), re.compile(r"checkpoint_\d+"), above)
 
 
-def _check_fsdp(accelerator: Any) -> None:
-    """Let an accelerator with one process, whose FSDP2 keeps weights in host memory, move gradients there, too."""
+def _prepare_for_fsdp2(accelerator: Any) -> None:
+    """With one process, whose FSDP2 keeps weights in host memory, have gradients move there in each micro-step."""
     plugin, fsdp = accelerator.state.fsdp_plugin, import_module("torch.distributed.fsdp")
     if accelerator.num_processes == 1 and isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy):
         if plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
             GATHERED_TO_SAVE.refuse("state_dict_type", "FULL_STATE_DICT")
-        reduce_always(accelerator)
+        disable_no_sync(accelerator)
 
 
-def _clip(
+def _clip_grad_norm(
     accelerator: Any, prepared: list[Prepared], parameters: Any, max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
     """Replaces `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    clipping = clipper(map(ours, prepared), accelerator, parameters, norm_type)
+    clipping = find_clipping_optimizer(map(ours, prepared), accelerator, parameters, norm_type)
     if clipping is None:
         return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)  # type: ignore[no-any-return]
     return clipping.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 
 
 def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
-    """Replaces `Accelerator.save_state`, which deletes old folders first, by `total_limit`."""
-    folders_before = [{k for k in known.engine.checkpoints.kept if os.path.isdir(k)} for known in prepared]
+    """Replaces `Accelerator.save_state`: each optimizer saves its own checkpoint, and Accelerate a pointer to it.
+
+    Accelerate deletes old folders before it saves, by `total_limit`. So those that exist are listed first:
+    `_before_save` releases the checkpoints of those that are gone.
+    """
+    existing_folders = [
+        {folder for folder in optimizer.engine.checkpoints.kept if os.path.isdir(folder)} for optimizer in prepared
+    ]
     accelerator.wait_for_everyone()  # else the first rank deletes folders that others have not listed yet
-    before = partial(_before_save, accelerator, prepared, folders_before)
-    hook = accelerator.register_save_state_pre_hook(before)
+    before_save = partial(_before_save, accelerator, prepared, existing_folders)
+    hook = accelerator.register_save_state_pre_hook(before_save)
     try:
-        with _fsdp_by_pointers(before):
-            folder = type(accelerator).save_state(accelerator, *arguments, **options)
+        with _saving_fsdp_by_pointers(before_save):  # FSDP's optimizers are saved before hooks are called
+            saved_folder = type(accelerator).save_state(accelerator, *arguments, **options)
     finally:
         hook.remove()
-        for known in prepared:
-            known.pointer = None
-    end_folder(ours(prepared[0]), str(folder))
-    return folder
+        for optimizer in prepared:
+            optimizer.pointer = None
+    end_folder(ours(prepared[0]), str(saved_folder))
+    return saved_folder
 
 
 def _before_save(
-    accelerator: Any, prepared: list[Prepared], earlier: list[set[str]], models: Any, weights: Any, output_dir: str
+    accelerator: Any, prepared: list[Prepared], existing: list[set[str]], models: Any, weights: Any, output_dir: str
 ) -> None:
-    """Save each optimizer's checkpoint, and let `state_dict` return a pointer to it; release deleted ones first."""
-    if prepared[0].pointer is not None:  # `_fsdp_by_pointers` has called this already
+    """Release deleted checkpoints, save new ones, have `state_dict` return pointers: Accelerate's pre-save hook."""
+    if prepared[0].pointer is not None:  # `_saving_fsdp_by_pointers` has called this already
         return
     begin_folder(output_dir)
-    for number, known in enumerate(prepared):
-        for folder in sorted(earlier[number]):
+    for number, (optimizer, existing_folders) in enumerate(zip(prepared, existing, strict=True)):
+        for folder in sorted(existing_folders):
             if not os.path.isdir(folder):
-                release(ours(known).engine, folder)
+                release(ours(optimizer).engine, folder)
         name = f"{FOLDER}_{number}" if number else FOLDER
-        save(known, os.path.join(output_dir, name))
-        known.pointer = pointer(ours(known), name, "accelerate")
+        save(optimizer, os.path.join(output_dir, name))
+        optimizer.pointer = pointer(ours(optimizer), name, "accelerate")
 
 
 def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
-    """Replaces `Accelerator.load_state`."""
-    with _fsdp_by_pointers():
+    """Replaces `Accelerator.load_state`: optimizers of ours load what pointers name."""
+    with _saving_fsdp_by_pointers():
         return type(accelerator).load_state(accelerator, *arguments, **options)
 
 
 @contextlib.contextmanager
-def _fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterator[None]:
+def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterator[None]:
     """Replace Accelerate's functions that save and load optimizers under FSDP: ours are saved as pointers.
 
     Accelerate calls them before its hooks, so they do what the hooks do.
@@ -240,6 +251,7 @@ def _fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterato
     save_theirs, load_theirs = module.save_fsdp_optimizer, module.load_fsdp_optimizer
 
     def save_ours(*given: Any, **options: Any) -> None:
+        """Replaces `save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, ...)`."""
         _, accelerator, optimizer, _, folder, *_ = given
         if before_save is None or not isinstance(optimizer, Prepared):
             save_theirs(*given, **options)
@@ -249,6 +261,7 @@ def _fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterato
             torch.save(optimizer.state_dict(), os.path.join(folder, FILE))
 
     def load_ours(*given: Any, **options: Any) -> None:
+        """Replaces `load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, ...)`."""
         _, _, optimizer, _, folder, *_ = given
         if not isinstance(optimizer, Prepared) or not os.path.isdir(os.path.join(folder, FOLDER)):
             load_theirs(*given, **options)
@@ -263,7 +276,8 @@ def _fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterato
 
 
 def _before_load(prepared: list[Prepared], models: Any, input_dir: str) -> None:
+    """Refuse a folder that is not whole, and note it for `load_state_dict`: Accelerate's hook before a load."""
     if mark_of(str(input_dir)) is Mark.BEGUN:
         raise CheckpointError(f"{input_dir} is not whole, as its save was interrupted, or is under way: load another")
     for known in prepared:
-        known.loaded_from = str(input_dir)
+        known.loading_folder = str(input_dir)

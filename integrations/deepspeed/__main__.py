@@ -33,10 +33,11 @@ OUR_FILES = (__file__, runpy.run_module.__code__.co_filename)
 
 
 def _hide_our_frames() -> None:
-    """Let tracebacks begin where the program does."""
+    """Make tracebacks begin where the program does."""
     show = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        """Show an error without the frames of this file and of `runpy` that its traceback begins with."""
         while trace is not None and trace.tb_frame.f_code.co_filename in OUR_FILES:
             trace = trace.tb_next
         show(kind, error.with_traceback(trace), trace)
@@ -45,7 +46,7 @@ def _hide_our_frames() -> None:
 
 
 def _set_config(file: str) -> None:
-    """Let this program and those that it starts use the object in a file; exit if it cannot be used."""
+    """Have this program and those that it starts use the object in a file; exit if it cannot be used."""
     try:
         settings.load(file)
     except ConfigError as error:
@@ -96,9 +97,9 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: It cannot be found (one line says so), or it exits.
     """
     remaining = list(arguments)
-    ranks = []
+    rank_options = []
     while remaining and remaining[0].startswith(("--local_rank=", "--local-rank=")):  # launchers put theirs first
-        ranks.append(remaining.pop(0))
+        rank_options.append(remaining.pop(0))
     file = os.environ.get(settings.VARIABLE) or None
     if remaining[:1] == ["--config"] and len(remaining) > 1:
         file = remaining[1]
@@ -110,10 +111,10 @@ def main(arguments: Sequence[str]) -> None:
         run = _run_module
         del remaining[0]
     if not remaining or remaining[0].startswith("-"):
-        wanted = remaining[:1] in (["-h"], ["--help"])
-        print(USAGE, file=sys.stdout if wanted else sys.stderr)
-        sys.exit(0 if wanted else 2)
-    sys.argv = [remaining[0], *ranks, *remaining[1:]]
+        asks_for_help = remaining[:1] in (["-h"], ["--help"])
+        print(USAGE, file=sys.stdout if asks_for_help else sys.stderr)
+        sys.exit(0 if asks_for_help else 2)
+    sys.argv = [remaining[0], *rank_options, *remaining[1:]]
     if file is not None:
         _set_config(file)
     enable_at_import()

@@ -53,10 +53,10 @@ LEAST_PRIORITY = 19
 PINNED = ".offload-behind"
 """The folder beside the tags in which versions are pinned, by rank, until they have been copied."""
 
-LOOK_S = 0.02
+POLL_S = 0.02
 """Seconds between looks at what others have done. Not an event: a Ctrl-C could leave its lock held."""
 
-SAY_S = 10.0
+LOG_AFTER_S = 10.0
 """Seconds that a wait lasts before the log says what for."""
 
 LAST_S = 60.0
@@ -87,17 +87,17 @@ class Stage(IntEnum):
     ENDED = 4
 
 
-EVERY = -1
+EVERY_RANK = -1
 """Stands for all ranks."""
 
-SETTLING = (
-    (Stage.PREPARED, EVERY),
+WAIT_ORDER = (
+    (Stage.PREPARED, EVERY_RANK),
     (Stage.COMMITTED, 0),
-    (Stage.DURABLE, EVERY),
+    (Stage.DURABLE, EVERY_RANK),
     (Stage.ENDED, 0),
-    (Stage.ENDED, EVERY),
+    (Stage.ENDED, EVERY_RANK),
 )
-"""Stages that ranks wait for together, in this order, each of one rank or all: none needs a later one of any rank."""
+"""What `SavesBehind.wait` waits for, in this order: stages of one rank or all; none needs a later one of any rank."""
 
 
 @dataclass
@@ -108,16 +108,16 @@ class PendingTag:
         folder: The folder of all tags.
         tag: The tag's name.
         file: Final path of this rank's file.
-        others: Final paths of all ranks' files, which have to exist before `latest` may name the tag.
+        rank_files: Final paths of all ranks' files, which have to exist before `latest` may name the tag.
         starts: Where each state tensor of each flat tensor begins in the file; None if they are written already.
         frame: What the file has besides state, if state stays where it lies.
         model: The model's file, if it is not whole yet: on rank 0, which names it, and on ranks that write to it.
-        synced: Files that were written before, to be made durable with this rank's.
-        publishes: Whether `latest` is to name the tag.
+        files_to_sync: Files that were written before, to be made durable with this rank's.
+        names_latest: Whether `latest` is to name the tag.
         id: Id of the engines' checkpoint, the same on all ranks.
         is_given_up: Whether the tag must not become whole any more.
         is_named: Whether all files have their names, and `latest` names the tag if it is to.
-        is_settled: Whether all ranks know that all parts are durable.
+        all_are_durable: Whether all ranks know that all parts are durable.
         stage: How far this rank is.
         error: Why the tag did not become whole, or the latest.
     """
@@ -125,17 +125,17 @@ class PendingTag:
     folder: str
     tag: str
     file: str
-    others: Sequence[str]
+    rank_files: Sequence[str]
     starts: stream.Starts | None
     frame: Frame | None
     model: SharedModel | None
-    synced: Sequence[str]
-    publishes: bool
+    files_to_sync: Sequence[str]
+    names_latest: bool
     id: str
     started_s: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
     is_named: bool = False
-    is_settled: bool = False
+    all_are_durable: bool = False
     stage: Stage = Stage.BEGUN
     error: BaseException | None = None
 
@@ -151,21 +151,22 @@ def partial_of(file: str) -> str:
 
 
 def set_aside(file: str) -> None:
-    """Rename a file that a new save replaces, so that nothing loads it; it is deleted later, in the background."""
+    """Rename a file that a new save replaces, so that nothing loads it; the new save's thread deletes it."""
     if os.path.exists(file):
         os.makedirs(os.path.dirname(partial_of(file)), exist_ok=True)
         os.rename(file, f"{partial_of(file)}{ASIDE}")
 
 
-def discard(file: str) -> None:
+def discard_partial(file: str) -> None:
     """Delete a file that is not whole, and the old one that it was to replace; then their folder, if it is empty."""
     with contextlib.suppress(OSError):
-        _delete(partial_of(file))
-        _delete(f"{partial_of(file)}{ASIDE}")
+        _unlink_if_there(partial_of(file))
+        _unlink_if_there(f"{partial_of(file)}{ASIDE}")
         os.rmdir(os.path.dirname(partial_of(file)))
 
 
-def _delete(file: str) -> None:
+def _unlink_if_there(file: str) -> None:
+    """Delete a file; do nothing if that fails."""
     with contextlib.suppress(OSError):
         os.unlink(file)
 
@@ -182,8 +183,8 @@ class SavesBehind:
     def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
         self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
         self.pending: PendingTag | None = None
-        self.rounds = True
-        """Whether weights that were taken for equal to their rounded masters have always been so."""
+        self.weights_are_rounded_masters = True
+        """Whether weights that were taken for rounded masters have always been so; see `SharedModel.is_written`."""
         self._pid = os.getpid()
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -193,34 +194,24 @@ class SavesBehind:
         Raises:
             CheckpointError: State cannot be pinned.
         """
-        checkpoints, pinned = self._shard.engine.checkpoints, ""
+        checkpoints = self._shard.engine.checkpoints
+        pinned = ""
         self.pending = pending
         try:
             if pending.frame is not None:
-                folder = os.path.join(os.path.dirname(pending.file), in_place.FOLDER)
-                request = SaveRequest(
-                    folder,
-                    mirrored=False,  # a mirror has the engines' part alone
-                    extra=partial(self._write_stub, pending, pending.frame.encode()),
-                    on_commit=partial(self._write, pending, folder),
-                    on_done=partial(self._end_save, pending, ""),
-                    id=pending.id,
-                    rank=self._rank,
-                    ranks=len(pending.others),
-                    find_ended=partial(self._find_ended, pending),
-                )
-                checkpoints.save(request)
+                checkpoints.save(self._in_place_request(pending, pending.frame))
             elif pending.starts is None:
-                threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
+                threading.Thread(target=self._write_unpinned, args=(pending,), daemon=True).start()
             else:
                 names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
                 folders = (os.path.join(pending.folder, PINNED, name) for name in names)
-                _pinned_folders.add(pinned := next(folder for folder in folders if folder not in _pinned_folders))
+                pinned = next(folder for folder in folders if folder not in _pinned_folders)
+                _pinned_folders.add(pinned)
                 os.makedirs(pinned, exist_ok=True)
                 request = SaveRequest(
                     pinned,
                     mirrored=False,
-                    on_commit=partial(self._write, pending, pinned),
+                    on_commit=partial(self._write_on_commit, pending, pinned),
                     on_done=partial(self._end_save, pending, pinned),
                     id=pending.id,
                 )
@@ -231,6 +222,21 @@ class SavesBehind:
                 pending.stage = Stage.ENDED
             raise
 
+    def _in_place_request(self, pending: PendingTag, frame: Frame) -> SaveRequest:
+        """Return the request for a checkpoint of all ranks' engines in the tag's folder: the layout "in_place"."""
+        folder = os.path.join(os.path.dirname(pending.file), in_place.FOLDER)
+        return SaveRequest(
+            folder,
+            mirrored=False,  # a mirror has the engines' part alone
+            extra=partial(self._write_stub, pending, frame.encode()),
+            on_commit=partial(self._write_on_commit, pending, folder),
+            on_done=partial(self._end_save, pending, ""),
+            id=pending.id,
+            rank=self._rank,
+            ranks=len(pending.rank_files),
+            find_ended=partial(self._find_ended, pending),
+        )
+
     def wait(self) -> None:
         """Wait until the tag under way is whole. Collective.
 
@@ -239,36 +245,33 @@ class SavesBehind:
         """
         pending = self.pending
 
-        def reach(stage: Stage, rank: int) -> None:
-            if pending is None or rank not in (EVERY, self._rank):
+        def wait_for_stage(stage: Stage, rank: int) -> None:
+            """Wait until `rank` has reached a stage, if this is it; raise its error."""
+            if pending is None or rank not in (EVERY_RANK, self._rank):
                 return
-            pending.is_settled = stage is Stage.ENDED
-            _wait(
-                pending,
-                lambda: pending.stage >= stage,
-                "to become the latest" if pending.is_settled else "to be written",
-            )
+            pending.all_are_durable = stage is Stage.ENDED  # the waits before have seen that
+            awaited = "to become the latest" if pending.all_are_durable else "to be written"
+            _wait(pending, lambda: pending.stage >= stage, awaited)
             if pending.error is not None:
-                what = "did not become the latest" if pending.is_settled else "could not be written"
-                raise CheckpointError(f"{pending.tag} {what}: {pending.error}") from pending.error
+                failure = "did not become the latest" if pending.all_are_durable else "could not be written"
+                raise CheckpointError(f"{pending.tag} {failure}: {pending.error}") from pending.error
 
         try:
-            for stage, rank in SETTLING:  # one by one: a rank may wait for what another has failed to do
-                self._on_all_ranks(partial(reach, stage, rank))
+            for stage, rank in WAIT_ORDER:  # one by one: a rank may wait for what another has failed to do
+                self._on_all_ranks(partial(wait_for_stage, stage, rank))
         except BaseException:
             self.cancel()
             raise
         self.pending = None
 
     def cancel(self) -> None:
-        """Stop the tag under way from becoming whole, or the latest, if it is not yet; wait until its thread ends."""
+        """Give the tag under way up, so that it does not become whole or the latest; wait until its thread ends."""
         pending = self.pending
         if pending is not None:
             pending.is_given_up = True
             _wait(pending, lambda: pending.stage is Stage.ENDED, "to be given up")
-            self.pending = (
-                None  # not before: after an interrupted wait its thread could write to the next save's files
-            )
+            # Not before: after an interrupted wait its thread could write to the next save's files.
+            self.pending = None
 
     def close(self) -> None:
         """Wait until the tag under way is whole, without collectives; a Ctrl-C gives the tag up."""
@@ -279,7 +282,8 @@ class SavesBehind:
             _wait(pending, lambda: pending.stage >= Stage.PREPARED, "to be written")
             until_s = time.monotonic() + LAST_S
 
-            def is_late() -> bool:  # after a commit, this rank's own copying may take as long as it needs
+            def is_late() -> bool:
+                """Return whether other ranks take too long; this rank's own copying, after a commit, never does."""
                 return pending.stage is not Stage.COMMITTED and time.monotonic() > until_s
 
             _wait(pending, lambda: pending.stage is Stage.ENDED or is_late(), "of other ranks to be written")
@@ -290,29 +294,30 @@ class SavesBehind:
 
     # On a thread of its own
 
-    def _write(self, pending: PendingTag, folder: str) -> None:
-        """Write this rank's files, in `on_commit`: the checkpoint that is replaced is kept until `latest` is written.
+    def _write_on_commit(self, pending: PendingTag, folder: str) -> None:
+        """Write this rank's files; `folder` has the engine's checkpoint, or is "" if versions are not pinned.
 
-        `folder` has the engine's checkpoint; "" if versions are not pinned.
+        The engine calls this as `on_commit`. It releases the checkpoint that this one replaces only afterwards, so
+        `latest` is written here where there is such a one, or with the layout "in_place".
         """
         pending.stage = Stage.COMMITTED
         for file in self._files_to_name(pending):
-            _delete(f"{partial_of(file)}{ASIDE}")
+            _unlink_if_there(f"{partial_of(file)}{ASIDE}")
         try:
             self._write_files(pending, folder)
             pending.stage = Stage.DURABLE
             if pending.frame is not None or self._shard.engine.checkpoints.kept:
-                self._publish(pending)
+                self._wait_and_name_tag(pending)
                 if pending.is_given_up:
                     raise CheckpointError("it was given up")
-        except Exception as failed:
-            pending.error = failed
+        except Exception as error:
+            pending.error = error
             raise
 
     def _end_save(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
         """Release the versions pinned in a folder ("" for none), make the tag whole or log its error, and tidy up.
 
-        `error` says why there is no checkpoint of the engines.
+        The engine calls this as `on_done`; `error` says why there is no checkpoint of the engines.
         """
         try:
             pending.error = pending.error or error
@@ -321,7 +326,7 @@ class SavesBehind:
             if pending.error is None:
                 with contextlib.suppress(OSError, CheckpointError):  # `_name_tag` has noted it in `pending.error`
                     if self._rank == 0:
-                        self._publish(pending)
+                        self._wait_and_name_tag(pending)
                     tag_folder = os.path.join(pending.folder, pending.tag)
                     if mark_of(tag_folder) is not Mark.NONE:  # whole, or about to be marked so by rank 0
                         mirror_folder(self._shard, tag_folder)
@@ -331,37 +336,41 @@ class SavesBehind:
                 )
         finally:
             for file in self._files_to_name(pending):
-                discard(file)
+                discard_partial(file)
             pending.stage = Stage.ENDED
 
-    def _write_alone(self, pending: PendingTag) -> None:
-        """Write this rank's files where no state is left to copy, so that nothing is pinned."""
+    def _write_unpinned(self, pending: PendingTag) -> None:
+        """Write this rank's files if no state is left to copy, so that nothing is pinned; a thread runs this."""
         with contextlib.suppress(Exception):  # noted in `pending.error`
-            self._write(pending, "")
+            self._write_on_commit(pending, "")
         self._end_save(pending, "", None)
 
     def _write_files(self, pending: PendingTag, folder: str) -> None:
         """Copy pinned state, and rounded weights, into this rank's and the model's file; then name this rank's."""
 
         def visit(take: stream.Take, names: Sequence[str]) -> None:
-            def take_unless_given_up(*given: object) -> None:
+            """Call `take` with each run of the pinned state, until the tag is given up."""
+
+            def take_unless_given_up(*run: object) -> None:
+                """Raise if the tag was given up, which ends the visit."""
                 if pending.is_given_up:
                     raise CheckpointError("it was given up")
-                take(*given)
+                take(*run)
 
             self._shard.engine.checkpoints.visit(folder, take_unless_given_up, names)
 
-        model, files = pending.model, dict[str, stream.Starts]()
+        model = pending.model
+        starts_by_file: dict[str, stream.Starts] = {}
         if pending.frame is None and pending.starts is not None:
-            files[pending.partial] = pending.starts
+            starts_by_file[pending.partial] = pending.starts
         if model is not None and model.starts:
-            files[partial_of(model.path)] = {WEIGHT: model.starts}
-        if files:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
-            stream.write_state(files, self._shard, visit)
+            starts_by_file[partial_of(model.path)] = {WEIGHT: model.starts}
+        if starts_by_file:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)  # of this thread alone
+            stream.write_state(starts_by_file, self._shard, visit)
         if model is not None and model.starts:
-            self.rounds = model.is_written(partial_of(model.path), self._shard.weights)
-            if not self.rounds:
+            self.weights_are_rounded_masters = model.is_written(partial_of(model.path), self._shard.weights)
+            if not self.weights_are_rounded_masters:
                 raise CheckpointError(
                     "weights were not what their masters round to, as they had been set past torch's counters of "
                     "changes; from now on saves return when all weights are written"
@@ -376,25 +385,25 @@ class SavesBehind:
         return [pending.file, *model]
 
     def _release(self, pinned: str) -> None:
-        """Release the pinned versions; if that fails, the next save to the folder does."""
+        """Release the pinned versions; if that fails, the next save to this folder releases them."""
         with contextlib.suppress(Exception):
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
             os.rmdir(os.path.dirname(pinned))
         _pinned_folders.discard(pinned)
 
-    def _publish(self, pending: PendingTag) -> None:
-        """On rank 0, make the tag whole once all ranks' files exist; on others, wait for the model's, its last."""
-        last = [pending.model.path] if pending.model is not None else []
-        awaited = pending.others if self._rank == 0 else last
-        while not (pending.is_given_up or pending.is_settled or all(map(os.path.exists, awaited))):
-            time.sleep(LOOK_S)
+    def _wait_and_name_tag(self, pending: PendingTag) -> None:
+        """On rank 0, make the tag whole once all ranks' files exist; on others, wait for its last, the model's."""
+        last_files = [pending.model.path] if pending.model is not None else []
+        awaited = pending.rank_files if self._rank == 0 else last_files
+        while not (pending.is_given_up or pending.all_are_durable or all(map(os.path.exists, awaited))):
+            time.sleep(POLL_S)
         if self._rank == 0 and not (pending.is_given_up or pending.is_named):
             self._name_tag(pending)
 
     def _write_stub(self, pending: PendingTag, frame: bytes) -> bytes:
-        """Write the stub in the place of this rank's file; return the frame, which is the `extra` of its manifest."""
-        _delete(f"{pending.partial}{ASIDE}")
+        """Write the stub in the place of this rank's file; return the frame, which becomes the manifest's `extra`."""
+        _unlink_if_there(f"{pending.partial}{ASIDE}")
         in_place.write_stub(pending.partial, pending.id)
         if pending.model is None:
             _name_rank_file(pending)
@@ -403,19 +412,20 @@ class SavesBehind:
     def _find_ended(self, pending: PendingTag) -> Sequence[int]:
         """Return the ranks that the commit need not wait for: all of them once the tag was given up.
 
-        The commit calls this when this rank's manifest is written, so this rank is PREPARED.
+        The commit calls this when this rank's manifest is written, so this also notes that this rank is PREPARED.
         """
         pending.stage = max(pending.stage, Stage.PREPARED)
-        return range(len(pending.others)) if pending.is_given_up else ()
+        return range(len(pending.rank_files)) if pending.is_given_up else ()
 
     def _name_tag(self, pending: PendingTag) -> None:
         """Give the model's file its name, which makes the tag whole, and write `latest`, if it is to name the tag."""
         try:
             if pending.model is not None:
                 _name_file(pending.model.path)
-            if mark_of(tag := os.path.join(pending.folder, pending.tag)) is Mark.BEGUN:
-                mark_whole(tag)
-            if pending.publishes:
+            tag_folder = os.path.join(pending.folder, pending.tag)
+            if mark_of(tag_folder) is Mark.BEGUN:
+                mark_whole(tag_folder)
+            if pending.names_latest:
                 latest = os.path.join(pending.folder, "latest")
                 with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
                     file.write(pending.tag)
@@ -423,17 +433,19 @@ class SavesBehind:
                     os.fsync(file.fileno())
                     os.rename(file.name, latest)
             _sync(pending.folder)
-        except (OSError, CheckpointError) as failed:
-            pending.error = failed
+        except (OSError, CheckpointError) as error:
+            pending.error = error
             raise
         pending.is_named = True
-        log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
+        log.info(
+            "checkpoint %s is whole, %.1f s after training went on", pending.tag, time.monotonic() - pending.started_s
+        )
 
 
 def _name_rank_file(pending: PendingTag) -> None:
-    """Make the files in `synced` and the rank's file durable, then give the rank's file its name."""
-    for name in pending.synced:
-        _sync(name)
+    """Make the files in `files_to_sync` and the rank's file durable, then give the rank's file its name."""
+    for file in pending.files_to_sync:
+        _sync(file)
     _name_file(pending.file)
 
 
@@ -444,18 +456,14 @@ def _name_file(file: str) -> None:
     _sync(os.path.dirname(file))
 
 
-def _since(then_s: float) -> float:
-    return time.monotonic() - then_s
-
-
-def _wait(pending: PendingTag, arrived: Callable[[], bool], what: str) -> None:
-    """Wait until `arrived` returns true, and log what for if that takes long. A Ctrl-C interrupts the wait."""
-    said_s = time.monotonic()
-    while not arrived():
-        time.sleep(LOOK_S)
-        if _since(said_s) > SAY_S:
-            log.info("waiting for checkpoint %s %s", pending.tag, what)
-            said_s = time.monotonic()
+def _wait(pending: PendingTag, is_over: Callable[[], bool], awaited: str) -> None:
+    """Wait until `is_over` returns true, and log what is awaited if that takes long. A Ctrl-C interrupts the wait."""
+    logged_s = time.monotonic()
+    while not is_over():
+        time.sleep(POLL_S)
+        if time.monotonic() - logged_s > LOG_AFTER_S:
+            log.info("waiting for checkpoint %s %s", pending.tag, awaited)
+            logged_s = time.monotonic()
 
 
 def _close_at_exit(behind: weakref.ref[SavesBehind]) -> None:

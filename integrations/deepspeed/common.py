@@ -24,11 +24,11 @@ from offload import CheckpointError, Engine, OffloadConfig
 from offload.checkpoint.torch_files import fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
-from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
+from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard_partial, partial_of, set_aside
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
-from offload.integrations.deepspeed.ranks import greatest, on_all_ranks, told_on
-from offload.integrations.deepspeed.settings import Saving, naming_the_object
+from offload.integrations.deepspeed.ranks import exchange_device, max_over_ranks, on_all_ranks
+from offload.integrations.deepspeed.settings import Saving, naming_object_in_errors
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.hiding import Announcer, AutoOverlap
@@ -44,17 +44,20 @@ STEPS = "offload_steps"
 _T = TypeVar("_T")
 
 
-def say_what_waits(engine: Any, config: OffloadConfig) -> None:
+def warn_of_large_buckets(engine: Any, config: OffloadConfig) -> None:
     """Warn of bucket sizes so large that DeepSpeed reduces all gradients, or gathers all weights, at once."""
-    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-    gathers, stage = config.overlaps_forward, engine.zero_optimization_stage()
-    checks = [
-        (config.overlaps_backward, "reduce_bucket_size", engine.zero_reduce_bucket_size(), "during backward"),
-        (gathers and stage == 3, "stage3_prefetch_bucket_size", engine.zero_prefetch_bucket_size(), "in forward"),
-    ]
-    for overlaps, name, size, where in checks:
-        if overlaps and size >= numel:
-            log.warning("%s %d holds all %d parameters: little is hidden %s; give less", name, size, numel, where)
+    model_numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+
+    def warn_if_large(key: str, numel: int, where: str) -> None:
+        """Warn if a bucket of `numel` elements has room for the whole model."""
+        if numel >= model_numel:
+            text = "%s %d holds all %d parameters: little is hidden %s; give less"
+            log.warning(text, key, numel, model_numel, where)
+
+    if config.overlaps_backward:
+        warn_if_large("reduce_bucket_size", engine.zero_reduce_bucket_size(), "during backward")
+    if config.overlaps_forward and engine.zero_optimization_stage() == 3:
+        warn_if_large("stage3_prefetch_bucket_size", engine.zero_prefetch_bucket_size(), "in forward")
 
 
 def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
@@ -71,28 +74,29 @@ def make_shard(
     gradient_dtype: torch.dtype,
     rule: UpdateRule,
 ) -> Shard:
-    """Make one rank's shard, with directories of its own and its part of the cores and NUMA nodes that ranks share.
+    """Make one rank's shard, with directories of its own.
 
-    Collective over `group`.
+    Ranks that may run on the same cores share these, and NUMA nodes: each gets its part. Collective over `group`.
     """
     device = find_device(weights)
-    from_far = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
-    if torch.distributed.get_world_size(group) == 1:
-        with naming_the_object():
-            return Shard(pieces, weights, config, device, gradient_dtype, rule=rule, from_far=from_far)
-    own_cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, own_cores, group=group)
-    earlier_ranks = everyone[: torch.distributed.get_rank(group)]
-    among = earlier_ranks.count(own_cores), everyone.count(own_cores)
-    with naming_the_object():
-        config = config.for_rank(torch.distributed.get_rank())
-        return Shard(pieces, weights, config, device, gradient_dtype, among, rule, from_far)
+    from_accelerator = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
+    ranks = torch.distributed.get_world_size(group)
+    among: tuple[int, int] | None = None  # this rank's number among those with its cores, and their count
+    if ranks > 1:
+        own_cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
+        cores_by_rank: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(cores_by_rank, own_cores, group=group)
+        cores_of_earlier_ranks = cores_by_rank[: torch.distributed.get_rank(group)]
+        among = cores_of_earlier_ranks.count(own_cores), cores_by_rank.count(own_cores)
+    with naming_object_in_errors():
+        if ranks > 1:
+            config = config.for_rank(torch.distributed.get_rank())
+        return Shard(pieces, weights, config, device, gradient_dtype, among, rule, from_accelerator)
 
 
 @dataclass(frozen=True)
 class UnnamedModel:
-    """A model's file under its partial name, as rank 0 has written it.
+    """A model's file that rank 0 has written, and that has its partial name still.
 
     Attributes:
         path: Its name when it is whole.
@@ -110,7 +114,7 @@ class OffloadedOptimizer:
     """Mixed into DeepSpeed's optimizer: its state is in `shard`.
 
     State is *lent* to DeepSpeed while its flat masters and the torch optimizer have all of it in memory, where
-    DeepSpeed's own code can save or load it (`_in_memory`).
+    DeepSpeed's own code can save or load it (see `_with_state_lent`). Otherwise these are placeholders.
 
     Args:
         arguments: DeepSpeed's.
@@ -120,8 +124,8 @@ class OffloadedOptimizer:
 
     Attributes:
         shard: State and update of this rank.
-        updates_early: Whether updates can be made during backward: gradients are reduced there, and new weights have
-            memory to wait in.
+        may_update_during_backward: Whether updates can be made during backward: gradients are reduced there, and
+            there is memory for new weights until the step.
     """
 
     shard: Shard
@@ -129,25 +133,25 @@ class OffloadedOptimizer:
     dp_process_group: Any
     norm_for_param_grads: dict[Any, Any]
     is_gradient_accumulation_boundary: Any
-    _monitor: Callable[[], Any] = staticmethod(lambda: None)
-    _flats: list[torch.Tensor]
-    _lent: list[FlatState] | None = None
+    _monitored_engine: Callable[[], Any] = staticmethod(lambda: None)  # or a weak reference to a DeepSpeed engine
+    _flats: list[torch.Tensor]  # DeepSpeed's flat masters
+    _lent: list[FlatState] | None = None  # the state that DeepSpeed has now; None if it is the shard's
     loss_scale: Any
     overflow: bool
-    _gradient_factor = 1.0
-    _saved_steps: Mapping[str, int] | None = None
-    _masters_reloaded = False
-    _leaves_state_out = False
-    _left_out_state: list[FlatState] | None = None
+    _gradient_factor = 1.0  # of loss scale and clipping, as DeepSpeed has computed it
+    _saved_steps: Mapping[str, int] | None = None  # in the file that is being loaded; None if it has none
+    _has_reloaded_masters = False  # whether the load under way has taken masters from the weights
+    _saves_without_state = False  # whether the file that is being saved gets holes for state
+    _left_out_state: list[FlatState] | None = None  # what stands for state in that file
     _unnamed_model: UnnamedModel | None = None
     behind: SavesBehind | None = None
     is_saved_behind = False
     """Whether the tag that was saved last becomes whole in the background, while training goes on."""
     sigterm: SigtermHandler | None = None
-    updates_early = True
+    may_update_during_backward = True
     _names_latest: bool | None = None
     """Whether `latest` is to name the tag that is being saved; None if no save in the background is under way."""
-    _layout = ""
+    _checkpoint_layout = ""
     _loading_folder = ""
 
     def __init__(
@@ -179,7 +183,7 @@ class OffloadedOptimizer:
 
     def report_to(self, engine: Any) -> None:
         """Write metrics to the monitor of a DeepSpeed engine after every step."""
-        self._monitor = weakref.ref(engine)
+        self._monitored_engine = weakref.ref(engine)
 
     # The update
 
@@ -190,15 +194,16 @@ class OffloadedOptimizer:
         result = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.can_go_on, "backward": self.updates_early}
-            self._auto.after_step(self.offload, [self.dp_process_group], told_on(self.dp_process_group), **ways)
+            ways = {"forward": self.may_overlap_forward, "backward": self.may_update_during_backward}
+            group = self.dp_process_group
+            self._auto.after_step(self.offload, [group], exchange_device(group), **ways)
         if self.behind is not None and not self.overflow:
-            self.note_weights()
+            self.note_weights_are_rounded_masters()  # the step has just written them
         return result
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether steps may go on into the next forward pass: below ZeRO-3 "auto" has none that waits for weights."""
+    def may_overlap_forward(self) -> bool:
+        """Whether steps may go on into the next forward pass; with "auto" in ZeRO-3 alone, which overrides this."""
         return self._offload_config.overlaps_forward
 
     @property
@@ -212,33 +217,34 @@ class OffloadedOptimizer:
         boundary = self.is_gradient_accumulation_boundary
         return bool(boundary() if callable(boundary) else boundary)
 
-    def _note_arrival(self, number: int) -> bool:
-        """Announce that a piece's reduced gradient comes; return whether its backward pass is the last of a step."""
+    def _announce_arrival(self, number: int) -> bool:
+        """Tell the engine that a piece's reduced gradient comes; return whether it is the last before the step."""
         is_last = self._is_boundary
         self._announcer.arrives(self.offload.gradients, number, is_last=is_last, scale=float(self.loss_scale))
         return is_last
 
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
-        """Do this rank's work; if that raises on any rank, raise on all. Collective."""
+        """Do this rank's work; if it raises on any rank, raise on all. Collective."""
         result: _T = on_all_ranks(work, self.dp_process_group)
         return result
 
-    def _any(self, flag: bool) -> bool:
+    def _on_any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return bool(greatest(flag, self.dp_process_group))
+        return bool(max_over_ranks(flag, self.dp_process_group))
 
-    def _update_all(self) -> None:
+    def _run_engine_step(self) -> None:
         """Run the engine's step over all of this rank's pieces, then report it. Collective."""
-        groups, order = group_values(self.optimizer), self._use_order()
+        groups = group_values(self.optimizer)
+        order = self._take_use_order()
         self._on_all_ranks(lambda: self.shard.step(groups, self._gradient_factor, float(self.loss_scale), order))
-        self._report()
+        self._write_metrics()
 
-    def _use_order(self) -> Mapping[int, int] | None:
-        """Return the order in which forward uses pieces, if a step goes on into it."""
+    def _take_use_order(self) -> Mapping[int, int] | None:
+        """Return each piece's position in the last forward pass, if the step goes on into the next; else None."""
         return None
 
     def hook_model(self, model: torch.nn.Module) -> None:
-        """Prepare steps to go on into a model's next forward pass, if configured. Nothing here: ZeRO-3 needs none."""
+        """Make a model's modules wait for their weights, if steps may go on into forward; nothing in ZeRO-3."""
 
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on into the next forward pass."""
@@ -249,9 +255,9 @@ class OffloadedOptimizer:
         norms = self._on_all_ranks(self.shard.norms)
         return {name: torch.tensor(norm, dtype=torch.float64, device="cpu") for name, norm in norms.items()}
 
-    def _report(self) -> None:
-        """Write the step's metrics to the engine's monitor, on rank 0."""
-        engine = self._monitor()
+    def _write_metrics(self) -> None:
+        """Write the step's metrics to the DeepSpeed engine's monitor, on rank 0."""
+        engine = self._monitored_engine()
         monitor = getattr(engine, "monitor", None)
         if monitor is not None and monitor.enabled and torch.distributed.get_rank() == 0:
             samples = engine.global_samples
@@ -268,7 +274,7 @@ class OffloadedOptimizer:
             flat.data = state.master
             self.optimizer.state[flat] = {"step": state.step, **state.moments}
 
-    def _read_back(self) -> list[FlatState]:
+    def _read_lent_state(self) -> list[FlatState]:
         """Return the state that was lent, as DeepSpeed has loaded or changed it."""
         states = []
         for flat in self._flats:
@@ -283,64 +289,64 @@ class OffloadedOptimizer:
         """The flat tensors of all ranks' weights, where each rank has a copy of them (ZeRO-1 and 2); else none."""
         return ()
 
-    def note_weights(self) -> None:
-        """Note that weights equal their rounded masters now."""
+    def note_weights_are_rounded_masters(self) -> None:
+        """Note that weights equal their rounded masters now: a save may write rounded masters in their place."""
 
-    def rounded_weights(self) -> Sequence[torch.Tensor]:
-        """Return all trained weights if they are unchanged since the last `note_weights`; else none."""
+    def unchanged_weights(self) -> Sequence[torch.Tensor]:
+        """Return all trained weights if none has changed since `note_weights_are_rounded_masters`; else none."""
         return ()
 
     def _all_parameters(self) -> Iterable[Any]:
-        """Return the parameters of all groups, those that other ranks have included."""
+        """Return the parameters of all groups, including those that other ranks update."""
         raise NotImplementedError
 
     def restore_placeholders(self) -> None:
-        """Let DeepSpeed's flat masters be placeholders again, as they are when no state is lent."""
+        """Make DeepSpeed's flat masters placeholders again, as they are when no state is lent."""
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _in_memory(self) -> Iterator[list[FlatState]]:
-        """Lend all state to DeepSpeed while this context lasts; without memory for it where a save leaves it out."""
-        if self._lent is not None:
+    def _with_state_lent(self) -> Iterator[list[FlatState]]:
+        """Lend all state to DeepSpeed while this context lasts; tensors without memory where a save leaves it out."""
+        if self._lent is not None:  # by a context around this one
             yield self._lent
             return
         self.finish()
-        self._lent = self.shard.without_memory() if self._leaves_state_out else self.shard.export()
+        self._lent = self.shard.without_memory() if self._saves_without_state else self.shard.export()
         try:
             self._lend_state(self._lent)
             yield self._lent
         finally:
             try:
                 self._end_lending()
-            except BaseException:  # a Ctrl-C
+            except BaseException:  # a Ctrl-C: end it all the same
                 self._end_lending()
                 raise
 
     def _end_lending(self) -> None:
-        """End lending, if state is lent: DeepSpeed's tensors are placeholders again, and have no state."""
+        """Take lent state from DeepSpeed, if there is any: its tensors are placeholders again."""
         if self._lent is not None:
             self.restore_placeholders()
             self.optimizer.state.clear()
             self._lent = None
 
-    def _load_with(self, load: Callable[[], None], *, keep_steps: bool = False) -> None:
-        """Let DeepSpeed load state into memory, then move it into the shard; `keep_steps` keeps its step counts."""
-        steps = self.shard.steps() if keep_steps else None
-        self._masters_reloaded = False
-        with self._in_memory():
+    def _load_by_deepspeed(self, load: Callable[[], None], *, keep_steps: bool = False) -> None:
+        """Have DeepSpeed load state into lent memory, then write it to the shard; `keep_steps` keeps step counts."""
+        kept_steps = self.shard.steps() if keep_steps else None
+        self._has_reloaded_masters = False
+        with self._with_state_lent():
             load()
-            states = self._read_back()
-            if steps is None:
-                steps = dict(self._saved_steps or {})
+            states = self._read_lent_state()
+            steps = dict(self._saved_steps or {}) if kept_steps is None else kept_steps
             self.shard.load(states, steps)
         self._saved_steps = None
-        if self._masters_reloaded:
+        if self._has_reloaded_masters:  # again: `shard.load` has replaced them
             self.shard.reload_masters()
 
     def _load_in_place(self, stub: InPlace, load: Callable[[Mapping[str, Any]], None]) -> None:
-        """Load a checkpoint of layout "in_place": DeepSpeed loads what its file has besides, the shard the state."""
+        """Load a checkpoint of layout "in_place": the shard loads the state, DeepSpeed all else of its file."""
 
         def load_part() -> None:
+            """Load this rank's part."""
             rank = torch.distributed.get_rank()
             with self.offload.checkpoints.open(os.path.join(self._loading_folder, in_place.FOLDER)) as checkpoint:
                 if checkpoint.id != stub.id:
@@ -348,57 +354,59 @@ class OffloadedOptimizer:
                         f"{self._loading_folder} is not whole: its files are of several checkpoints"
                     )
                 trained = {self._names[parameter] for parameter in self._all_parameters()}
-                names = [name for name in checkpoint.names if name not in trained]
-                if untrained := [name for name in names if checkpoint.step_of(name)]:
-                    more = " and others" if len(untrained) > 1 else ""
+                untrained = [name for name in checkpoint.names if name not in trained]
+                lost = [name for name in untrained if checkpoint.step_of(name)]
+                if lost:
+                    more = " and others" if len(lost) > 1 else ""
                     raise CheckpointError(
-                        f"{self._loading_folder} has state of {untrained[0]}{more}, which no parameter group has: "
+                        f"{self._loading_folder} has state of {lost[0]}{more}, which no parameter group has: "
                         "freeze it after deepspeed.initialize, not before"
                     )
                 load(Frame.decode(checkpoint.extra(rank)).without_state())
                 self.shard.load_in_place(checkpoint, rank, torch.distributed.get_world_size())
 
-        self._masters_reloaded = False
+        self._has_reloaded_masters = False
         self._on_all_ranks(load_part)
-        if self._masters_reloaded:
+        if self._has_reloaded_masters:
             self.shard.reload_masters()
 
     def _restore_from_bit16_weights(self) -> None:
-        """DeepSpeed's call when a load has changed weights: take the masters from them."""
-        self._masters_reloaded = True
+        """Take the masters from the weights: DeepSpeed calls this when a load has changed weights."""
+        self._has_reloaded_masters = True
         self.shard.reload_masters()
 
     def stream_checkpoints(self, engine: Any) -> None:
         """Replace two methods of a DeepSpeed engine, so that it saves without a copy of the state in memory."""
         save_model, save_state = engine._save_checkpoint, engine._save_zero_checkpoint
 
-        # Only rank 0 writes the model; the others wait in the collective that saves state: its error must reach them.
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
+            """Replaces `_save_checkpoint`, which saves the model: collective, so that rank 0's error reaches all."""
             self.finish()
             self._end_lending()
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
             if self._saves_in_background:  # a tag may be saved again: new weights must not lie beside old state
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
             if self.flat_weights and stream.can_stream(engine.checkpoint_engine):
-                self._save_model(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))
+                self._save_model_file(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))
             else:
                 self._on_all_ranks(save)
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
+            """Replaces `_save_zero_checkpoint`, which saves this rank's state."""
             if self.behind is None or not self._saves_in_background:
-                self._on_all_ranks(lambda: self._save(save_state, engine, save_path, tag))
+                self._on_all_ranks(lambda: self._save_state_file(save_state, engine, save_path, tag))
             else:
-                self._save_behind(self.behind, save_state, engine, save_path, tag)
+                self._begin_save_behind(self.behind, save_state, engine, save_path, tag)
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
 
-    def save_by_engine(self, engine: Any, saving: Saving) -> None:
-        """Replace a DeepSpeed engine's `save_checkpoint`: it pins state that lies on paths, and may return then.
+    def replace_save_checkpoint(self, engine: Any, saving: Saving) -> None:
+        """Replace a DeepSpeed engine's `save_checkpoint`: it pins state that lies on paths, and may then return.
 
         Raises:
             ConfigError: State is to stay on the paths, and ranks save to folders of their own or keep no checkpoint.
         """
-        self._layout = saving.layout
+        self._checkpoint_layout = saving.layout
         if saving.layout == "in_place" and self._offload_config.paths and not self._offload_config.checkpoints:
             NONE_KEPT.refuse("multi_tier_offload.checkpoints_kept", 0)
         if saving.layout == "in_place" and engine.use_node_local_storage():
@@ -407,13 +415,14 @@ class OffloadedOptimizer:
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
         self.behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
-        self.note_weights()
+        self.note_weights_are_rounded_masters()
         save, load = engine.save_checkpoint, engine.load_checkpoint
 
         def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
-            self.wait_checkpoint()  # before DeepSpeed reads `latest`
+            """Replaces `load_checkpoint`: first wait for the save in the background, which writes `latest`."""
+            self.wait_checkpoint()
             result = load(*arguments, **keywords)
-            self.note_weights()
+            self.note_weights_are_rounded_masters()
             return result
 
         def save_checkpoint(
@@ -424,13 +433,15 @@ class OffloadedOptimizer:
             *arguments: Any,
             **keywords: Any,
         ) -> Any:
+            """Replaces `save_checkpoint`: `SavesBehind` completes the tag, and writes `latest` for DeepSpeed."""
             self.wait_checkpoint()
             client_state = dict(client_state)
             waits = saving.wait or _is_driven_by_accelerate()
             can_stream = stream.can_stream(engine.checkpoint_engine)
             if saving.layout == "in_place" and not can_stream:
                 log.warning('the layout is "stock": "in_place" is for DeepSpeed\'s default writer')
-            if (waits and saving.layout == "stock") or not can_stream:
+            is_deepspeeds = waits and saving.layout == "stock"
+            if is_deepspeeds or not can_stream:
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
             self.is_saved_behind = True
             before, self._names_latest = self._names_latest, save_latest
@@ -439,7 +450,7 @@ class OffloadedOptimizer:
             except BaseException:
                 behind.cancel()
                 if self._unnamed_model is not None:
-                    discard(self._unnamed_model.path)
+                    discard_partial(self._unnamed_model.path)
                 raise
             finally:
                 self._names_latest, self._unnamed_model = before, None
@@ -458,7 +469,7 @@ class OffloadedOptimizer:
         if self.behind is not None:
             self.behind.wait()
 
-    def refuse_other_ranks(self, engine: Any) -> None:
+    def refuse_other_rank_counts(self, engine: Any) -> None:
         """Replace a DeepSpeed engine's methods that load: refuse state of another number of ranks, saying what to do.
 
         If one rank cannot read its file, all raise: the others would wait for it.
@@ -466,64 +477,67 @@ class OffloadedOptimizer:
         load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            """Replaces `_load_checkpoint`; without optimizer states the number of ranks does not matter."""
             self.finish()
             self._end_lending()
-            self._loading_folder = os.path.join(load_dir, tag)
+            folder = self._loading_folder = os.path.join(load_dir, tag)
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # The greatest of all ranks' counts: each node may have only the files of its own ranks.
-                saved_ranks = greatest(_ranks_by_files(os.path.join(load_dir, tag)), self.dp_process_group)
+                saved_ranks = max_over_ranks(_rank_count_by_files(folder), self.dp_process_group)
                 ranks = engine.seq_dp_world_size
                 if saved_ranks not in (0, ranks):  # files may be missing, or left by an earlier save: ask the model's
-                    in_model = _ranks_by_model(engine._get_ckpt_name(load_dir, tag))
-                    saved_ranks = greatest(in_model, self.dp_process_group) or saved_ranks
+                    in_model = _rank_count_by_model(engine._get_ckpt_name(load_dir, tag))
+                    saved_ranks = max_over_ranks(in_model, self.dp_process_group) or saved_ranks
                 if saved_ranks not in (0, ranks):
-                    raise _other_ranks(os.path.join(load_dir, tag), saved_ranks, ranks)
+                    raise _other_rank_count_error(folder, saved_ranks, ranks)
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
         engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
 
-    def _save_model(self, save: Callable[[], None], engine: Any, path: str) -> None:
-        """Save the model's file, in the place of DeepSpeed's method. Collective.
+    def _save_model_file(self, save: Callable[[], None], engine: Any, path: str) -> None:
+        """Save the model's file to `path`, in the place of DeepSpeed's method, which is `save`. Collective.
 
         In a save that goes on in the background, weights that equal their rounded masters are left out as holes; the
         writer of state fills them later, and the file keeps its partial name until then. If weights of one rank
         differ, all weights are written now.
         """
         is_behind = self._saves_in_background and not engine.use_node_local_storage()
-        left_out = self.rounded_weights() if is_behind and self.behind is not None and self.behind.rounds else ()
-        if self._any(not left_out):
+        may_leave_out = is_behind and self.behind is not None and self.behind.weights_are_rounded_masters
+        left_out = self.unchanged_weights() if may_leave_out else ()
+        if self._on_any_rank(not left_out):
             left_out = ()
 
         def write() -> None:
+            """Write the file on rank 0; on other ranks `save` writes none."""
             if is_behind and torch.distributed.get_rank() == 0:
                 set_aside(path)
-            with _in_partial(engine, "_get_ckpt_name", path):
-                with stream.without_data(engine.checkpoint_engine) as saved:
+            with _saving_to_partial(engine, "_get_ckpt_name", path):
+                with stream.writing_holes(engine.checkpoint_engine) as saved:
                     save()
                 starts_of_saved = [fill(partial_of(path), state, left_out) for state in saved]
-            for storage_starts in starts_of_saved:  # one file on rank 0, none on others
+            for storage_starts in starts_of_saved:  # of one file on rank 0, of none on others
                 if storage_starts is None:
                     log.warning("weights are saved to %s in a way that cannot be streamed", path)
-                    discard(path)
+                    discard_partial(path)
                     save()
                 elif is_behind:
                     starts = [start_of(storage_starts, flat) for flat in self.flat_weights] if left_out else []
-                    self._unnamed_model = UnnamedModel(path, starts, _identity(partial_of(path)))
+                    self._unnamed_model = UnnamedModel(path, starts, _file_identity(partial_of(path)))
                 else:
                     os.rename(partial_of(path), path)
-                    discard(path)
+                    discard_partial(path)
 
         try:
             self._on_all_ranks(write)
         except BaseException:
             if torch.distributed.get_rank() == 0:
-                discard(path)
+                discard_partial(path)
             raise
 
-    def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
-        """Save this rank's file, and wait: DeepSpeed writes it with holes for state, which is then streamed there."""
+    def _save_state_file(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
+        """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there."""
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
             return
@@ -537,13 +551,13 @@ class OffloadedOptimizer:
     def _save_without_state(
         self, save: Callable[[str, str], None], engine: Any, path: str, save_path: str, tag: str
     ) -> stream.Starts | None:
-        """Let DeepSpeed write its file with holes for state; return where the holes are, None if that is unknown."""
-        self._leaves_state_out = True
+        """Have DeepSpeed write its file with holes for state; return where the holes are, None if that is unknown."""
+        self._saves_without_state = True
         try:
-            with stream.without_data(engine.checkpoint_engine) as saved:
+            with stream.writing_holes(engine.checkpoint_engine) as saved:
                 save(save_path, tag)
         finally:
-            self._leaves_state_out = False
+            self._saves_without_state = False
             lent, self._left_out_state = self._left_out_state, None
         starts = None
         if lent is not None:
@@ -554,23 +568,26 @@ class OffloadedOptimizer:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
         return starts
 
-    def _save_behind(
+    def _begin_save_behind(
         self, behind: SavesBehind, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str
     ) -> None:
         """Pin state and begin to write it in the background; training may go on when this returns. Collective."""
-        publishes = bool(self._names_latest)
+        names_latest = bool(self._names_latest)
         folder = os.path.abspath(save_path)  # the program may change its directory meanwhile
-        path, model_path = engine._get_zero_ckpt_name(folder, tag), engine._get_ckpt_name(folder, tag)
-        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(of_ranks, (path, uuid.uuid4().hex, self._unnamed_model))
-        paths, (id, *_), (unnamed, *_) = zip(*of_ranks, strict=True)
-        model = self._own_part_of_model_file(unnamed, model_path)
+        path = engine._get_zero_ckpt_name(folder, tag)
+        model_path = engine._get_ckpt_name(folder, tag)
+        given_by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(given_by_rank, (path, uuid.uuid4().hex, self._unnamed_model))
+        rank_files = [given_path for given_path, _, _ in given_by_rank]
+        _, id, unnamed_model = given_by_rank[0]  # rank 0's id and model count
+        model = self._own_part_of_model_file(unnamed_model, model_path)
 
         def begin() -> None:
-            with _in_partial(engine, "_get_zero_ckpt_name", path):
+            """Write all but what is pinned of this rank's file, then pin that."""
+            with _saving_to_partial(engine, "_get_zero_ckpt_name", path):
                 starts = self._save_without_state(save, engine, partial_of(path), folder, tag)
                 frame = None
-                if self._layout == "in_place":
+                if self._checkpoint_layout == "in_place":
                     if starts is None:
                         raise CheckpointError(f'where state lies in {path} cannot be told: use the layout "stock"')
                     frame = stream.frame_of(partial_of(path), os.path.basename(path), starts, self.shard)
@@ -581,8 +598,8 @@ class OffloadedOptimizer:
                     stream.write_weights(partial_of(model.path), model.starts, self.shard.weights)
                     model.starts = []
                 model.digests = [stream.digest(weight) for weight in self.shard.weights]
-            synced = [model_path] if os.path.exists(model_path) else []
-            behind.begin(PendingTag(folder, tag, path, paths, starts, frame, model, synced, publishes, id))
+            to_sync = [model_path] if os.path.exists(model_path) else []
+            behind.begin(PendingTag(folder, tag, path, rank_files, starts, frame, model, to_sync, names_latest, id))
 
         self._on_all_ranks(begin)
 
@@ -595,21 +612,21 @@ class OffloadedOptimizer:
         if unnamed is None:
             return None
         starts, flats = unnamed.starts, self.flat_weights
-        if starts and self._any(_identity(partial_of(path)) != unnamed.identity):
+        if starts and self._on_any_rank(_file_identity(partial_of(path)) != unnamed.identity):
             self._on_all_ranks(lambda: stream.write_weights(partial_of(path), starts, flats) if rank == 0 else None)
             starts = []
-        if not starts and rank > 0:
-            return None
-        own_parts = zip(starts, flats, self.shard.weights, strict=True) if starts else ()
-        return SharedModel(
-            path,
-            [None if start is None else start + part.data_ptr() - flat.data_ptr() for start, flat, part in own_parts],
-        )
+        if not starts:  # all weights are written; rank 0 still has to name the file
+            return SharedModel(path, []) if rank == 0 else None
+        own_starts = [
+            None if start is None else start + own_part.data_ptr() - flat.data_ptr()
+            for start, flat, own_part in zip(starts, flats, self.shard.weights, strict=True)
+        ]
+        return SharedModel(path, own_starts)
 
     def _add_steps(self, saved: dict[str, Any], states: list[FlatState]) -> dict[str, Any]:
-        """Add step counts by name, which DeepSpeed does not have, to what it is about to save."""
+        """Add step counts by name, which DeepSpeed lacks, to what it saves; note `states` if these become holes."""
         saved[STEPS] = self.shard.steps()
-        if self._leaves_state_out:
+        if self._saves_without_state:
             self._left_out_state = states
         return saved
 
@@ -617,15 +634,15 @@ class OffloadedOptimizer:
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Return whether a gradient of any rank has an element that is not finite."""
-        return self._any(not self._on_all_ranks(self.shard.is_finite))
+        return self._on_any_rank(not self._on_all_ranks(self.shard.is_finite))
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """DeepSpeed's call when it has reduced the last gradients of a backward pass."""
+        """Tell the engine that backward has ended: DeepSpeed calls this when it has reduced the last gradients."""
         super().independent_gradient_partition_epilogue()  # type: ignore[misc]
         self.offload.gradients.end_backward()
 
     def reset_cpu_buffers(self) -> None:
-        """DeepSpeed's call at the end of a step, taken or skipped."""
+        """Close the window of gradients: DeepSpeed calls this at the end of a step, taken or skipped."""
         super().reset_cpu_buffers()  # type: ignore[misc]
         self.shard.close_window()
 
@@ -654,7 +671,7 @@ class OffloadedOptimizer:
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
         if wanted & {kinds.optim_states, kinds.hp_params}:
-            self.shard.forget_used()
+            self.shard.forget_used_gradients()
             self.offload.park(keep_host=True, wait=not non_blocking)
         by_deepspeed = wanted - {kinds.optim_states, kinds.hp_params, kinds.lp_grads}
         if kinds.lp_params in by_deepspeed:
@@ -663,7 +680,7 @@ class OffloadedOptimizer:
             super().offload_states(by_deepspeed, *arguments, non_blocking=non_blocking, **keywords)  # type: ignore[misc]
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Take memory again for what DeepSpeed has moved, and for the engine's state, which is read when used."""
+        """Allocate memory again for what DeepSpeed has moved, and for the engine's state, which is read when used."""
         super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
         self._rebind_weights()
         self.offload.unpark()
@@ -673,11 +690,11 @@ class OffloadedOptimizer:
         self.shard.weights.clear()
 
     def _rebind_weights(self) -> None:
-        """Take the flat tensors of weights from DeepSpeed again, after it may have moved them."""
+        """Note DeepSpeed's flat tensors of weights again, after it may have moved them."""
         raise NotImplementedError
 
-    def honour_include(self, engine: Any) -> None:
-        """Let an engine pass masters and moments to `offload_states`, which it omits as they are offloaded."""
+    def pass_on_include(self, engine: Any) -> None:
+        """Have an engine's `offload_states` pass on masters and moments: it leaves them out if they are offloaded."""
         engine._refine_include_states = lambda include: include
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
@@ -695,20 +712,20 @@ class OffloadedOptimizer:
 
 
 @contextlib.contextmanager
-def _in_partial(engine: Any, method: str, path: str) -> Iterator[None]:
-    """Let an engine's `method`, which names a file to save, return its partial name; delete the file on an error."""
+def _saving_to_partial(engine: Any, method: str, path: str) -> Iterator[None]:
+    """Have an engine's `method`, which names a file to save, return its partial name; delete the file on an error."""
     setattr(engine, method, lambda *given: partial_of(path))
     try:
         yield
     except BaseException:
-        discard(path)
+        discard_partial(path)
         raise
     finally:
         vars(engine).pop(method, None)
 
 
-def _identity(path: str) -> tuple[int, ...]:
-    """Return what tells a file from any other: inode, size, time of change; nothing if the file is not there."""
+def _file_identity(path: str) -> tuple[int, ...]:
+    """Return what tells a file from any other: inode, size, time of change; () if the file is not there."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_ino, status.st_size, status.st_mtime_ns
@@ -721,24 +738,24 @@ def _is_driven_by_accelerate() -> bool:
     return "deepspeed" in str(getattr(state, "_shared_state", {}).get("distributed_type", "")).lower()
 
 
-def _ranks_by_files(folder: str) -> int:
+def _rank_count_by_files(folder: str) -> int:
     """Return how many ranks have saved state in a tag's folder, by the names of its files; 0 if none has."""
     try:
         names = os.listdir(folder)
     except OSError:  # DeepSpeed says that it is not there
         return 0
     matches = [re.fullmatch(r"(?:.*_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt", name) for name in names]
-    return max((int(name[1]) + 1 for name in matches if name), default=0)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
-def _ranks_by_model(path: str) -> int:
+def _rank_count_by_model(path: str) -> int:
     """Return how many ranks have saved a model, as its file says; 0 if the file cannot be read."""
     with contextlib.suppress(Exception):
         return int(torch.load(path, "meta", weights_only=False, mmap=True)["dp_world_size"])
     return 0
 
 
-def _other_ranks(folder: str, saved_ranks: int, ranks: int) -> CheckpointError:
+def _other_rank_count_error(folder: str, saved_ranks: int, ranks: int) -> CheckpointError:
     """Return the error for a folder that another number of ranks has saved."""
     universal = f"{folder.rstrip(os.sep)}_universal"
     return CheckpointError(

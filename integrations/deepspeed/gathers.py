@@ -62,14 +62,18 @@ class Gathers:
         self._ranges: list[GatherRange] = []
         self._range_numbers: list[list[int]] = []  # of the ranges of each flat tensor
         for flat, rank_parts in enumerate(parts):
-            size = max(1, BUCKET_BYTES // (len(rank_parts) * rank_parts[0].itemsize))
-            starts = range(0, rank_parts[0].numel(), size)
-            self._range_numbers.append([*range(len(self._ranges), len(self._ranges) + len(starts))])
-            self._ranges += [GatherRange(flat, start, min(start + size, rank_parts[0].numel())) for start in starts]
+            part_numel = rank_parts[0].numel()
+            range_numel = max(1, BUCKET_BYTES // (len(rank_parts) * rank_parts[0].itemsize))
+            ranges = [
+                GatherRange(flat, start, min(start + range_numel, part_numel))
+                for start in range(0, part_numel, range_numel)
+            ]
+            self._range_numbers.append([*range(len(self._ranges), len(self._ranges) + len(ranges))])
+            self._ranges += ranges
         self._pieces_by_range: list[list[int]] = [[] for _ in self._ranges]
         for number, piece in enumerate(pieces):
-            for number_of_range in self._within(piece.flat, piece.offset, piece.numel):
-                self._pieces_by_range[number_of_range].append(number)
+            for range_number in self._range_numbers_within(piece.flat, piece.offset, piece.numel):
+                self._pieces_by_range[range_number].append(number)
         self._used: dict[int, None] = {}  # numbers of ranges, in the order of their use since the last step
         self._ranges_by_parameter: dict[torch.Tensor, tuple[int, ...]] = {}
         self._gather_order: list[int] = []
@@ -78,26 +82,31 @@ class Gathers:
         """Hook the modules of a model, so that each waits for its weights before it uses them."""
         self.models.append(FollowedModel(self, model, check=False))
 
-    def _within(self, flat: int, start: int, numel: int) -> Iterable[int]:
-        """Return the numbers of the ranges that some elements of a rank's part lie in."""
+    def _range_numbers_within(self, flat: int, start: int, numel: int) -> Iterable[int]:
+        """Return the numbers of the ranges that `numel` elements of a rank's part, from `start`, lie in."""
+        if not numel:
+            return ()
         numbers = self._range_numbers[flat]
-        size = self._ranges[numbers[0]].stop if numbers else 1
-        return numbers[start // size : -(-(start + numel) // size)] if numel else ()
+        range_numel = self._ranges[numbers[0]].stop  # of all but the last one
+        end = -(-(start + numel) // range_numel)  # rounded up
+        return numbers[start // range_numel : end]
 
     def _ranges_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Return the numbers of the ranges that a parameter lies in, on any rank; none if it is not trained."""
         ranges = self._ranges_by_parameter.get(parameter)
         if ranges is None:
-            address, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
-            ranges = ()
+            address = parameter.data_ptr()
+            end = address + parameter.nbytes
+            found: dict[int, None] = {}
             for flat, rank_parts in enumerate(self._parts):
                 for part in rank_parts:
                     first = max(address, part.data_ptr())
-                    nbytes = min(end, part.data_ptr() + part.nbytes) - first
+                    nbytes = min(end, part.data_ptr() + part.nbytes) - first  # in both; below 0 if they are apart
                     if nbytes > 0:
                         start = (first - part.data_ptr()) // part.itemsize
-                        ranges += (*self._within(flat, start, nbytes // part.itemsize),)
-            self._ranges_by_parameter[parameter] = ranges = tuple(dict.fromkeys(ranges))
+                        numbers = self._range_numbers_within(flat, start, nbytes // part.itemsize)
+                        found.update(dict.fromkeys(numbers))
+            self._ranges_by_parameter[parameter] = ranges = tuple(found)
         return ranges
 
     # While modules run
@@ -138,31 +147,31 @@ class Gathers:
 
         Collective, while no step is under way.
         """
-        own_order = {range_number: number for number, range_number in enumerate(self._used)}
-        use_order = [own_order.get(range_number, UNUSED) for range_number in range(len(self._ranges))]
-        in_own_order = sorted((range_number, number) for number, range_number in enumerate(use_order))
-        self._gather_order = [
-            number
-            for _, number in (in_own_order if self._exchange is None else self._exchange.agree_on_order(use_order))
-        ]
-        return {
-            piece: order
-            for order, range_number in reversed([*enumerate(self._gather_order)])
+        position_of = {range_number: position for position, range_number in enumerate(self._used)}
+        positions = [position_of.get(range_number, UNUSED) for range_number in range(len(self._ranges))]
+        if self._exchange is None:
+            in_order = sorted((position, range_number) for range_number, position in enumerate(positions))
+        else:
+            in_order = self._exchange.agree_on_order(positions)
+        self._gather_order = [range_number for _, range_number in in_order]
+        return {  # of a piece in several ranges the first one's position, which is written last
+            piece: position
+            for position, range_number in reversed([*enumerate(self._gather_order)])
             for piece in self._pieces_by_range[range_number]
         }
 
     def begin(self, active: Iterable[int]) -> None:
         """Start gathering the weights of a step that has begun, in the background, in the agreed order.
 
-        Nobody would wait for weights whose use no hook has seen, so this does, for `active` pieces, which the step
-        updates on this rank, before `step` returns.
+        Wait here for weights whose use no hook has seen, as nobody would wait for them later: as far as the step
+        updates them on this rank, in `active` pieces.
         """
         used, self._used = self._used, {}
         if self._exchange is not None:
             self._exchange.begin(self._engine, [self._bucket(number) for number in self._gather_order])
-        active = {*active}
+        active_pieces = {*active}
         unseen = (number for number in range(len(self._ranges)) if number not in used)
-        self._wait_for([number for number in unseen if active & {*self._pieces_by_range[number]}])
+        self._wait_for([number for number in unseen if not active_pieces.isdisjoint(self._pieces_by_range[number])])
 
     def _bucket(self, number: int) -> Bucket:
         """Return the exchange of one range: each rank sends its own part, and copies those of the others."""
@@ -170,6 +179,7 @@ class Gathers:
         parts = [part.detach()[gather_range.start : gather_range.stop] for part in self._parts[gather_range.flat]]
 
         def gather(mesh: Any) -> None:
+            """Exchange the range: `Exchange` calls this in the background."""
             rank = mesh.get_local_rank()
             for other, gathered in enumerate(all_gather(parts[rank], mesh)):
                 if other != rank:
@@ -177,7 +187,7 @@ class Gathers:
 
         return Bucket([number], self._pieces_by_range[number], gather)
 
-    def moved(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    def use_parts(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Note that weights were moved: these are the parts of all ranks now."""
         self._parts, self._ranges_by_parameter = parts, {}
 

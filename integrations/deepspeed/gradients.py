@@ -55,7 +55,7 @@ class SlotGradients:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Memory that updates read gradients from, and that is not the engine's."""
+        """Memory besides the engine's that updates read gradients from."""
         return [*self._lent_gradients.values()]
 
     def begin(self, kept: int | None) -> None:
@@ -78,16 +78,17 @@ class SlotGradients:
         if number in self._lent_gradients:
             lent = self._lent_gradients[number]
             lent[: gradient.numel()].add_(gradient.to(lent.device, lent.dtype))
-            self.touch(number)
+            self.note_changed(number)
         else:
             self._hand_over(number, gradient, first=first, final=final)
 
     def _hand_over(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
-        """Copy a gradient to the engine's memory, or add it there; see `take`."""
+        """Copy a gradient to the engine's memory, or add it there; see `accept`."""
         self._engine.gradients.take_memory()
-        slot, is_far = self._engine.gradients.slot(number)[: gradient.numel()], gradient.device.type != "cpu"
-        if is_far:
-            if not first:  # a sum on the CPU would be slow
+        slot = self._engine.gradients.slot(number)[: gradient.numel()]
+        is_on_accelerator = gradient.device.type != "cpu"
+        if is_on_accelerator:
+            if not first:  # add there, as a sum on the CPU would be slow
                 self._transfers.wait()  # the slot's copy may be under way on another stream
                 gradient = slot.to(gradient.device, copy=True).add_(gradient.to(slot.dtype))
             self._transfers.start(slot, gradient)
@@ -95,14 +96,15 @@ class SlotGradients:
             slot.copy_(gradient)
         else:
             slot.add_(gradient.to(slot.dtype))
-        self.touch(number, gathered=final and not is_far)  # a norm is gathered from what has arrived
+        self.note_changed(number, gathered=final and not is_on_accelerator)  # no norm of what is still being copied
 
-    def touch(self, number: int, *, gathered: bool = False) -> None:
+    def note_changed(self, number: int, *, gathered: bool = False) -> None:
         """Tell the engine where a piece's gradient lies, and that it has changed; if `gathered`, take its norm."""
-        gradients, lent = self._engine.gradients, self._lent_gradients.get(number)
+        gradients = self._engine.gradients
+        lent = self._lent_gradients.get(number)
         gradient = gradients.slot(number) if lent is None else lent
-        take_in = gradients.arrived if gathered and lent is None else gradients.bind
-        take_in(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
+        announce = gradients.arrived if gathered and lent is None else gradients.bind
+        announce(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
 
     def _read_unless_lent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
         """Return a gradient that is not lent, complete; None or zeros if there is none."""
@@ -127,7 +129,7 @@ class SlotGradients:
         return gradient[:wanted]
 
     def lend(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
-        """Return a piece's gradient, zeros if none has `arrived`; the caller writes to it, then calls `touch`."""
+        """Return a piece's gradient, zeros if none `arrived`; the caller writes there and calls `note_changed`."""
         if not arrived:
             self._lent_gradients.pop(number, None)
         piece_numel = self._pieces[number].numel
@@ -167,7 +169,7 @@ class ArrivingGradients(SlotGradients):
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Memory that updates read gradients from, and that is not the engine's."""
+        """Memory besides the engine's that updates read gradients from."""
         return [*self._first_gradients.values(), *self._lent_gradients.values()]
 
     def begin(self, kept: int | None) -> None:
@@ -178,22 +180,23 @@ class ArrivingGradients(SlotGradients):
         super().begin(kept)
 
     def _hand_over(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
-        """Give a gradient to the engine; of memory that DeepSpeed will reuse, a copy, or wait until it is read."""
-        given, gradient = gradient, gradient.to(self._place, self._dtypes[self._pieces[number].flat])
+        """Give a gradient to the engine: a copy if DeepSpeed will reuse its memory; else wait until it is read."""
+        own = gradient.to(self._place, self._dtypes[self._pieces[number].flat])  # the same one if nothing differs
         stays = first and self._engine.gradients.stays(number)
-        if gradient is given and self._reads_later and (stays or gradient.nbytes <= COPIED_BYTES):
-            gradient = gradient.clone()
+        if own is gradient and self._reads_later and (stays or own.nbytes <= COPIED_BYTES):
+            own = own.clone()
         if stays:
-            self._first_gradients[number] = gradient
-        mark = self._engine.gradients.arrived(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
+            self._first_gradients[number] = own
+        mark = self._engine.gradients.arrived(number, own.data_ptr(), DtypeCode.of(own.dtype))
         if mark is None or stays:
             return
-        if gradient is given:
+        if own is gradient:
             mark.wait()
         else:
-            self._engine.gradients.hold(gradient, mark)
+            self._engine.gradients.hold(own, mark)
 
     def _read_unless_lent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
+        """Return a gradient that the engine has; None if there is none."""
         if not arrived or not self._engine.gradients.has_arrived(number):  # a step has used it
             return None
         self._engine.gradients.settle()
@@ -243,6 +246,7 @@ class Transfers:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
+        """Wait for the oldest copy to pinned memory, and copy it to its target."""
         mark, pinned, target = self.under_way[0]
         mark.synchronize()
         target.copy_(pinned)

@@ -42,7 +42,7 @@ class InPlace:
         self.id = id
 
     def refuse(self, *ignored: object) -> NoReturn:
-        """Raise an error that says what to do."""
+        """Raise `CheckpointError`, which says what to do."""
         raise CheckpointError(
             'the state of this checkpoint is not in its files ("layout": "in_place"): load it with '
             "offload.integrations.deepspeed enabled, or have it written in DeepSpeed's own "
@@ -82,14 +82,15 @@ class Frame:
 
         `state` has the first byte of each state tensor, and the byte after its last.
         """
-        runs, content, done, size = [], b"", 0, os.path.getsize(path)
+        runs, content = [], b""
+        size, done = os.path.getsize(path), 0  # bytes of the file, and those that were looked at
         with open(path, "rb") as file:
-            for first, last in [*sorted(state), (size, size)]:
+            for first, end in [*sorted(state), (size, size)]:
                 if first > done:
                     file.seek(done)
                     runs.append((done, first - done))
                     content += file.read(first - done)
-                done = last
+                done = end
         return cls(name, size, pieces, runs, content)
 
     def encode(self) -> bytes:
@@ -112,12 +113,12 @@ class Frame:
 
     def write(self, path: str) -> None:
         """Write the file, with holes where state belongs."""
-        done = 0
+        written_bytes = 0
         with open(path, "xb") as file:
             for first, nbytes in self.runs:
                 file.seek(first)
-                file.write(self.content[done : done + nbytes])
-                done += nbytes
+                file.write(self.content[written_bytes : written_bytes + nbytes])
+                written_bytes += nbytes
             file.truncate(self.nbytes)
 
     def without_state(self) -> dict[str, Any]:

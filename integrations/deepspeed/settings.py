@@ -29,7 +29,7 @@ LAYOUTS = "stock", "in_place"
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 
-_NEAR = 0.8
+_LEAST_SIMILARITY = 0.8
 """How similar to `multi_tier_offload` (0 to 1) a key has to be to count as mistyped; DeepSpeed's reach half of it."""
 
 VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
@@ -56,9 +56,10 @@ class Saving:
         return self.layout == LAYOUTS[0] and self.wait
 
 
-# Keys of DeepSpeed's that ask for another way of doing what this backend does: (where, key, harmless value, advice).
 OFFLOAD = "zero_optimization.offload_optimizer"
-_CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
+
+# Keys of DeepSpeed's that ask for another way of what this backend does: (section, key, harmless value, advice).
+_CONTRADICTING_KEYS: tuple[tuple[str, str, Any, str], ...] = (
     (OFFLOAD, "nvme_path", None, f'leave it out and give the directories as {KEY}.paths: ["/mnt/nvme0/offload"]'),
     (OFFLOAD, "pipeline", False, "leave it out: transfers and updates always overlap"),
     (OFFLOAD, "pipeline_read", False, "leave it out: reads always overlap with updates"),
@@ -89,7 +90,7 @@ _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
 
 WEIGHTS = "zero_optimization.offload_param"
 WEIGHTS_FOLDER = f"{WEIGHTS}.nvme_path"
-_OF_DEEPSPEEDS_SWAPPER = "buffer_count", "buffer_size", "max_in_cpu"
+_SWAPPER_KEYS = "buffer_count", "buffer_size", "max_in_cpu"
 
 ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
@@ -105,19 +106,20 @@ def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
     return section
 
 
-def find_mistyped(config: Mapping[str, Any]) -> None:
+def refuse_mistyped_key(config: Mapping[str, Any]) -> None:
     """Check that a config without our object has no key with a similar name, which DeepSpeed would ignore.
 
     Raises:
         ConfigError: It has one; names it.
     """
-    plain = {re.sub(r"[\W_]", "", str(key)).lower(): key for key in config}
-    for near in difflib.get_close_matches(KEY.replace("_", ""), plain, 1, _NEAR):
-        raise ConfigError(plain[near], config[plain[near]], f'unknown key; did you mean "{KEY}"?')
+    key_by_letters = {re.sub(r"[\W_]", "", str(key)).lower(): key for key in config}
+    for near in difflib.get_close_matches(KEY.replace("_", ""), key_by_letters, 1, _LEAST_SIMILARITY):
+        key = key_by_letters[near]
+        raise ConfigError(key, config[key], f'unknown key; did you mean "{KEY}"?')
 
 
 @contextlib.contextmanager
-def naming_the_object() -> Iterator[None]:
+def naming_object_in_errors() -> Iterator[None]:
     """Put `multi_tier_offload.` before the field of an `OffloadConfig` that a `ConfigError` names."""
     try:
         yield
@@ -142,7 +144,7 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
     Raises:
         ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
     """
-    values: Any = shared.fields(config)
+    values: Any = shared.read_fields(config)
     if isinstance(values, Mapping) and KEY in values:
         raise ConfigError(KEY, values[KEY], f"give the fields of {KEY} alone, as this is no DeepSpeed config")
     check(values)
@@ -174,7 +176,7 @@ def check(values: Any) -> OffloadConfig:
     if not isinstance(folder := given.get("commit_on_sigterm", ""), str):
         raise ConfigError(f"{KEY}.{CHECKPOINT}.commit_on_sigterm", folder, "name a folder, or leave it out")
     _check_keys(KEY, values, (*_FIELDS, CHECKPOINT))
-    with naming_the_object():
+    with naming_object_in_errors():
         return OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)
 
 
@@ -190,16 +192,16 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         ConfigError: If the object, or something else that the config asks for, cannot be used.
     """
     settings = check(config[KEY])
-    for where, key, harmless, advice in _CONTRADICTIONS:
-        section = _section(config, where)
-        if key in section and section[key] is not None and section[key] != harmless:
-            raise ConfigError(f"{where}.{key}", section[key], advice)
+    for section_name, key, harmless, advice in _CONTRADICTING_KEYS:
+        value = _section(config, section_name).get(key)
+        if value is not None and value != harmless:
+            raise ConfigError(f"{section_name}.{key}", value, advice)
     stage = _section(config, "zero_optimization").get("stage", 0)
     if stage not in (1, 2, 3):
         raise ConfigError(
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
-    if not reduces_early(config):
+    if not reduces_during_backward(config):
         ZERO_1_REDUCES.check(f"{KEY}.overlap", settings.overlap)
     device = _section(config, OFFLOAD).get("device") or "none"
     if device not in ("cpu", "none"):
@@ -209,7 +211,7 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
     if weights_folder(config) is not None:
         if stage != 3:
             raise ConfigError(f"{WEIGHTS}.device", "nvme", "use stage 3: others do not shard weights")
-        for key in _OF_DEEPSPEEDS_SWAPPER:
+        for key in _SWAPPER_KEYS:
             if key in weights:
                 allowed = "leave it out: the kernel decides how much of the weights' file stays in memory"
                 raise ConfigError(f"{WEIGHTS}.{key}", weights[key], allowed)
@@ -233,7 +235,7 @@ def weights_folder(config: Mapping[str, Any]) -> str | None:
     return str(folder)
 
 
-def reduces_early(config: Mapping[str, Any]) -> bool:
+def reduces_during_backward(config: Mapping[str, Any]) -> bool:
     """Return whether gradients are reduced during backward: ZeRO-1 does it afterwards, unless with `overlap_comm`."""
     zero = _section(config, "zero_optimization")
     return zero.get("stage") != 1 or bool(zero.get("overlap_comm"))
@@ -249,7 +251,9 @@ def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
     for key in params:
         if key not in ("lr", "betas", "weight_decay"):
             raise ConfigError(f"optimizer.params.{key}", params[key], "use lr, betas, weight_decay")
-    return params | ({"betas": tuple(params["betas"])} if "betas" in params else {})
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    return params
 
 
 def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:

@@ -66,7 +66,7 @@ class Shard:
         gradient_dtype: The dtype in which gradients are summed; None for that of the weights.
         among: See `offload.Engine`.
         rule: See `offload.Engine`.
-        from_far: Whether gradients come from an accelerator, though the weights are on the CPU.
+        from_accelerator: Whether gradients come from an accelerator, though the weights are on the CPU.
 
     Attributes:
         names: Names of the state tensors, the master first.
@@ -82,34 +82,35 @@ class Shard:
         gradient_dtype: torch.dtype | None = None,
         among: tuple[int, int] | None = None,
         rule: UpdateRule = ADAMW,
-        from_far: bool = False,
+        from_accelerator: bool = False,
     ) -> None:
         self.names = rule.names
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
         self.weights = list(weights)
-        self._arrived: dict[int, None] = {}
-        self._open = False
+        self._arrived: dict[int, None] = {}  # pieces with a gradient of this window, or of the last
+        self._is_window_open = False
+        codes = [DtypeCode.of(weight.dtype) for weight in self.weights]
         parameters = [
-            Parameter(p.name, p.numel, dtype, p.group, p.start, p.unsharded_numel, p.shape)
+            Parameter(p.name, p.numel, codes[p.flat], p.group, p.start, p.unsharded_numel, p.shape)
             for p in self.pieces
-            for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
         reads_later = config.gradient_memory is None
         in_slots = device is None and reads_later
-        config = dataclasses.replace(
-            config, gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter"
-        )
+        sums = "float32" if gradient_dtype is torch.float32 else "parameter"
+        config = dataclasses.replace(config, gradient_dtype=sums)
         if not in_slots:
             # DeepSpeed needs the state before a first backward pass could show how much memory it leaves free.
             config = dataclasses.replace(config.opened_early(), keep_grads=False)
-        weights_device = weights[0].device if weights else torch.device("cpu")
         dtypes = [gradient_dtype or weight.dtype for weight in weights]
-        sizes = [p.numel * dtypes[p.flat].itemsize for p in self.pieces] if in_slots and from_far else []
-        passing = transit_bytes(sizes)
+        in_transit: list[int] = []  # sizes of the gradients that are copied to slots through pinned memory
+        if in_slots and from_accelerator:
+            in_transit = [piece.numel * dtypes[piece.flat].itemsize for piece in self.pieces]
+        passing = transit_bytes(in_transit)
         self.engine = Engine(
             parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule, passing_bytes=passing
         )
+        weights_device = weights[0].device if weights else torch.device("cpu")
         common = self.pieces, self.engine, weights_device, dtypes
         self.gradients = SlotGradients(*common) if in_slots else ArrivingGradients(*common, reads_later=reads_later)
         self._bind_weights()
@@ -125,6 +126,7 @@ class Shard:
         return [*self.gradients.kept, *masters]
 
     def _bind_weights(self) -> None:
+        """Tell the engine where each piece's weights are now."""
         self._bound_at = [weight.data_ptr() for weight in self.weights]
         for number, piece in enumerate(self.pieces):
             weight = self.weights[piece.flat]
@@ -138,58 +140,58 @@ class Shard:
         return gradient
 
     def accumulate(self, number: int, gradient: torch.Tensor, *, final: bool) -> None:
-        """Take in a piece's reduced gradient: flat, on any device; `final` if no more is expected before the step."""
-        self._open_window()
+        """Accept a piece's reduced gradient: flat, on any device; `final` if no more is expected before the step."""
+        self._begin_window_if_none()
         self.gradients.accept(number, gradient, first=number not in self._arrived, final=final)
         self._arrived[number] = None
 
-    def sum_of(self, number: int) -> torch.Tensor:
-        """Return a view of the memory in which a piece's gradients of this window are summed; the caller adds one."""
-        self._open_window()
+    def lend_sum(self, number: int) -> torch.Tensor:
+        """Return the memory in which a piece's gradients of this window are summed; the caller adds one to it."""
+        self._begin_window_if_none()
         slot: torch.Tensor = self.gradients.lend(number, None, arrived=number in self._arrived)
-        self.touch(number)
+        self.note_changed(number)
         return slot
 
-    def touch(self, number: int, *, gathered: bool = False) -> None:
+    def note_changed(self, number: int, *, gathered: bool = False) -> None:
         """Note that a piece has a gradient, or that the one it has was changed in place."""
-        self._open_window(number)
+        self._begin_window_if_none(number)
         self._arrived[number] = None
-        self.gradients.touch(number, gathered=gathered)
+        self.gradients.note_changed(number, gathered=gathered)
 
-    def _open_window(self, lent: int | None = None) -> None:
+    def _begin_window_if_none(self, lent: int | None = None) -> None:
         """Begin a window if none is open: wait for a pending step, and forget the gradients of the last window.
 
-        The gradient of the piece `lent` is kept: somebody has just written to it.
+        That of the piece `lent` is kept: a caller of `lend_gradient` has just written to it.
         """
-        if not self._open:
+        if not self._is_window_open:
             self.engine.finish()  # a pending step reads the gradients that the next ones overwrite
             self.gradients.begin(lent)
             self._arrived.clear()
-            self._open = True  # last: after an interrupt all of this is repeated
+            self._is_window_open = True  # last: after an interrupt all of this is repeated
 
     def close_window(self) -> None:
         """End a window: gradients were used or dropped, but can be read until the next ones arrive."""
         self.gradients.settle()  # a copy of a dropped gradient must not end after one of the next
-        self._open = False
+        self._is_window_open = False
         self.gradients.end()
         self.engine.gradients.drop()
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Return a piece's gradient, as `gradient` does, to a caller who may write to it.
+        """Wait for a pending step; return a piece's gradient to a caller who may write to it: it counts as changed.
 
         A piece without a gradient in this window (or, between windows, in the last one) reads as zero.
         """
-        self.engine.finish()  # as in `_open_window`
+        self.engine.finish()  # as in `_begin_window_if_none`
         arrived = number in self._arrived
         lent: torch.Tensor = self.gradients.lend(number, numel, arrived=arrived)
-        if arrived and self._open:
-            self.touch(number)  # the caller may change it, so that its gathered norm is no longer right
+        if arrived and self._is_window_open:
+            self.note_changed(number)  # the caller may change it, so that its gathered norm is no longer right
         return lent
 
     @property
     def active(self) -> list[int]:
-        """Pieces that the next step updates, in order."""
-        return sorted(self._arrived) if self._open else []
+        """Numbers of the pieces that the next step updates, in order."""
+        return sorted(self._arrived) if self._is_window_open else []
 
     def norms(self) -> dict[str, float]:
         """Return the L2 norm of each gradient by name; not finite if and only if an element is not."""
@@ -223,6 +225,7 @@ class Shard:
         """
         self.gradients.settle()
         self._bind_weights()
+        # Updates that were made in backward divided by `loss_scale`; a factor that clips as well revokes them.
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
         if order is None or self.engine.config.gradient_memory is not None:
@@ -239,9 +242,9 @@ class Shard:
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)
 
-    def forget_used(self) -> None:
+    def forget_used_gradients(self) -> None:
         """Forget gradients that a step has used, or that were thrown away, unless they lie in slots."""
-        if not self._open:
+        if not self._is_window_open:
             self.gradients.begin(None)
 
     # State in memory
@@ -272,6 +275,7 @@ class Shard:
 
     @property
     def _state_numels(self) -> list[int]:
+        """The number of elements of each state tensor of each flat tensor, in order."""
         return [weight.numel() for weight in self.weights for _ in self.names]
 
     def without_memory(self) -> list[FlatState]:
@@ -283,6 +287,7 @@ class Shard:
         with contextlib.closing(copy := self.engine.state.new_copy(self._state_numels)):
 
             def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+                """Copy a run of a piece's state to its place."""
                 piece = self.pieces[number]
                 for tensor_number, name in enumerate(self.names):
                     copy.write(len(self.names) * piece.flat + tensor_number, piece.offset + first, views[name])
@@ -327,6 +332,7 @@ def rule_of(optimizer: Any) -> UpdateRule:
 
 
 def _is_lion(kind: type) -> bool:
+    """Return whether a class is ours for Lion, or DeepSpeed's."""
     return kind is LionGroups or (
         kind.__module__.startswith("deepspeed.ops.lion") and kind.__name__ in ("DeepSpeedCPULion", "FusedLion")
     )
@@ -351,6 +357,7 @@ def group_values(optimizer: Any) -> list[Any]:
 
 
 def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Return whether weight decay of a group is decoupled, as in AdamW."""
     if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's
         return bool(optimizer.adam_w_mode)
     return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -22,31 +22,30 @@ from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import FlatState, rule_of
 
-COPIED_AND_GATHERED = (
-    "single_partition_of_fp32_groups",
-    "param_buffer_of_bit16_for_cpu_offload_groups",
-    "parallel_partitioned_bit16_groups",
-    "bit16_groups_flat",
-)
-"""Attributes that DeepSpeed's step copies new weights from, and gathers: lists with one entry per flat tensor."""
-
 SAMPLES = 8
 """Elements of each weight, less one, that are compared to notice a change that torch's version does not count."""
+
+
+class WeightsFingerprint(NamedTuple):
+    """What tells whether weights have changed: address and torch's version of each, and some elements of all."""
+
+    places_and_versions: Sequence[tuple[int, int]] = ()
+    samples: Sequence[torch.Tensor] = ()
 
 
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
     _sampled_indexes: list[torch.Tensor] | None = None
-    _noted_weights: tuple[list[tuple[int, int]], list[torch.Tensor]] = [], []
+    _noted_fingerprint = WeightsFingerprint()  # as it was when weights were rounded masters; empty if they are not
     _gathers: Gathers | None = None
-    _gathers_later = False
+    _skips_copy_and_gather = False  # whether DeepSpeed's step is under way, without its copy and gather of weights
 
     # Into the next forward pass
 
     def hook_model(self, model: torch.nn.Module) -> None:
         """Hook a model's modules to wait for their weights, if steps may go on into its forward pass. Collective."""
-        if self.can_go_on:
+        if self.may_overlap_forward:
             parts, pace = self.parallel_partitioned_bit16_groups, self._auto.pace
             self._gathers = Gathers(self.offload, self.shard.pieces, parts, self.dp_process_group, pace)
             self._gathers.hook_model(model)
@@ -59,29 +58,38 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self._end_lending()
         # DeepSpeed copies new weights from masters, which are the weights themselves here, and gathers them: its
         # lists hold empty tensors meanwhile, so that it does neither.
-        kept = {name: getattr(self, name) for name in COPIED_AND_GATHERED}
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        parts, empty = self.parallel_partitioned_bit16_groups, [nothing for _ in self._flats]
-        stand_ins: tuple[list[Any], ...] = (empty, empty, [[nothing for _ in ranks] for ranks in parts], [])
+        empty_masters = [nothing for _ in self._flats]
+        empty_parts = [[nothing for _ in parts] for parts in self.parallel_partitioned_bit16_groups]
+        stand_ins: dict[str, list[Any]] = {
+            "single_partition_of_fp32_groups": empty_masters,
+            "param_buffer_of_bit16_for_cpu_offload_groups": empty_masters,
+            "parallel_partitioned_bit16_groups": empty_parts,
+            "bit16_groups_flat": [],
+        }
+        kept = {name: getattr(self, name) for name in stand_ins}
         try:
-            self.__dict__.update(zip(COPIED_AND_GATHERED, stand_ins, strict=True))
-            self._gathers_later = True
+            self.__dict__.update(stand_ins)
+            self._skips_copy_and_gather = True
             return super().step(*arguments, **keywords)
         finally:
-            self._gathers_later = False
+            self._skips_copy_and_gather = False
             self.__dict__.update(kept)
 
     def _update_model_bit16_weights(self, group_index: int) -> None:
-        if not self._gathers_later:  # else the weights lie where the engine has written them
+        """Point parameters into the flat weights, as DeepSpeed does; not in `step`, as the engine writes in place."""
+        if not self._skips_copy_and_gather:
             super()._update_model_bit16_weights(group_index)
 
-    def _update_all(self) -> None:
+    def _run_engine_step(self) -> None:
+        """Run the engine's step, then start gathering what it updates."""
         active = self.shard.active
-        super()._update_all()
+        super()._run_engine_step()
         if self._gathers is not None:
             self._gathers.begin(active)
 
-    def _use_order(self) -> Mapping[int, int] | None:
+    def _take_use_order(self) -> Mapping[int, int] | None:
+        """Return the order that all ranks have agreed on, if steps may go on into forward. Collective."""
         return None if self._gathers is None else self._gathers.agree_on_order()
 
     def finish(self) -> None:
@@ -99,6 +107,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # State
 
     def _all_parameters(self) -> Iterable[Any]:
+        """Return all trained parameters."""
         return itertools.chain.from_iterable(self.bit16_groups)
 
     def initialize_optimizer_states(self) -> None:
@@ -114,7 +123,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, whole, shape))
         weights = self._own_weights()
         self._flats = self.single_partition_of_fp32_groups
-        # DeepSpeed's masters are freed before the engine takes its memory.
+        # Free DeepSpeed's masters before the engine allocates its memory.
         for flat in self._flats:
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
@@ -123,7 +132,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         rule = rule_of(self.optimizer)
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype, rule)
         buffers.extend(self.shard.weights)
-        self._sums: dict[int, torch.Tensor] = {}
+        self._sums_by_parameter: dict[int, torch.Tensor] = {}  # of gradients that DeepSpeed reduces in fp32
         self.restore_placeholders()
 
     def _own_weights(self) -> list[torch.Tensor]:
@@ -136,16 +145,18 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         ]
 
     def _release_weights(self) -> None:
+        """Drop references to weights, those that stand for masters and buffers included."""
         super()._release_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         for flat in self._flats:
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _rebind_weights(self) -> None:
+        """Note where this rank's parts of the weights are now, wherever one is kept."""
         self.shard.weights[:] = self._own_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
         if self._gathers is not None:
-            self._gathers.moved(self.parallel_partitioned_bit16_groups)
+            self._gathers.use_parts(self.parallel_partitioned_bit16_groups)
         self.restore_placeholders()
 
     @property
@@ -154,22 +165,22 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         flats: Sequence[torch.Tensor] = self.bit16_groups_flat
         return flats
 
-    def note_weights(self) -> None:
-        """Note that weights equal their rounded masters: their addresses, torch's versions, and some elements."""
+    def note_weights_are_rounded_masters(self) -> None:
+        """Note that weights equal their rounded masters, with their fingerprint."""
         if self._gathers is None:  # else a step may still be writing them
-            self._noted_weights = self._observe_weights()
+            self._noted_fingerprint = self._fingerprint_weights()
 
-    def rounded_weights(self) -> Sequence[torch.Tensor]:
-        """Return all trained weights if they are unchanged since the last `note_weights`; else none."""
-        places_and_counts, samples = self._observe_weights()
-        is_unchanged = places_and_counts == self._noted_weights[0] and all(
-            map(torch.equal, samples, self._noted_weights[1])
-        )
-        return [weight.data for weights in self.bit16_groups for weight in weights] if is_unchanged else ()
+    def unchanged_weights(self) -> Sequence[torch.Tensor]:
+        """Return all trained weights if none has changed since `note_weights_are_rounded_masters`; else none."""
+        now, noted = self._fingerprint_weights(), self._noted_fingerprint
+        has_same_versions = now.places_and_versions == noted.places_and_versions
+        if not has_same_versions or not all(map(torch.equal, now.samples, noted.samples)):
+            return ()
+        return [weight.data for weights in self.bit16_groups for weight in weights]
 
-    def _observe_weights(self) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
-        """Return address and version of each weight, and evenly spread elements of each, by flat tensor."""
-        places_and_counts = [
+    def _fingerprint_weights(self) -> WeightsFingerprint:
+        """Return the weights' fingerprint now; the elements are evenly spread over each weight."""
+        places_and_versions = [
             (weight.data_ptr(), weight._version) for weights in self.bit16_groups for weight in weights
         ]
         if self._sampled_indexes is None:
@@ -187,12 +198,11 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 )
                 for flat, weights in zip(self.flat_weights, self.bit16_groups, strict=True)
             ]
-        return places_and_counts, [
-            flat[index] for flat, index in zip(self.flat_weights, self._sampled_indexes, strict=True)
-        ]
+        samples = [flat[index] for flat, index in zip(self.flat_weights, self._sampled_indexes, strict=True)]
+        return WeightsFingerprint(places_and_versions, samples)
 
     def restore_placeholders(self) -> None:
-        """Let each flat "master" be this rank's part of the weights, and each group have it as its parameter."""
+        """Make each flat "master" this rank's part of the weights, and the one parameter of its group."""
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
             flat.data = weight
             group["params"] = [flat]
@@ -200,12 +210,14 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self._link_all_hp_params()
 
     def _lend_state(self, states: list[FlatState]) -> None:
+        """Lend state, and let DeepSpeed link parameters to it: its checkpoints go by these links."""
         super()._lend_state(states)
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 
     def _get_offload_gradient_dict(self) -> None:
+        """Set the dictionary of gradients in which DeepSpeed looks for `safe_get_full_grad`, by flat tensor."""
         for flat, parameters in enumerate(self.params_in_partition):
             self.offload_gradient_dict[flat] = [
                 self.shard.gradient(self._numbers[self.get_param_id(parameter)]) for parameter in parameters
@@ -221,36 +233,35 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> torch.Tensor | None:
-        """Return what a reduction in fp32 is added to: the gradient's slot, or zeros that are added to it later.
+        """Return what a reduction in fp32 is added to: the gradient's slot, or a sum that the shard is given later.
 
         None for a part of another rank, and where DeepSpeed does not reduce in this way.
         """
         is_own = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
         if not is_own or not self._use_compact_grad_partition_buffer(group_idx):
             return None
-        target: torch.Tensor
         weight = self.parallel_partitioned_bit16_groups[group_idx][partition_id]
-        if not self.shard.gradients.adds_in_slots or weight.device.type != "cpu":
-            if param_id not in self._sums:
-                dtype = self.gradient_accumulation_dtype
-                self._sums[param_id] = torch.zeros(int(num_elements), dtype=dtype, device=weight.device)
-            target = self._sums[param_id]
-        else:
-            target = self.shard.sum_of(self._numbers[param_id])
-        return target
+        if self.shard.gradients.adds_in_slots and weight.device.type == "cpu":
+            slot: torch.Tensor = self.shard.lend_sum(self._numbers[param_id])
+            return slot
+        if param_id not in self._sums_by_parameter:
+            dtype = self.gradient_accumulation_dtype
+            self._sums_by_parameter[param_id] = torch.zeros(int(num_elements), dtype=dtype, device=weight.device)
+        return self._sums_by_parameter[param_id]
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
         """Pass a reduced gradient to the shard, in the dtype that it is accumulated in."""
         identity = self.get_param_id(param)
-        final = self._note_arrival(self._numbers[identity])
-        flat, source, _, numel = self.grad_position[identity]
+        number = self._numbers[identity]
+        final = self._announce_arrival(number)
+        flat, start, _, numel = self.grad_position[identity]
         if not self._use_compact_grad_partition_buffer(flat):
-            gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
-            self.shard.accumulate(self._numbers[identity], gradient, final=final)
-        elif identity in self._sums:
-            self.shard.accumulate(self._numbers[identity], self._sums.pop(identity), final=final)
+            gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, start, numel)
+            self.shard.accumulate(number, gradient, final=final)
+        elif identity in self._sums_by_parameter:
+            self.shard.accumulate(number, self._sums_by_parameter.pop(identity), final=final)
         else:  # it was added to its slot already
-            self.shard.touch(self._numbers[identity], gathered=final)
+            self.shard.note_changed(number, gathered=final)
         self.clear_grad_attribute(param)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Any:
@@ -266,25 +277,26 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # The update
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
-        """Let DeepSpeed compute its factor, on one element; the update applies it."""
+        """Have DeepSpeed apply its factor to one element, which shows it; the update applies it to all gradients."""
         probe = torch.ones(1, dtype=torch.float32, device="cpu")
         super().unscale_and_clip_grads([probe], total_norm)
         self._gradient_factor = float(probe)
 
     def _optimizer_step(self, group_no: int) -> None:
+        """Update all groups at the first call: DeepSpeed calls this once for each group."""
         if group_no == 0:
-            self._update_all()
+            self._run_engine_step()
 
     def update_lp_params(self) -> None:
         """Set all weights to their rounded masters."""
-        with self._in_memory():
+        with self._with_state_lent():
             super().update_lp_params()
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in DeepSpeed's layout."""
-        with self._in_memory() as states:
+        with self._with_state_lent() as states:
             state: dict[str, Any] = super().state_dict()
             key = "single_partition_of_fp32_groups"
             state[key] = [master.detach() for master in state[key]]
@@ -292,6 +304,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return saved
 
     def _load_global_state(self, sd: Mapping[str, Any]) -> None:
+        """Note the step counts in a file, and load what is no tensor's."""
         self._saved_steps = sd.get(STEPS)
         super()._load_global_state(sd)
 
@@ -307,7 +320,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 state_dict_list[rank], lambda rest: load([rest] * (rank + 1), True, *arguments, **keywords)
             )
             return
-        self._load_with(
+        self._load_by_deepspeed(
             lambda: load(state_dict_list, load_optimizer_states, *arguments, **keywords),
             keep_steps=not load_optimizer_states,
         )
@@ -315,7 +328,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # deepspeed.utils.safe_get_* and safe_set_*
 
     def _link_all_hp_params(self) -> None:
-        """Let `safe_get_*` and `safe_set_*` read and write the shard, after DeepSpeed has made its own links."""
+        """Make `safe_get_*` and `safe_set_*` read and write the shard, after DeepSpeed has made its own links."""
         if not self.shard.weights:  # DeepSpeed has just moved them, and reads their flat tensors next
             self._rebind_weights()
         super()._link_all_hp_params()
@@ -325,12 +338,14 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                     continue
                 number = self._numbers[self.get_param_id(parameter)]
                 mapping = parameter._hp_mapping
-                mapping.get_hp_fragment = self._reader(number)
-                mapping.get_lp_grad_fragment = self._gradient_reader(number)
-                parameter.set_full_hp_param = types.MethodType(self._writer(number), parameter)
-                parameter.set_full_hp_grad = types.MethodType(self._gradient_writer(number), parameter)
+                mapping.get_hp_fragment = self._make_reader(number)
+                mapping.get_lp_grad_fragment = self._make_gradient_reader(number)
+                parameter.set_full_hp_param = types.MethodType(self._make_writer(number), parameter)
+                parameter.set_full_hp_grad = types.MethodType(self._make_gradient_writer(number), parameter)
 
-    def _reader(self, number: int) -> Callable[..., torch.Tensor]:
+    def _make_reader(self, number: int) -> Callable[..., torch.Tensor]:
+        """Return what reads a piece's master or moment, in the place of the method of DeepSpeed's mapping."""
+
         def get_hp_fragment(optim_state_key: str | None = None) -> torch.Tensor:
             numel = self.shard.pieces[number].numel
             state: torch.Tensor = self.shard.read(number, optim_state_key or "master", numel)
@@ -338,25 +353,31 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
         return get_hp_fragment
 
-    def _gradient_reader(self, number: int) -> Callable[[int], torch.Tensor]:
+    def _make_gradient_reader(self, number: int) -> Callable[[int], torch.Tensor]:
+        """Return what returns a piece's gradient, in the place of the method of DeepSpeed's mapping."""
+
         def get_lp_grad_fragment(index_in_param_group: int) -> torch.Tensor:
             gradient: torch.Tensor = self.shard.lend_gradient(number)
             return gradient
 
         return get_lp_grad_fragment
 
-    def _writer(self, number: int) -> Callable[..., None]:
+    def _make_writer(self, number: int) -> Callable[..., None]:
+        """Return what sets a piece's master or moment from its parameter's full value: a parameter's method."""
+
         def set_full_hp_param(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
             address = parameter._hp_mapping.lp_fragment_address
             fragment = value.reshape(-1).narrow(0, address.start, address.numel)
-            self._noted_weights = [], []  # the weight no longer equals the master, until the next step
+            self._noted_fingerprint = WeightsFingerprint()  # the weight differs from the master until the next step
             self.shard.write(number, optim_state_key or "master", fragment)
 
         return set_full_hp_param
 
-    def _gradient_writer(self, number: int) -> Callable[..., None]:
+    def _make_gradient_writer(self, number: int) -> Callable[..., None]:
+        """Return what sets a piece's gradient as DeepSpeed does, and notes that: a parameter's method."""
+
         def write(parameter: Any, value: torch.Tensor) -> None:
             set_full_hp_grad(parameter, value)
-            self.shard.touch(number)
+            self.shard.note_changed(number)
 
         return write

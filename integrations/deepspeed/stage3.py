@@ -22,18 +22,24 @@ from offload.integrations.deepspeed.shard import rule_of
 from offload.weights.partitions import Partitions
 
 
-def _gather_after_update(
+def _wait_before_gather(
     optimizer: weakref.ref[OffloadedStage3], parameter: Any, gather: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wrap a parameter's method that gathers parameters: first wait until the last step has updated them."""
 
     @functools.wraps(gather)
     def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """Gather given parameters, or this one; they may be an iterator, which is read only once."""
         given = keywords.get("param_list", keywords.get("params", parameters))
-        listed = [parameter] if given is None else [given] if isinstance(given, torch.Tensor) else [*given]
-        if (owner := optimizer()) is not None:
+        if given is None or isinstance(given, torch.Tensor):
+            listed = [parameter if given is None else given]
+        else:
+            listed = [*given]
+        owner = optimizer()
+        if owner is not None:
             owner.before_gather(listed)
-        return gather(*(() if parameters is None else (listed,)), *arguments, **keywords)
+        positional = [] if parameters is None else [listed]
+        return gather(*positional, *arguments, **keywords)
 
     return gather_updated
 
@@ -50,43 +56,44 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def __init__(self, *arguments: Any, weights_file: Partitions | None, **keywords: Any) -> None:
         self._weights_file = weights_file
         super().__init__(*arguments, **keywords)
-        self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
+        self._used: dict[int, None] = {}  # pieces, in the order of their gathering since the last step
         if self._weights_file is not None:
             self._weights_file.use_layers(self.module, lambda parameter: parameter.ds_tensor)
-        if self.can_go_on or self._weights_file is not None:
+        if self.may_overlap_forward or self._weights_file is not None:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
             for parameter in self.module.parameters():
                 for name in ("all_gather", "all_gather_coalesced"):
                     if hasattr(parameter, name):
-                        setattr(
-                            parameter,
-                            name,
-                            _gather_after_update(weakref.ref(self), parameter, getattr(parameter, name)),
-                        )
+                        waiting = _wait_before_gather(weakref.ref(self), parameter, getattr(parameter, name))
+                        setattr(parameter, name, waiting)
 
     # Into the next forward pass
 
     @property
-    def can_go_on(self) -> bool:
+    def may_overlap_forward(self) -> bool:
         """Whether steps may go on into the next forward pass: with "auto", too, as modules gather their weights."""
         return self._offload_config.overlap in ("forward", "both", "auto")
 
     @property
     def _overlaps_forward(self) -> bool:
-        return bool(self.can_go_on and self._auto.goes_on)
+        """Whether the step under way goes on into the next forward pass."""
+        return bool(self.may_overlap_forward and self._auto.goes_on)
 
     def before_gather(self, parameters: Sequence[Any]) -> None:
-        """Wait until the last step has updated this rank's parts of some parameters, and these are in memory."""
-        with_none = (self._numbers.get(parameter.ds_id) for parameter in parameters)
-        numbers = [number for number in with_none if number is not None]
+        """Wait until this rank's parts of some parameters are updated and in memory; note the order of their use."""
+        numbers_or_none = (self._numbers.get(parameter.ds_id) for parameter in parameters)  # None: frozen
+        numbers = [number for number in numbers_or_none if number is not None]
         self._used.update(dict.fromkeys(numbers))
         self.offload.wait_for(numbers, on_any_stream=True)
         if self._weights_file is not None:
             self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
-    def _use_order(self) -> Mapping[int, int] | None:
+    def _take_use_order(self) -> Mapping[int, int] | None:
+        """Return each piece's position in the order of use since the last step; forget that order."""
         used, self._used = self._used, {}
-        return {n: position for position, n in enumerate(used)} if self._overlaps_forward else None
+        if not self._overlaps_forward:
+            return None
+        return {number: position for position, number in enumerate(used)}
 
     def _post_step(self, *arguments: Any, **keywords: Any) -> None:
         """End a step. If it goes on into forward, persistent parameters are gathered there, by their modules."""
@@ -101,11 +108,11 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     # Weights in a file
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        """Make, in the weights' file, the flat tensors that DeepSpeed moves trained weights to; move frozen ones."""
+        """Allocate, in the weights' file, the flat tensors that trained weights are moved to; move frozen weights."""
         if self._weights_file is None:
             super()._create_param_groups_fp16_flat_cpu_memory()
             return
-        trained = set[Any]()
+        trained: set[Any] = set()
         for group in self.trainable_param_groups:
             trained.update(group["params"])
             numel = sum(parameter.partition_numel() for parameter in group["params"])
@@ -117,26 +124,27 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     # State
 
     def _all_parameters(self) -> Iterable[Any]:
+        """Return all trained parameters."""
         return itertools.chain.from_iterable(self.fp16_groups)
 
     def _create_fp32_partitions(self) -> None:
         """Make the shard, and one-element placeholders for the flat masters that DeepSpeed would make here."""
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
         pieces: list[Piece] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of pieces, by their parameters' ids
+        rank = torch.distributed.get_rank(self.dp_process_group)
         for flat, parameters in enumerate(self.fp16_groups):
             offset = 0
             group = self.sub_group_to_group_id[flat]
             for parameter in parameters:
                 self._numbers[parameter.ds_id] = len(pieces)
-                padded = parameter.partition_numel()
-                rank = torch.distributed.get_rank(self.dp_process_group)
-                whole = parameter.ds_numel
-                start = min(rank * padded, whole)
-                numel = min(padded, whole - start)
+                padded_numel = parameter.partition_numel()
+                whole_numel = parameter.ds_numel
+                start = min(rank * padded_numel, whole_numel)
+                numel = min(padded_numel, whole_numel - start)
                 shape = tuple(parameter.ds_shape)
-                pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole, shape))
-                offset += padded
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole_numel, shape))
+                offset += padded_numel
             placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
             # The id that DeepSpeed gives to its own flat masters.
             placeholder.ds_id = f"{parameters[0].ds_id}_{parameters[-1].ds_id}"  # type: ignore[attr-defined]
@@ -155,21 +163,24 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             param_group["params"] = []
 
     def _setup_for_real_optimizer(self) -> None:
+        """Set up as DeepSpeed does, which calls `initialize_optimizer_states`; then show the groups again."""
         super()._setup_for_real_optimizer()
-        self.fp16_groups = self._hidden_groups
+        self.fp16_groups = self._hidden_fp16_groups
 
     def initialize_optimizer_states(self) -> None:
         """Make no state: the engine's starts with zero moments, and there are no fp32 gradients.
 
         DeepSpeed makes a gradient buffer next, for its groups; they are hidden, as the engine has that memory.
         """
-        self._hidden_groups, self.fp16_groups = self.fp16_groups, []
+        self._hidden_fp16_groups, self.fp16_groups = self.fp16_groups, []
 
     def restore_placeholders(self) -> None:
+        """Make each flat master a placeholder of one element."""
         for flat in self._flats:
             flat.data = torch.zeros(1, dtype=torch.float32, device="cpu")
 
     def _rebind_weights(self) -> None:
+        """Note where DeepSpeed has this rank's flat weights now."""
         self.shard.weights[:] = self.fp16_partitioned_groups_flat
 
     # Gradients
@@ -179,7 +190,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
             number = self._numbers[parameter.ds_id]
             numel = self.shard.pieces[number].numel
-            final = self._note_arrival(number)
+            final = self._announce_arrival(number)
             if numel:
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
                 if parameter.grad is not None and parameter.grad.device.type != "cpu":
@@ -195,6 +206,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         self.shard.close_window()
 
     def _get_norm_groups(self) -> Any:
+        """Return what DeepSpeed does, with the engine's norms of this rank's gradients."""
         norms = self._norms()
         self.norm_for_param_grads = {
             self.get_param_id(parameter): norms[name]
@@ -207,7 +219,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     # The update
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Let DeepSpeed compute its factor, on one element; the update applies it."""
+        """Have DeepSpeed apply its factor to one element, which shows it; the update applies it to all gradients."""
         if sub_group_id == 0:
             probe = self._flats[0]
             probe.grad = torch.ones_like(probe)
@@ -215,67 +227,75 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._gradient_factor = float(probe.grad)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
+        """Update everything at the first call: DeepSpeed calls this once for each of its subgroups."""
         if sub_group_id == 0:
-            self._update_all()
+            self._run_engine_step()
 
-    def _update_all(self) -> None:
-        super()._update_all()
+    def _run_engine_step(self) -> None:
+        """Run the engine's step, and note that it has written weights to their file."""
+        super()._run_engine_step()
         if self._weights_file is not None:
             self._weights_file.note_written()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """Do DeepSpeed's work after an update, but for its copy from masters: the engine has written weights."""
         self._unflatten_partitioned_parameters(sub_group_id)
 
     # Checkpoints
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        with self._in_memory() as states:
+        """Return everything in DeepSpeed's layout."""
+        with self._with_state_lent() as states:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
             state_dict[FP32_FLAT_GROUPS] = [state.master for state in states]
         saved: dict[str, Any] = self._add_steps(state_dict, states)
         return saved
 
     def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        """Load what `_rigid_state_dict` returned, of this class or of DeepSpeed's own; or a stub, in place."""
         load = super()._rigid_load_state_dict
         if isinstance(state_dict, InPlace):
             self._load_in_place(state_dict, load)
             return
         self._saved_steps = state_dict.get(STEPS)
-        self._load_with(lambda: load(state_dict, load_optimizer_states), keep_steps=not load_optimizer_states)
+        self._load_by_deepspeed(lambda: load(state_dict, load_optimizer_states), keep_steps=not load_optimizer_states)
 
     def _load_global_state_stage3(self, sd: Mapping[str, Any]) -> None:
+        """Note step counts and groups in the file of a universal checkpoint; load its scalars as DeepSpeed does."""
         self._saved_steps = sd.get(STEPS)
-        self._saved_groups = sd["optimizer_state_dict"]["param_groups"]
+        self._saved_param_groups = sd["optimizer_state_dict"]["param_groups"]
         super()._load_global_state_stage3(sd)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, *arguments: Any, **keywords: Any) -> None:
         """Load a universal checkpoint."""
         load = super().load_hp_checkpoint_state_from_checkpoint_dir_stage3
-        self._load_with(lambda: load(*arguments, **keywords))
+        self._load_by_deepspeed(lambda: load(*arguments, **keywords))
         # DeepSpeed gives all groups the first one's hyperparameters.
-        for group, saved in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
+        for group, saved in zip(self.optimizer.param_groups, self._saved_param_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, *arguments: Any, **keywords: Any) -> None:
         """Load the weights of a universal checkpoint."""
         load = super().load_module_checkpoint_state_from_checkpoint_dir_stage3
-        self._load_with(lambda: load(*arguments, **keywords), keep_steps=True)
+        self._load_by_deepspeed(lambda: load(*arguments, **keywords), keep_steps=True)
 
     # deepspeed.utils.safe_get_* and safe_set_*
 
     def _number(self, parameter: Any) -> int:
+        """Return the number of a parameter's piece."""
         return self._numbers[parameter.ds_id]
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        """Return a state tensor of this rank's part, as a copy that `_write_back` stores after DeepSpeed's change."""
+        """Return a copy of a state tensor of this rank's part; `_write_last_read_state` writes it when changed."""
         number = self._number(param)
         state = self.shard.read(number, optim_state_key or "master", param.partition_numel())
-        self._last_read = state
+        self._last_read_state = state
         return state, self.shard.pieces[number].flat
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        """Return this rank's part of a gradient, to which DeepSpeed may write, and the number of its subgroup."""
         number = self._number(param)
         gradient = self.shard.lend_gradient(number, param.partition_numel())
         return gradient, self.shard.pieces[number].flat
@@ -283,29 +303,29 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Set the master, or a moment, of a parameter from its full value."""
         super().set_full_hp_param(value, param, optim_state_key)
-        self._write_back(param, optim_state_key)
+        self._write_last_read_state(param, optim_state_key)
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Set this rank's part of the master, or of a moment, of a parameter."""
         super().set_local_hp_param(value, param, optim_state_key)
-        self._write_back(param, optim_state_key)
+        self._write_last_read_state(param, optim_state_key)
 
-    def _write_back(self, parameter: Any, key: str | None) -> None:
-        """Store the state tensor that was read last, after DeepSpeed has changed it."""
+    def _write_last_read_state(self, parameter: Any, key: str | None) -> None:
+        """Write the state tensor that was read last to the shard, after DeepSpeed has changed it."""
         if parameter.requires_grad:
-            self.shard.write(self._number(parameter), key or "master", self._last_read)
+            self.shard.write(self._number(parameter), key or "master", self._last_read_state)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Set a parameter's gradient from its full value."""
         super().set_fp32_grad_for_param(value, param)
         if param.requires_grad:
-            self.shard.touch(self._number(param))
+            self.shard.note_changed(self._number(param))
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Set this rank's part of a parameter's gradient."""
         super().set_local_grad_for_param(value, param)
         if param.requires_grad:
-            self.shard.touch(self._number(param))
+            self.shard.note_changed(self._number(param))
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
@@ -320,7 +340,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         """Return this rank's part of every gradient in fp32, by subgroup and position in it."""
         return {
             flat: {
-                position: self._get_fp32_grad_state_partition(parameter, True)[0].float()
+                position: self.shard.lend_gradient(self._number(parameter), parameter.partition_numel()).float()
                 for position, parameter in enumerate(parameters)
             }
             for flat, parameters in enumerate(self.fp16_groups)

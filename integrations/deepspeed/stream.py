@@ -35,14 +35,15 @@ def can_stream(checkpoint_engine: Any) -> bool:
 
 
 @contextlib.contextmanager
-def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
-    """Let a checkpoint engine write files with holes for tensors; yield the list of the objects that it has saved.
+def writing_holes(checkpoint_engine: Any) -> Iterator[list[Any]]:
+    """Make a checkpoint engine write files with holes for tensors; yield the list of what it has saved.
 
     The callers then write each tensor to its hole, so that no copy of all of them is made in memory.
     """
     saved: list[Any] = []
 
     def save(state_dict: Any, path: str) -> None:
+        """Replaces the checkpoint engine's `save`."""
         saved.append(state_dict)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with torch.serialization.skip_data():
@@ -64,31 +65,32 @@ def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
 
     `lent` is the state that was saved: tensors without memory, for each flat tensor of the shard.
     """
-    tensors = {name: [state.tensors[name] for state in lent] for name in (lent[0].tensors if lent else ())}
-    starts = {name: [start_of(places, tensor) for tensor in rows] for name, rows in tensors.items()}
-    missing = (
-        start is None and tensor.numel()
-        for name in tensors
-        for start, tensor in zip(starts[name], tensors[name], strict=True)
-    )
-    return None if any(missing) else starts
+    starts: dict[str, list[int | None]] = {name: [] for name in (lent[0].tensors if lent else ())}
+    for name, flat_starts in starts.items():
+        for tensor in (state.tensors[name] for state in lent):
+            start = start_of(places, tensor)
+            if start is None and tensor.numel():
+                return None
+            flat_starts.append(start)
+    return starts
 
 
 def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
     """Return the frame of a rank's file that was saved with holes for state; `name` is its name when it is whole."""
-    pieces = {
+    starts_by_piece = {
         piece.name: {
-            name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES for name, flat_starts in starts.items()
+            state_name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES
+            for state_name, flat_starts in starts.items()
         }
         for piece in shard.pieces
     }
-    state = [
+    state_bounds = [
         (start, start + weight.numel() * _ITEM_BYTES)
         for flat_starts in starts.values()
         for start, weight in zip(flat_starts, shard.weights, strict=True)
         if start is not None
     ]
-    return Frame.of(path, name, pieces, state)
+    return Frame.of(path, name, starts_by_piece, state_bounds)
 
 
 Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]
@@ -111,6 +113,7 @@ def write_state(files: Mapping[str, Starts], shard: Shard, visit: Callable[[Take
         ]
 
         def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+            """Write a run of a piece's state to each file that has its tensor."""
             piece = shard.pieces[number]
             for file, name, starts in targets:
                 if (start := starts[piece.flat]) is not None:
@@ -147,7 +150,7 @@ class SharedModel:
                         min(_DIGEST_BYTES, weight.nbytes - done) for done in range(0, weight.nbytes, _DIGEST_BYTES)
                     )
                     chunks = (torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.int32) for nbytes in sizes)
-                    if not torch.equal(_sums(chunks, "cpu"), saved):
+                    if not torch.equal(_sums_by_column(chunks, "cpu"), saved):
                         return False
         return True
 
@@ -169,10 +172,10 @@ _DIGEST_BYTES = COLUMNS * 4 * 1024
 
 def digest(flat: torch.Tensor) -> torch.Tensor:
     """Return sums of a flat tensor's words that differ, almost surely, if any bit of it differs."""
-    return _sums(torch.split(flat.view(torch.int32), _DIGEST_BYTES // 4), flat.device).cpu()
+    return _sums_by_column(torch.split(flat.view(torch.int32), _DIGEST_BYTES // 4), flat.device).cpu()
 
 
-def _sums(chunks: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
+def _sums_by_column(chunks: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
     """Return sums of words by columns, as if each chunk were rows of `COLUMNS` words; they wrap around."""
     sums = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
     for words in chunks:

@@ -113,9 +113,9 @@ class _Mode(Enum):
 _mode = _Mode.OFF
 _original: Callable[..., Any] | None = None
 """DeepSpeed's `_configure_optimizer`, while it is replaced."""
-for_all: Mapping[str, Any] | None = None
+object_for_all: Mapping[str, Any] | None = None
 """The `multi_tier_offload` object for configs that have none."""
-_said_own = _said_stock = _said_ignored = False
+_warned_of_own = _warned_of_stock = _warned_of_ignored = False
 _undo = contextlib.ExitStack()
 """Undoes the replacements of `weights.patch_deepspeed`."""
 
@@ -142,7 +142,7 @@ def check_deepspeed() -> None:
             if function is None:
                 changed.append(f"{kind}.{method} is gone")
                 continue
-            actual = list(inspect.signature(_unwrapped(function)).parameters)[1:]
+            actual = list(inspect.signature(_without_tracing(function)).parameters)[1:]
             if actual[: len(parameters.split())] != parameters.split():
                 changed.append(f"{kind}.{method}({', '.join(actual)}) took ({', '.join(parameters.split())})")
     if changed:
@@ -151,11 +151,12 @@ def check_deepspeed() -> None:
         log.info("DeepSpeed %s has all that is relied on, but only %s are tested", version, ", ".join(TESTED))
 
 
-def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that DeepSpeed's tracing decorator has wrapped, which is found in its closure only."""
-    for cell in function.__closure__ or () if function.__name__ == "wrapped_fn" else ():
-        if inspect.isfunction(cell.cell_contents):
-            return _unwrapped(cell.cell_contents)
+def _without_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that DeepSpeed's tracing decorator has wrapped; only the wrapper's closure has it."""
+    if function.__name__ == "wrapped_fn":
+        for cell in function.__closure__ or ():
+            if inspect.isfunction(cell.cell_contents):
+                return _without_tracing(cell.cell_contents)
     return function
 
 
@@ -163,59 +164,71 @@ def _configure_optimizer_of(
     engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]
 ) -> None:
     """Replaces `DeepSpeedEngine._configure_optimizer` if the config has our object: the engine gets our optimizer."""
-    from offload.integrations.deepspeed.common import OffloadedOptimizer, say_what_waits
-    from offload.integrations.deepspeed.shard import LionGroups, check_optimizer
+    from offload.integrations.deepspeed.common import OffloadedOptimizer, warn_of_large_buckets
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
 
     config = settings.read(engine.config)
     _check_engine(engine)
     _offload_to_cpu(engine)
-    optimizer = client_optimizer
-    if optimizer is None and str(engine.optimizer_name()).lower() == settings.LION_TYPE:
+    client_optimizer = _ensure_client_optimizer(engine, client_optimizer, model_parameters)
+    # DeepSpeed may not insist on its own CPU optimizer: the client's is never stepped.
+    engine._config.zero_force_ds_cpu_optimizer = False
+    with contextlib.suppress(ImportError):  # imported before its base classes are replaced below
+        import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    with contextlib.ExitStack() as stack:
+        weights_file = stack.enter_context(weights.reserve_file(engine, client_optimizer))
+        # DeepSpeed's own method makes one of these, by the names that their modules have meanwhile.
+        for (module_name, class_name), replacement in (
+            (_STAGE3, functools.partial(OffloadedStage3, weights_file=weights_file)),
+            ((_ENGINE[0], _STAGE12[1]), OffloadedStage12),
+        ):
+            module = import_module(module_name)
+            stack.callback(setattr, module, class_name, getattr(module, class_name))
+            setattr(
+                module, class_name, functools.partial(replacement, offload_config=config, names=engine.param_names)
+            )
+        original(engine, client_optimizer, model_parameters)
+    optimizer = engine.optimizer
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, OffloadedOptimizer):
+        raise ConfigError("deepspeed", kind, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
+    optimizer.may_update_during_backward = settings.reduces_during_backward(engine.config) and weights_file is None
+    optimizer.report_to(engine)
+    optimizer.hook_model(engine.module)
+    # Each of these wraps what the ones before have made of the engine's methods.
+    optimizer.stream_checkpoints(engine)
+    optimizer.refuse_other_rank_counts(engine)
+    saving = settings.saving(engine.config)
+    if not saving.is_deepspeeds:
+        optimizer.replace_save_checkpoint(engine, saving)
+    tags.mark_tags_when_whole(optimizer, engine)
+    if saving.commit_on_sigterm:
+        optimizer.sigterm = tags.commit_on_sigterm(optimizer, engine, saving.commit_on_sigterm)
+    optimizer.pass_on_include(engine)
+    if engine.global_rank == 0:
+        warn_of_large_buckets(engine, config)
+        log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", kind)
+
+
+def _ensure_client_optimizer(engine: Any, given: Any, model_parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return the torch optimizer whose groups the update follows, made by the config if none is given; check it."""
+    from offload.integrations.deepspeed.shard import LionGroups, check_optimizer
+
+    optimizer: torch.optim.Optimizer = given
+    if given is None and str(engine.optimizer_name()).lower() == settings.LION_TYPE:
         optimizer = LionGroups(model_parameters, **settings.lion_from_config(engine.optimizer_params()))
         engine._config.zero_allow_untested_optimizer = True  # DeepSpeed knows its own Lions by their classes
-    elif optimizer is None:
+    elif given is None:
         decoupled, params = settings.adam_from_config(engine.optimizer_name(), engine.optimizer_params())
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         optimizer = kind(model_parameters, **params)
         for group in optimizer.param_groups:
             group["bias_correction"] = True  # DeepSpeed's own Adam, which may load our checkpoint, has it
-    elif not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-        optimizer = optimizer(model_parameters)
+    elif not isinstance(given, torch.optim.Optimizer) and callable(given):
+        optimizer = given(model_parameters)
     check_optimizer(optimizer)
-    # DeepSpeed may not insist on its own CPU optimizer: this one is never stepped.
-    engine._config.zero_force_ds_cpu_optimizer = False
-    with contextlib.suppress(ImportError):  # imported before its base classes are replaced below
-        import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-    with contextlib.ExitStack() as stack:
-        weights_file = stack.enter_context(weights.reserved(engine, optimizer))
-        for (module, name), replacement in (
-            (_STAGE3, functools.partial(OffloadedStage3, weights_file=weights_file)),
-            ((_ENGINE[0], _STAGE12[1]), OffloadedStage12),
-        ):
-            home = import_module(module)
-            stack.callback(setattr, home, name, getattr(home, name))
-            setattr(home, name, functools.partial(replacement, offload_config=config, names=engine.param_names))
-        original(engine, optimizer, model_parameters)
-    if not isinstance(engine.optimizer, OffloadedOptimizer):
-        made = type(engine.optimizer).__name__
-        raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
-    engine.optimizer.updates_early = weights_file is None and settings.reduces_early(engine.config)
-    engine.optimizer.report_to(engine)
-    engine.optimizer.hook_model(engine.module)
-    engine.optimizer.stream_checkpoints(engine)
-    engine.optimizer.refuse_other_ranks(engine)
-    saving = settings.saving(engine.config)
-    if not saving.is_deepspeeds:
-        engine.optimizer.save_by_engine(engine, saving)
-    tags.save_whole(engine.optimizer, engine)
-    if saving.commit_on_sigterm:
-        engine.optimizer.sigterm = tags.commit_on_sigterm(engine.optimizer, engine, saving.commit_on_sigterm)
-    engine.optimizer.honour_include(engine)
-    if engine.global_rank == 0:
-        say_what_waits(engine, config)
-        log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", type(engine.optimizer).__name__)
+    return optimizer
 
 
 def _is_offloaded(config: Any) -> bool:
@@ -225,20 +238,22 @@ def _is_offloaded(config: Any) -> bool:
     return bool(given is not None and given.device != none)
 
 
-def _is_ours(config: Any) -> bool:
+def _gets_our_optimizer(config: Any) -> bool:
     """Return whether the engine of a `DeepSpeedConfig` gets its optimizer, if it has one, from this backend."""
-    has_object = KEY in config._param_dict or (for_all is not None and _is_offloaded(config))
-    return _mode is _Mode.ON and has_object
+    gets_object = KEY in config._param_dict or (object_for_all is not None and _is_offloaded(config))
+    return _mode is _Mode.ON and gets_object
 
 
 def _offload_to_cpu(engine: Any) -> None:
     """Change the config of an engine that offloads its optimizer to no device, DeepSpeed's default, to the CPU."""
     if _is_offloaded(engine._config):
         return
-    zero, module = engine._config.zero_config, import_module("deepspeed.runtime.zero.offload_config")
-    given, device = zero.offload_optimizer, module.OffloadDeviceEnum
-    given = module.DeepSpeedZeroOffloadOptimizerConfig() if given is None else given
-    zero.offload_optimizer = given.model_copy(update={"device": device.cpu})
+    module = import_module("deepspeed.runtime.zero.offload_config")
+    zero = engine._config.zero_config
+    given = zero.offload_optimizer
+    if given is None:
+        given = module.DeepSpeedZeroOffloadOptimizerConfig()
+    zero.offload_optimizer = given.model_copy(update={"device": module.OffloadDeviceEnum.cpu})
     if engine.global_rank == 0:
         log.warning('%s.device counts as "cpu" beside %s; write it, and this is not said', settings.OFFLOAD, KEY)
 
@@ -257,28 +272,29 @@ def _check_engine(engine: Any) -> None:
         OTHER_PARALLELISM.refuse("tensor_parallel.autotp_size", tensor_parallel)
 
 
-def inject(engine: Any) -> None:
-    """Add the object that was given for all to an engine's config, if it has none and offloads the optimizer.
+def add_object_for_all(engine: Any) -> None:
+    """Add the object that was given to `enable` to an engine's config, if it has none and offloads the optimizer.
 
     Raises:
         ConfigError: The config has a key that looks like `multi_tier_offload`, mistyped.
     """
-    global _said_own, _said_stock
+    global _warned_of_own, _warned_of_stock
     config = engine.config or {}
     if KEY in config:
-        if for_all is not None and config[KEY] != for_all and engine.global_rank == 0 and not _said_own:
-            _said_own = True
+        has_other_object = object_for_all is not None and config[KEY] != object_for_all
+        if has_other_object and engine.global_rank == 0 and not _warned_of_own:
+            _warned_of_own = True
             log.warning("a DeepSpeed config has its own %s, which is used: not the one that was given for all", KEY)
         return
-    settings.find_mistyped(config)
-    speaks = engine.global_rank == 0
-    if for_all is None:
-        if speaks and not _said_stock:
-            _said_stock = True
+    settings.refuse_mistyped_key(config)
+    is_first_rank = engine.global_rank == 0
+    if object_for_all is None:
+        if is_first_rank and not _warned_of_stock:
+            _warned_of_stock = True
             log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s (said once)", KEY)
     elif _is_offloaded(engine._config):
-        engine.config = {**config, KEY: dict(for_all)}  # the program may use its own for another engine
-    elif speaks:
+        engine.config = {**config, KEY: dict(object_for_all)}  # a copy: the program may use its own elsewhere
+    elif is_first_rank:
         log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s.device", settings.OFFLOAD)
 
 
@@ -297,15 +313,15 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     Raises:
         ConfigError: If the DeepSpeed that is installed cannot be used, or the object; names what is missing or wrong.
     """
-    global _mode, for_all, _said_own
-    if config is None and for_all is None:
+    global _mode, object_for_all, _warned_of_own
+    if config is None and object_for_all is None:
         config = os.environ.get(VARIABLE) or None
-    given = for_all if config is None else settings.load(config)
+    given = object_for_all if config is None else settings.load(config)
     if _mode is not _Mode.ON:
         check_deepspeed()
-        weights.patch_deepspeed(_undo, _is_ours)
-    if given is not for_all:
-        for_all, _said_own = given, False
+        weights.patch_deepspeed(_undo, _gets_our_optimizer)
+    if given is not object_for_all:
+        object_for_all, _warned_of_own = given, False
     _mode = _Mode.ON
     _replace_configure()
 
@@ -318,7 +334,7 @@ def watch() -> None:
     global _mode
     if _mode is _Mode.OFF:
         _mode = _Mode.WATCHING
-        _when_imported()
+        _act_once_imported()
 
 
 def _replace_configure() -> None:
@@ -326,30 +342,31 @@ def _replace_configure() -> None:
     global _original
     if _original is not None:
         return
-    kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
-    original = kind._configure_optimizer
+    engine_class = getattr(import_module(_ENGINE[0]), _ENGINE[1])
+    original = engine_class._configure_optimizer
 
     @functools.wraps(original)
     def configure(engine: Any, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        """Give an engine whose config has our object our optimizer if ON, and warn of the object if WATCHING."""
         if _mode is _Mode.ON:
-            inject(engine)
+            add_object_for_all(engine)
         has_object = KEY in (engine.config or {})
         if _mode is _Mode.ON and has_object:
             _configure_optimizer_of(engine, original, client_optimizer, model_parameters)
             return
         if _mode is _Mode.WATCHING and has_object:
-            _say_ignored(engine)
+            _warn_of_ignored_object(engine)
         original(engine, client_optimizer, model_parameters)
 
-    kind._configure_optimizer = configure
+    engine_class._configure_optimizer = configure
     _original = original
 
 
-def _say_ignored(engine: Any) -> None:
+def _warn_of_ignored_object(engine: Any) -> None:
     """Warn, once, on rank 0, that DeepSpeed ignores our object."""
-    global _said_ignored
-    if engine.global_rank == 0 and not _said_ignored:
-        _said_ignored = True
+    global _warned_of_ignored
+    if engine.global_rank == 0 and not _warned_of_ignored:
+        _warned_of_ignored = True
         log.warning(
             "a DeepSpeed config has %s, which DeepSpeed ignores: all state stays where its own optimizer keeps it; "
             "run the script by `python -m offload.integrations.deepspeed`, or call enable() before "
@@ -360,15 +377,15 @@ def _say_ignored(engine: Any) -> None:
 
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _mode, _original, for_all, _said_stock, _said_ignored
-    for_all, _said_stock, _said_ignored, _mode = None, False, False, _Mode.OFF
+    global _mode, _original, object_for_all, _warned_of_stock, _warned_of_ignored
+    object_for_all, _warned_of_stock, _warned_of_ignored, _mode = None, False, False, _Mode.OFF
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AtImport)]
     _undo.close()
     if _original is None:
         return
-    kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
-    if getattr(kind._configure_optimizer, "__wrapped__", None) is _original:  # nobody has wrapped ours since
-        kind._configure_optimizer = _original
+    engine_class = getattr(import_module(_ENGINE[0]), _ENGINE[1])
+    if getattr(engine_class._configure_optimizer, "__wrapped__", None) is _original:  # nobody has wrapped ours since
+        engine_class._configure_optimizer = _original
     _original = None
 
 
@@ -379,24 +396,26 @@ class _AtImport(MetaPathFinder):
     """Whether to call `enable` then; else engines are watched."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return DeepSpeed's own spec, whose loader calls `_when_imported` afterwards; None for other modules."""
+        """Return DeepSpeed's own spec, whose loader calls `_act_once_imported` afterwards; None for other modules."""
         if fullname != "deepspeed":
             return None
         other_finders = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((s for finder in other_finders if (s := finder.find_spec(fullname, path, target))), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in other_finders)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                """Run DeepSpeed's module as its loader does, then enable the backend, or watch."""
                 execute(module)
-                _when_imported(enables=self.enables)
+                _act_once_imported(enables=self.enables)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _when_imported(*, enables: bool = False) -> None:
-    """Enable the backend, or watch, once DeepSpeed is imported: at once if it is already."""
+def _act_once_imported(*, enables: bool = False) -> None:
+    """Enable the backend, or only watch, once DeepSpeed is imported: now if it is already."""
     if "deepspeed" not in sys.modules:
         finder = next((finder for finder in sys.meta_path if isinstance(finder, _AtImport)), None)
         if finder is None:
@@ -415,7 +434,7 @@ def enable_at_import() -> None:
 
     For launchers of programs that may never import DeepSpeed, or set its environment variables before they do.
     """
-    _when_imported(enables=True)
+    _act_once_imported(enables=True)
 
 
 @contextlib.contextmanager

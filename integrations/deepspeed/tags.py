@@ -17,15 +17,16 @@ BESIDE = "zero_to_fp32.py", "zero_to_torch.py", "latest"
 """Files that DeepSpeed writes beside the tags; the last one names the newest tag."""
 
 
-def save_whole(optimizer: Any, engine: Any) -> None:
+def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
     """Replace an engine's `save_checkpoint` and `load_checkpoint`: tags are marked as whole, and mirrored."""
     if engine.use_node_local_storage():  # no process sees all files of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    unmarked = ""  # the tag's folder, while it is saved and not yet marked as whole
+    unmarked_folder = ""  # the tag's, while it is saved and not yet marked as whole
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        nonlocal unmarked
+        """Replaces `save_checkpoint`: mark the tag's folder as begun, save, mark it as whole, and mirror it."""
+        nonlocal unmarked_folder
         optimizer.wait_checkpoint()
         folder = os.path.abspath(save_dir)
         tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
@@ -33,7 +34,8 @@ def save_whole(optimizer: Any, engine: Any) -> None:
         is_marked = begin_folder(tag_folder, Marker(depth=1 + os.path.normpath(tag).count(os.sep), shared=BESIDE))
         if not is_marked:
             unmark(tag_folder)
-        unmarked, optimizer.is_saved_behind = tag_folder if is_marked else "", False
+        unmarked_folder = tag_folder if is_marked else ""
+        optimizer.is_saved_behind = False
         writer = engine.checkpoint_engine
         if "commit" not in vars(writer):
             writer.commit = partial(commit, writer.commit)
@@ -41,23 +43,26 @@ def save_whole(optimizer: Any, engine: Any) -> None:
             result = save(save_dir, tag, *arguments, **keywords)
             mark()
         finally:
-            unmarked = ""
+            unmarked_folder = ""
         if is_marked and not optimizer.is_saved_behind:
             mirror_folder(optimizer.shard, tag_folder)
         return result
 
     def mark() -> None:
-        nonlocal unmarked
-        if unmarked and not optimizer.is_saved_behind:
-            mark_folder(unmarked)
-        unmarked = ""
+        """Mark the tag's folder as whole, once; a save behind training does that itself when it ends."""
+        nonlocal unmarked_folder
+        if unmarked_folder and not optimizer.is_saved_behind:
+            mark_folder(unmarked_folder)
+        unmarked_folder = ""
 
     def commit(original: Callable[[Any], Any], info: Any) -> Any:
+        """Replaces the checkpoint engine's `commit`, which follows the last file and comes before `latest`."""
         result = original(info)
         mark()  # before rank 0 names the tag in `latest`, which waits for no other rank
         return result
 
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """Replaces `load_checkpoint`: mirror the tag that was loaded, if it is whole."""
         result = load(load_dir, tag, *arguments, **keywords)
         if result[0] is not None:
             tag_folder = os.path.dirname(result[0])
@@ -74,15 +79,18 @@ def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandle
     weakref.finalize(optimizer, handler.restore).atexit = False
 
     def save() -> None:
+        """Save to the folder, and wait for that."""
         engine.save_checkpoint(folder)
         if (alive := optimizer_ref()) is not None:
             alive.wait_checkpoint()
 
     def wait_mirror() -> None:
+        """Wait for the mirror's copy of what was saved."""
         if (alive := optimizer_ref()) is not None:
             alive.shard.engine.checkpoints.wait_mirror()
 
     def step_and_commit(*arguments: Any, **keywords: Any) -> Any:
+        """Replaces `step`: after the last micro-step, commit if any rank has had a signal."""
         is_last = engine.is_gradient_accumulation_boundary()
         result = step(*arguments, **keywords)
         if is_last and any_rank(handler.has_signal):

@@ -47,25 +47,30 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
     initialize, validate, partition = config._initialize_params, init._validate_remote_device, init._partition_param
 
     @functools.wraps(initialize)
-    def initialize_params(given: Any, param_dict: Any) -> None:
-        initialize(given, param_dict)
-        if is_ours(given) and settings.weights_folder(given._param_dict) is not None:
-            zero = given.zero_config
+    def initialize_params(deepspeed_config: Any, param_dict: Any) -> None:
+        """Tell DeepSpeed that weights are on the CPU where its config has them on NVMe."""
+        initialize(deepspeed_config, param_dict)
+        if is_ours(deepspeed_config) and settings.weights_folder(deepspeed_config._param_dict) is not None:
+            zero = deepspeed_config.zero_config
             zero.offload_param = zero.offload_param.model_copy(update={"device": "cpu", "pin_memory": False})
 
     @functools.wraps(validate)
-    def validate_remote_device(made: Any, remote_device: Any, ds_config: Any) -> Any:
-        if not _is_reserved and ds_config is not None and (folder := _folder_of(ds_config)) is not None:
-            _folders[made] = folder
-        return validate(made, remote_device, ds_config)
+    def validate_remote_device(init_context: Any, remote_device: Any, ds_config: Any) -> Any:
+        """Note the weights' folder of a `zero.Init`, unless an engine has reserved a file for all weights."""
+        folder = None if _is_reserved or ds_config is None else _weights_folder_of(ds_config)
+        if folder is not None:
+            _folders[init_context] = folder
+        return validate(init_context, remote_device, ds_config)
 
     @functools.wraps(partition)
-    def partition_param(made: Any, param: Any, *arguments: Any, **keywords: Any) -> Any:
+    def partition_param(init_context: Any, param: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Move this rank's part of a weight to a mapped file when DeepSpeed has first cut the weight."""
         is_first = param.ds_tensor is None
-        result = partition(made, param, *arguments, **keywords)
+        result = partition(init_context, param, *arguments, **keywords)
         part = param.ds_tensor
-        if is_first and made in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
-            file = on_all_ranks(lambda: _open(_folders[made], [part.nbytes]), param.ds_process_group)
+        if is_first and init_context in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
+            folder = _folders[init_context]
+            file = on_all_ranks(lambda: _open_partitions(folder, [part.nbytes]), param.ds_process_group)
             file.move(part)
             file.trim_heap()
         return result
@@ -75,17 +80,18 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
     shared.replace(undo, init, "_partition_param", partition_param)
 
 
-def _folder_of(config: Any) -> str | None:
+def _weights_folder_of(config: Any) -> str | None:
     """Return the folder for weights that a `DeepSpeedConfig` names; None if it names none, or is not ours."""
     given = config.zero_config.offload_param
-    return None if given is None or given.device == "nvme" else settings.weights_folder(config._param_dict)
+    is_ours = given is not None and given.device != "nvme"  # with NVMe in the config's text: `initialize_params`
+    return settings.weights_folder(config._param_dict) if is_ours else None
 
 
 @contextlib.contextmanager
-def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
+def reserve_file(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
     """Yield a file with room for this rank's part of an engine's weights; None if its config has them elsewhere.
 
-    Weights are not moved here: the engine's optimizer does that. Collective.
+    Weights are not moved here: the engine's optimizer does that while this context lasts. Collective.
 
     Raises:
         ConfigError: DeepSpeed's own swapper has some weights, or the folder cannot be used.
@@ -101,15 +107,15 @@ def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
     for parameter in parameters:
         if getattr(parameter, "nvme_swapper", None) is not None:
             SWAPPED_BY_DEEPSPEED.refuse(engine.param_names.get(parameter, "parameter"), "has DeepSpeed's swapper")
-    if (folder := _folder_of(engine._config)) is None:
+    if (folder := _weights_folder_of(engine._config)) is None:
         yield None
         return
     ranks = torch.distributed.get_world_size(engine.seq_data_parallel_group)
-    sizes = [
+    part_sizes = [  # of equal parts, rounded up
         -(-getattr(parameter, "ds_numel", parameter.numel()) // ranks) * parameter.itemsize
         for parameter in parameters
     ]
-    file = on_all_ranks(lambda: _open(folder, sizes), engine.seq_data_parallel_group)
+    file = on_all_ranks(lambda: _open_partitions(folder, part_sizes), engine.seq_data_parallel_group)
     _is_reserved = True
     try:
         yield file
@@ -117,7 +123,8 @@ def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
         _is_reserved = False
 
 
-def _open(folder: str, sizes: list[int]) -> Partitions:
+def _open_partitions(folder: str, sizes: list[int]) -> Partitions:
+    """Reserve a file for parts of these sizes in bytes; an error names DeepSpeed's key of the folder."""
     try:
         return Partitions(folder, sizes)
     except ConfigError as error:

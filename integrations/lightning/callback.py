@@ -14,7 +14,7 @@ from offload.checkpoint.marker import Marker
 from offload.combinations import AVERAGED, BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
-    logged,
+    figures_to_log,
     ours,
     pointer,
     release,
@@ -47,7 +47,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._named: dict[str, str] = {}
+        self._folder_by_checkpoint: dict[str, str] = {}
         """The folder that a checkpoint of this process names, by the checkpoint's path."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -57,28 +57,28 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         strategy, precision = trainer.strategy, trainer.precision_plugin
         if strategy.restore_checkpoint_after_setup:  # it shards, and has checkpoints of its own
             BY_DEEPSPEED.refuse("strategy", type(strategy).__name__)
-        # By functions of the class: doing this again, as a second `fit` does, changes nothing.
-        strategy.optimizer_state = partial(_state, strategy)
-        strategy.load_optimizer_state_dict = partial(self._load, trainer)
-        strategy.save_checkpoint = partial(self._save, strategy)
-        strategy.remove_checkpoint = partial(self._remove, strategy)
+        # The replacements call methods of the class, so replacing again, as a second `fit` does, changes nothing.
+        strategy.optimizer_state = partial(_optimizer_state, strategy)
+        strategy.load_optimizer_state_dict = partial(self._load_optimizer_state, trainer)
+        strategy.save_checkpoint = partial(self._save_checkpoint, strategy)
+        strategy.remove_checkpoint = partial(self._remove_checkpoint, strategy)
         strategy.teardown = partial(_teardown, strategy)
-        precision.clip_grad_by_norm = partial(_clip, precision)
+        precision.clip_grad_by_norm = partial(_clip_grad_by_norm, precision)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the optimizer that has been made, and let its steps go on into forward where that is allowed."""
-        made_kinds = [type(optimizer).__name__ for optimizer in trainer.optimizers]
-        if len(made_kinds) != 1 or ours(trainer.optimizers[0]) is None:
+        optimizer_names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+        if len(optimizer_names) != 1 or ours(trainer.optimizers[0]) is None:
             allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
-            raise ConfigError("optimizers", ", ".join(made_kinds) or "none", allowed)
+            raise ConfigError("optimizers", ", ".join(optimizer_names) or "none", allowed)
         optimizer = ours(trainer.optimizers[0])
-        kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+        callback_names = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
         is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
-        waits = kinds.isdisjoint(AVERAGING) and not is_compiled
-        if not waits:
+        may_overlap_forward = callback_names.isdisjoint(AVERAGING) and not is_compiled
+        if not may_overlap_forward:
             AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
         # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
-        hide_steps(optimizer, pl_module.children() if waits else (), [trainer.strategy.model])
+        hide_steps(optimizer, pl_module.children() if may_overlap_forward else (), [trainer.strategy.model])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last step: the caller may read weights next."""
@@ -88,10 +88,12 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         """Log figures of the last step, as often as Lightning logs."""
         every = trainer.log_every_n_steps
         if trainer.loggers and every and trainer.global_step and trainer.global_step % every == 0:
-            values = logged(ours(trainer.optimizers[0]), pl_module)
+            values = figures_to_log(ours(trainer.optimizers[0]), pl_module)
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
-    def _save(self, strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def _save_checkpoint(
+        self, strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Replaces `Strategy.save_checkpoint`, on all ranks.
 
         An older checkpoint of that name stays whole until the new one replaces it: it names another folder.
@@ -102,28 +104,31 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             write()
             return
         path = _absolute(filepath)
-        folder = strategy.broadcast(self._free(path) if strategy.is_global_zero else None)
-        optimizer, is_here = ours(strategy.optimizers[0]), split_protocol(path)[0] is None
-        if is_here:
+        folder = strategy.broadcast(self._unused_folder(path) if strategy.is_global_zero else None)
+        optimizer = ours(strategy.optimizers[0])
+        is_local = split_protocol(path)[0] is None
+        if is_local:
             begin_folder(folder, Marker(beside=(os.path.basename(path),)))
         save(optimizer, folder)
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
         write()
-        self._named[path] = folder
+        self._folder_by_checkpoint[path] = folder
         strategy.barrier()
-        if is_here:
+        if is_local:
             end_folder(optimizer, folder)
-        _delete(strategy, path, but=folder)
+        _delete_folders_beside(strategy, path, but=folder)
 
-    def _free(self, path: str) -> str:
+    def _unused_folder(self, path: str) -> str:
         """Return a folder beside a checkpoint that the checkpoint, as it is now, does not name."""
-        if path in self._named:
-            taken = {self._named[path]}
-        else:  # what is there may be of another run, unless there is no checkpoint: then nothing names it
-            taken = set(_beside(path)) if url_to_fs(path)[0].exists(path) else set()
-        return next(folder for n in range(len(taken) + 1) if (folder := f"{path}{SUFFIX}{n}") not in taken)
+        taken: set[str] = set()
+        if path in self._folder_by_checkpoint:
+            taken = {self._folder_by_checkpoint[path]}
+        elif url_to_fs(path)[0].exists(path):  # it may be another run's; if there is none, nothing names the folders
+            taken = set(_state_folders_beside(path))
+        candidates = (f"{path}{SUFFIX}{number}" for number in range(len(taken) + 1))
+        return next(folder for folder in candidates if folder not in taken)
 
-    def _load(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    def _load_optimizer_state(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
         """Replaces `Strategy.load_optimizer_state_dict`: load the folder that a checkpoint names, if it names one."""
         optimizer, states = ours(trainer.optimizers[0]), checkpoint["optimizer_states"]
         if len(states) != 1:
@@ -143,34 +148,35 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 f"the optimizer's state of {path} cannot be loaded: {error}. It belongs into {folder}: copy that "
                 "folder with the checkpoint, or load the weights alone, with LightningModule.load_from_checkpoint"
             ) from error
-        self._named[path] = folder
+        self._folder_by_checkpoint[path] = folder
 
-    def _remove(self, strategy: Any, filepath: Any) -> None:
+    def _remove_checkpoint(self, strategy: Any, filepath: Any) -> None:
         """Replaces `Strategy.remove_checkpoint`, on all ranks: delete the checkpoint's folders, too."""
         path = _absolute(filepath)
         type(strategy).remove_checkpoint(strategy, filepath)
-        self._named.pop(path, None)
-        _delete(strategy, path)
+        self._folder_by_checkpoint.pop(path, None)
+        _delete_folders_beside(strategy, path)
 
 
-def _state(strategy: Any, optimizer: Any) -> dict[str, Any]:
-    """Replaces `Strategy.optimizer_state`: return a pointer, into which `_save` writes the folder's name."""
+def _optimizer_state(strategy: Any, optimizer: Any) -> dict[str, Any]:
+    """Replaces `Strategy.optimizer_state`: return a pointer, to which `_save_checkpoint` adds the folder's name."""
     own = ours(optimizer)
-    state: dict[str, Any] = type(strategy).optimizer_state(strategy, optimizer) if own is None else {}
-    return state if own is None else pointer(own, None, "lightning")
+    state: dict[str, Any]
+    state = type(strategy).optimizer_state(strategy, optimizer) if own is None else pointer(own, None, "lightning")
+    return state
 
 
 def _teardown(strategy: Any) -> None:
     """Replaces `Strategy.teardown`, which would read all state of optimizers to move it to host memory."""
     optimizers, strategy.optimizers = strategy.optimizers, []
-    with contextlib.ExitStack() as at_end:
+    with contextlib.ExitStack() as at_end:  # even if a `finish` raises; the last one first
         at_end.callback(setattr, strategy, "optimizers", optimizers)
         at_end.callback(type(strategy).teardown, strategy)
         for optimizer in filter(None, map(ours, optimizers)):
             optimizer.finish()  # training may have ended with an error; `teardown` moves weights, too
 
 
-def _clip(precision: Any, optimizer: Any, clip_val: float) -> None:
+def _clip_grad_by_norm(precision: Any, optimizer: Any, clip_val: float) -> None:
     """Replaces `Precision.clip_grad_by_norm`: our optimizer clips in the update, unless a scaler is used."""
     own = ours(optimizer)
     if own is None or getattr(precision, "scaler", None) is not None:  # which changes gradients itself
@@ -188,7 +194,7 @@ def _absolute(path: Any) -> str:
     return os.path.abspath(name) if scheme is None else name
 
 
-def _beside(path: str) -> list[str]:
+def _state_folders_beside(path: str) -> list[str]:
     """Return the folders beside a checkpoint with its optimizer's state."""
     parent, name = os.path.split(path)
     files, directory = url_to_fs(parent)
@@ -200,9 +206,9 @@ def _beside(path: str) -> list[str]:
     return []
 
 
-def _delete(strategy: Any, path: str, but: str | None = None) -> None:
+def _delete_folders_beside(strategy: Any, path: str, but: str | None = None) -> None:
     """Release, then delete, the folders beside a checkpoint except `but`, on all ranks."""
-    unwanted = [folder for folder in _beside(path) if folder != but] if strategy.is_global_zero else []
+    unwanted = [folder for folder in _state_folders_beside(path) if folder != but] if strategy.is_global_zero else []
     for folder in strategy.broadcast(unwanted):
         release(ours(strategy.optimizers[0]).engine, folder)
         if strategy.is_global_zero:

@@ -1,8 +1,8 @@
-"""Updates in backward: which gradients Megatron-Core has reduced, as engines are told.
+"""Updates in backward: engines are told which gradients Megatron-Core has reduced.
 
-A group of buckets is final when its reduction has ended: that is asked whenever another one begins, and Megatron
-waits for it when backward is over. What is done to gradients afterwards, in place, is found by the step, which
-compares bytes: clipping, sums over tensor-parallel ranks, or over stages of a pipeline.
+A group of buckets is final when its reduction has ended. This is looked at whenever another reduction begins, and
+Megatron waits for it when backward is over. Gradients may be changed in place afterwards, by clipping or by sums over
+tensor-parallel ranks or stages of a pipeline: the step finds that, as it compares bytes.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from typing import Any
 from offload.integrations.megatron.inner import MegatronAdamW
 
 listeners: weakref.WeakSet[MegatronAdamW] = weakref.WeakSet()
-"""Whose engines update in backward."""
+"""The optimizers whose engines update in backward."""
 
-_reducing: list[Any] = []
-"""Groups of buckets whose reduction has begun, and that nobody has been told of."""
+_groups_reducing: list[Any] = []
+"""Groups of buckets whose reduction has begun, and that have not been announced."""
 
 
 def start_grad_sync(group: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Stand in for `_ParamAndGradBucketGroup.start_grad_sync`: tell of what has been reduced meanwhile."""
+    """Replaces `_ParamAndGradBucketGroup.start_grad_sync`: announce what has been reduced meanwhile."""
     original(group, *arguments, **options)
-    if listeners and group not in _reducing:
-        _reducing.append(group)
-    for each in [each for each in _reducing if _has_ended(each)]:
-        _tell(each)
+    if listeners and group not in _groups_reducing:
+        _groups_reducing.append(group)
+    for reduced in [*filter(_has_ended, _groups_reducing)]:
+        _announce_group(reduced)
 
 
 def finish_grad_sync(group: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Stand in for `_ParamAndGradBucketGroup.finish_grad_sync`: tell of what had not been reduced by then."""
+    """Replaces `_ParamAndGradBucketGroup.finish_grad_sync`, which waits for the reduction: announce the group."""
     original(group, *arguments, **options)
-    if group in _reducing:
-        _tell(group)
+    if group in _groups_reducing:
+        _announce_group(group)
 
 
 def _has_ended(group: Any) -> bool:
-    """Return whether a reduction is known to have ended: its works can be asked, in the place of waiting for them."""
+    """Return whether a reduction is known to have ended, without waiting; not if its handle has no works to ask."""
     works = getattr(group.grad_reduce_handle, "works", ())
     return bool(works) and all(work.is_completed() for work in works)
 
 
-def _tell(group: Any) -> None:
-    _reducing.remove(group)
+def _announce_group(group: Any) -> None:
+    """Tell engines that the gradients of a group of buckets are final, and forget the group."""
+    _groups_reducing.remove(group)
     for listener in listeners:
         listener.announce_final([weight for bucket in group.buckets for weight in bucket.params_list])

@@ -31,7 +31,7 @@ NAMES = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_
 class ShardState(MutableMapping[str, Any]):
     """A shard's state by Megatron's names: flat fp32 copies; what is set is written to where the state lives.
 
-    Megatron sets `step` with it, which all shards have in common, and other keys, which are no state.
+    Megatron also sets `step`, which all shards have in common, and keys that are no state, which are ignored.
     """
 
     def __init__(self, owner: MegatronAdamW, number: int) -> None:
@@ -90,8 +90,8 @@ class MegatronAdamW(torch.optim.Optimizer):
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "bias_correction": bias_correction})
         self._copies: list[dict[str, torch.Tensor]] | None = None
-        self._set: dict[int | str, dict[str, torch.Tensor]] = {}
-        self._set_step: int | None = None
+        self._state_to_write: dict[int | str, dict[str, torch.Tensor]] = {}
+        self._step_to_write: int | None = None
         self._steps = 0
         self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())
 
@@ -116,28 +116,28 @@ class MegatronAdamW(torch.optim.Optimizer):
         """
         device = next((shard.device for shard in self.shards if shard.device.type != "cpu"), None)
         widens = gradient_dtype is torch.float32
-        # Megatron may want the state before there is a backward pass to say what it leaves free on a GPU.
+        # Megatron may read the state before a first backward pass could show how much memory it leaves free on a GPU.
         config = dataclasses.replace(config.opened_early(), gradient_dtype="float32" if widens else "parameter")
         self.engine = Engine([*parameters.values()], config, device=device)
-        self._places = {weight: (number, part) for number, (weight, part) in enumerate(parameters.items())}
+        self._numbers_and_parts = {weight: (number, part) for number, (weight, part) in enumerate(parameters.items())}
         self._bind_weights()
         self.state.update({shard: ShardState(self, number) for number, shard in enumerate(self.shards)})
 
     def _bind_weights(self) -> None:
-        """Note where the shards lie, which Megatron moves at times.
+        """Tell the engine where the shards lie now: Megatron moves them at times.
 
         Raises:
-            ConfigError: A shard is no view of its weight, so that Megatron would go on with what is not updated.
+            ConfigError: A shard is no view of its weight, so that Megatron would train weights that are not updated.
         """
         self._bound_at = [shard.data_ptr() for shard in self.shards]
-        for weight, (number, part) in self._places.items():
+        for weight, (number, part) in self._numbers_and_parts.items():
             if self._bound_at[number] != weight.data_ptr() + part.start * weight.itemsize:
                 raise ConfigError("megatron", part.name, "leave weights in Megatron's buffer: this one was moved out")
         for number, address in enumerate(self._bound_at):
             self.engine.bind_weight(number, address)
 
     def _values(self) -> list[Any]:
-        """Return what a step is told of the groups now."""
+        """Return the present hyperparameters of the groups, as the engine's step takes them."""
         return [ADAMW.values({**ADAMW.defaults, **group}) for group in self.param_groups]
 
     @torch.no_grad()
@@ -171,14 +171,14 @@ class MegatronAdamW(torch.optim.Optimizer):
     # Updates in backward
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
-        """Return shards, whose memory updates may read; None where they are not where they are bound."""
+        """Return the shards, as updates in backward read their memory; None if one was moved since it was bound."""
         return self.shards if self._bound_at == [shard.data_ptr() for shard in self.shards] else None
 
     def announce_final(self, weights: Iterable[torch.Tensor]) -> None:
-        """Tell the engine that gradients of weights have been reduced, of which some have shards here."""
+        """Tell the engine that gradients of weights have been reduced; those without a shard here are skipped."""
         for weight in weights:
-            if weight in self._places and self.engine.broken is None:
-                number, part = self._places[weight]
+            if weight in self._numbers_and_parts and self.engine.broken is None:
+                number, part = self._numbers_and_parts[weight]
                 gradient: Any = weight.main_grad  # type: ignore[attr-defined]
                 self._announcer.arrives(self.engine.gradients, number)
                 self.engine.gradients.final(number, gradient.view(-1)[part.start : part.start + part.numel])
@@ -186,10 +186,10 @@ class MegatronAdamW(torch.optim.Optimizer):
     # State, as Megatron's checkpoints read and set it
 
     def copies(self) -> list[dict[str, torch.Tensor]]:
-        """Return a copy of all state, by shard, the same one until state changes; see `Engine`'s `state.read`.
+        """Return a copy of all state, by shard; see `Engine`'s `state.read`. Until state changes it is the same one.
 
-        Megatron asks for each tensor, and writes none before it has all. More than 64 MiB lies in a file without a
-        name on a path, which goes with the last tensor of it.
+        Megatron asks for each tensor, and writes none before it has all. A copy of more than 64 MiB lies in a file
+        without a name on a path, which is freed with the copy's last tensor.
         """
         self.write_set_state()
         if self._copies is None:
@@ -197,29 +197,30 @@ class MegatronAdamW(torch.optim.Optimizer):
         return self._copies
 
     def set_state(self, number: int, name: str, value: torch.Tensor) -> None:
-        """Replace one state tensor of a shard, when `write_set_state` is next called, as all else here does first."""
-        self._set.setdefault(number, {})[name] = value
+        """Note a new state tensor of a shard; `write_set_state`, which all else here calls first, writes it."""
+        self._state_to_write.setdefault(number, {})[name] = value
 
     def set_step(self, step: Any) -> None:
-        """Replace the number of updates, which is the same for all shards; see `set_state`."""
-        self._set_step = int(step)
+        """Note a new number of updates, which is the same for all shards; see `set_state`."""
+        self._step_to_write = int(step)
 
     def write_set_state(self) -> None:
-        """Write what was set to where the state lives: subgroup by subgroup, once each. Weights follow masters.
+        """Write what was set to where the state lives: each subgroup once. Weights become their rounded masters.
 
         Raises:
             ConfigError: A tensor has another number of elements than its shard.
         """
-        if self._set or self._set_step is not None:
-            step = self._set_step
+        if self._state_to_write or self._step_to_write is not None:
+            step = self._step_to_write
             steps: dict[int | str, int] = {} if step is None else dict.fromkeys(range(len(self.shards)), step)
             self._bind_weights()
-            self.engine.state.write(self._set, steps)
-            self._steps = self._steps if step is None else step
-            self._set, self._set_step, self._copies = {}, None, None
+            self.engine.state.write(self._state_to_write, steps)
+            if step is not None:
+                self._steps = step
+            self._state_to_write, self._step_to_write, self._copies = {}, None, None
 
     def engine_with_state_written(self) -> Engine:
-        """Return the engine, whose state may change now: what was set is written, and copies are let go."""
+        """Write what was set, forget copies, and return the engine: its state may change now."""
         self.write_set_state()
         self._copies = None
         return self.engine
@@ -228,17 +229,17 @@ class MegatronAdamW(torch.optim.Optimizer):
         """Return the groups and the number of updates; Megatron asks `state` for tensors."""
         numbers = iter(range(len(self.shards)))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
-        return {"state": {0: self._step}, "param_groups": groups}
+        return {"state": {0: self._step_state()}, "param_groups": groups}
 
-    @property
-    def _step(self) -> dict[str, torch.Tensor]:
+    def _step_state(self) -> dict[str, torch.Tensor]:
+        """Write what was set; return the number of updates as torch's optimizers keep it."""
         self.write_set_state()
         # A stage that trains nothing counts, too: in some formats all stages load the first one's number.
         steps = max(map(self.engine.step_count, range(len(self.shards))), default=self._steps)
         return {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups, and the number of updates that they have; tensors are set by `state`."""
+        """Load groups, and the number of updates that they have; Megatron sets tensors through `state`."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name not in ("params", "step")})
             if saved.get("step") is not None:
@@ -247,10 +248,11 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """One with the number of updates: where TransformerEngine is installed Megatron takes it from there."""
-        stub = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
-        stub.state[stub.param_groups[0]["params"][0]] = self._step
-        return [stub]
+        """One optimizer, which has the number of updates alone: with TransformerEngine Megatron reads it there."""
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        optimizer = torch.optim.AdamW([weight])
+        optimizer.state[weight] = self._step_state()
+        return [optimizer]
 
     def update_fp32_param_by_new_param(self) -> None:
         """Take all masters from the weights with the next step: the model was loaded without its optimizer."""
@@ -260,13 +262,13 @@ class MegatronAdamW(torch.optim.Optimizer):
             engine.reload_master(number)
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Megatron has set all state."""
+        """Write what was set: Megatron calls this when it has set all state."""
         self.write_set_state()
 
     def dummy_step(self) -> None:
-        """Make state; it is there from the beginning."""
+        """Do nothing: Megatron calls this to have state made, and here it exists from the beginning."""
 
     def close(self) -> None:
-        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
-        self._places.clear()  # backward may go on
+        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is garbage-collected."""
+        self._numbers_and_parts.clear()  # a backward pass that goes on announces nothing more
         self.engine.close()

@@ -86,7 +86,7 @@ _undo = contextlib.ExitStack()
 def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     """Have Megatron-Core keep the state of distributed optimizers that are made from now on where the config says.
 
-    In each process that trains, before `get_megatron_optimizer`. A second call takes the place of the first.
+    Call this in each process that trains, before `get_megatron_optimizer`. A second call replaces the first.
     Gradients are read in the dtype of Megatron's buffer, whatever `gradient_dtype` says.
 
     Args:
@@ -100,7 +100,7 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
             names what is missing.
     """
     global _undo
-    settings = OffloadConfig.from_dict(shared.fields(config), "config")
+    settings = OffloadConfig.from_dict(shared.read_fields(config), "config")
     if not settings.keeps_grads:
         MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
     if layout not in ("stock", "in_place"):
@@ -114,10 +114,10 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     with contextlib.ExitStack() as undo:
         for module in (package, distributed):
             shared.replace(undo, module, _HYBRID, MegatronAdamW)
-        shared.replace(undo, package, _MAKER, functools.partial(_make, getattr(package, _MAKER)))
+        shared.replace(undo, package, _MAKER, functools.partial(_make_checked, getattr(package, _MAKER)))
         chained, kind = package.ChainedOptimizer, distributed.DistributedOptimizer
         group = import_module(_BUFFERS)._ParamAndGradBucketGroup
-        for owner, name, stand_in, *given in (
+        for owner, name, replacement, *extra in (
             (chained, "__init__", init_chained, settings),
             (chained, "sharded_state_dict", _sharded_chain, layout),
             (kind, "sharded_state_dict", sharded_state_dict),
@@ -125,10 +125,10 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
             (group, "start_grad_sync", backward.start_grad_sync),
             (group, "finish_grad_sync", backward.finish_grad_sync),
         ):
-            shared.replace(undo, owner, name, functools.partialmethod(stand_in, vars(owner)[name], *given))
+            shared.replace(undo, owner, name, functools.partialmethod(replacement, vars(owner)[name], *extra))
         local = import_module(f"{_CHECKPOINTING}.tensor_aware_state_dict").MCoreTensorAwareStateDict
-        made = functools.partial(in_place.refuse_local, vars(local)["from_state_dict"].__func__)
-        shared.replace(undo, local, "from_state_dict", classmethod(made))
+        refusing = functools.partial(in_place.refuse_local, vars(local)["from_state_dict"].__func__)
+        shared.replace(undo, local, "from_state_dict", classmethod(refusing))
         for module in (import_module(_CHECKPOINTING), import_module(f"{_CHECKPOINTING}.serialization")):
             for name in ("save", "load"):
                 shared.replace(undo, module, name, functools.partial(getattr(in_place, name), getattr(module, name)))
@@ -142,12 +142,14 @@ def disable() -> None:
 
 def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
     """Return ours below what `get_megatron_optimizer` has returned: `engine.metrics()`, `engine.plan`, `close()`."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each.optimizer for each in chained if isinstance(each.optimizer, MegatronAdamW)]
+    distributed_optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [outer.optimizer for outer in distributed_optimizers if isinstance(outer.optimizer, MegatronAdamW)]
 
 
-def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any) -> Any:
-    """Stand in for `_get_megatron_optimizer_based_on_param_groups`: refuse what cannot be, by name."""
+def _make_checked(
+    original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any
+) -> Any:
+    """Replaces `_get_megatron_optimizer_based_on_param_groups`: refuse settings that cannot be used, by name."""
     if model_chunks[0].ddp_config.use_megatron_fsdp:
         MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
     for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
@@ -158,38 +160,39 @@ def _make(original: Callable[..., Any], config: Any, model_chunks: Any, *argumen
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) is not torch.float32:
             MEGATRON_ROUNDED.refuse(name, getattr(config, name))
-    for parameter, name in _names(model_chunks).items():
+    for parameter, name in _parameter_names(model_chunks).items():
         if parameter.requires_grad and parameter.dtype is torch.float32:
             MEGATRON_WEIGHTS.refuse(name, parameter.dtype)
     return original(config, model_chunks, *arguments, **options)
 
 
-def _names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
+def _parameter_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
     """Return the names of the parameters in a rank's part of the model, which are unique on this rank."""
-    several, names = len(model_chunks) > 1, dict[torch.nn.Parameter, str]()
+    names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
+        prefix = f"chunk{number}." if len(model_chunks) > 1 else ""
         for name, parameter in chunk.named_parameters():
-            # Copies of an embedding on two stages are called alike: what is rounded, and how, goes by the name.
+            # Copies of an embedding on two stages get one name, so that both are rounded alike: names decide that.
             is_tied = getattr(parameter, "shared_embedding", False)
-            names[parameter] = TIED if is_tied else f"chunk{number}.{name}" if several else name
+            names[parameter] = TIED if is_tied else prefix + name
     return names
 
 
 def init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
-    """Stand in for `ChainedOptimizer.__init__`, which has all optimizers of a model: open their engines.
+    """Replaces `ChainedOptimizer.__init__`, which is given all optimizers of a model: open their engines.
 
     Experts have an optimizer of their own. Budgets are divided by the state that each has on this rank.
     """
     original(chained, optimizers)
-    own = [each for each in optimizers if isinstance(each.optimizer, MegatronAdamW)]
-    numels = [sum(shard.numel() for shard in each.optimizer.shards) for each in own]
-    for number, (each, numel) in enumerate(zip(own, numels, strict=True)):
-        part = config.for_part(numel, sum(numels))
-        if len(own) > 1:
-            each.optimizer.folder += f"-{number}" if number else ""
+    ours = [distributed for distributed in optimizers if isinstance(distributed.optimizer, MegatronAdamW)]
+    numels = [sum(shard.numel() for shard in distributed.optimizer.shards) for distributed in ours]
+    for number, (distributed, numel) in enumerate(zip(ours, numels, strict=True)):
+        own_config = config.for_part(numel, sum(numels))
+        if len(ours) > 1:
+            distributed.optimizer.folder += f"-{number}" if number else ""
             text = "optimizer %d of %d has %d of %d parameters of this rank: host_memory %s, gpu_memory %s"
-            log.info(text, number + 1, len(own), numel, sum(numels), part.host_memory, part.gpu_memory)
-        open_engine(each, part)
+            log.info(text, number + 1, len(ours), numel, sum(numels), own_config.host_memory, own_config.gpu_memory)
+        open_engine(distributed, own_config)
 
 
 def open_engine(distributed: Any, config: OffloadConfig) -> None:
@@ -206,20 +209,20 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
             MEGATRON_CHANGES.refuse("overlap", config.overlap)
         if "full_iteration" in str(getattr(chunk.config, "cuda_graph_scope", "")):
             MEGATRON_GRAPHS.refuse("overlap", config.overlap)
-    names = _names(distributed.model_chunks)
+    names = _parameter_names(distributed.model_chunks)
     parameters: dict[tuple[int, int], tuple[torch.Tensor, Parameter]] = {}
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]
-        where = distributed._get_model_param_range_map(weight)["param"]
+        cut = distributed._get_model_param_range_map(weight)["param"]  # the shard's elements of the weight
         name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)
-        if shard.numel() != where.end - where.start or shard.dtype is not weight.dtype:
+        if shard.numel() != cut.end - cut.start or shard.dtype is not weight.dtype:
             raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
-        cut = where.start, weight.numel(), tuple(weight.shape)
-        parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, *cut)
+        whole = weight.numel(), tuple(weight.shape)
+        parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, cut.start, *whole)
     if torch.distributed.get_world_size() > 1:
         config = config.for_rank(torch.distributed.get_rank())
-    own = dict(parameters[place] for place in sorted(parameters))  # none where a stage trains nothing
-    inner.open(own, config, distributed.buffers[0].grad_dtype if own else torch.float32)
+    in_order = dict(parameters[place] for place in sorted(parameters))  # empty where a stage trains nothing
+    inner.open(in_order, config, distributed.buffers[0].grad_dtype if in_order else torch.float32)
     if config.overlaps_backward:
         backward.listeners.add(inner)
 
@@ -232,7 +235,7 @@ def _sharded_chain(
     is_loading: bool = False,
     **options: Any,
 ) -> Any:
-    """Stand in for `ChainedOptimizer.sharded_state_dict`: a save in place has metadata that say so."""
+    """Replaces `ChainedOptimizer.sharded_state_dict`: metadata of a save in place say so to each optimizer."""
     if layout == "in_place" and not is_loading and inner_optimizers(chained):
         options["metadata"] = {**(options.get("metadata") or {}), in_place.KEY: in_place.SHARDING}
     return original(chained, model_sharded_state_dict, is_loading, **options)
@@ -246,21 +249,21 @@ def sharded_state_dict(
     sharding_type: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Stand in for `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded."""
+    """Replaces `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded."""
     metadata = metadata or {}
     if isinstance(distributed.optimizer, MegatronAdamW):
         if metadata.get(in_place.KEY) == in_place.SHARDING:
             return in_place.sharded_state_dict(distributed, is_loading)
-        on_first = metadata.get("distrib_optim_fully_reshardable_mem_efficient", False)
+        on_first_only = metadata.get("distrib_optim_fully_reshardable_mem_efficient", False)
         is_gathered = metadata.get(in_place.KEY) == "fully_reshardable"
-        if is_gathered and (is_loading or not (on_first and distributed.data_parallel_group.rank())):
+        if is_gathered and (is_loading or not on_first_only or distributed.data_parallel_group.rank() == 0):
             nbytes = 12 * sum(buffer.numel_unpadded for buffer in distributed.buffers)  # masters and moments in fp32
             log.warning("fully_reshardable has state of all ranks in this one's host memory: %d bytes", nbytes)
     return original(distributed, model_sharded_state_dict, is_loading, sharding_type, metadata)
 
 
 def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:
-    """Stand in for `DistributedOptimizer.load_state_dict`: what it has set is written before it returns."""
+    """Replaces `DistributedOptimizer.load_state_dict`: write what it has set, and load state that is in place."""
     state = state_dict.get("param_state")
     id = state.get(shared.POINTER) if isinstance(state, dict) else None
     if id is not None:

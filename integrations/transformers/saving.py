@@ -9,6 +9,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -28,16 +29,17 @@ CHECKPOINTS = re.compile(r"checkpoint-\d+")
 log = logging.getLogger("offload")
 
 
-class Deleting:
+class DeletionHook:
     """Replaces `shutil` where the Trainer deletes checkpoints: what they hold on the paths is released first.
 
     After the deletion a deleted checkpoint could not be told from one that was moved, and its state would be kept.
     """
 
     def __init__(self) -> None:
-        self._postponed: list[tuple[Any, ...]] | None = None
+        self._postponed: list[Callable[[], None]] | None = None
 
     def __getattr__(self, name: str) -> Any:
+        """Return all else of `shutil`."""
         return getattr(shutil, name)
 
     @contextlib.contextmanager
@@ -46,28 +48,28 @@ class Deleting:
         before, self._postponed = self._postponed, []
         try:
             yield
-            wanted = self._postponed
+            deletions = self._postponed
         finally:
             self._postponed = before
-        for path, arguments, options in wanted:
-            self.rmtree(path, *arguments, **options)
+        for delete in deletions:
+            delete()
 
     def rmtree(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
-        """Delete a checkpoint as `shutil.rmtree` does, after releasing it."""
+        """Delete a checkpoint as `shutil.rmtree` does, after releasing it; or later, in `postponed`."""
         if self._postponed is not None:
-            self._postponed.append((path, arguments, options))
+            self._postponed.append(partial(self.rmtree, path, *arguments, **options))
             return
         folder = os.path.abspath(path)
         try:
             offload.release_before_deletion(os.path.join(folder, FOLDER), os.path.dirname(folder))
             if mark_of(folder) is Mark.WHOLE:
-                mark_begun(folder)  # a kill in between leaves no checkpoint
+                mark_begun(folder)  # a kill during the deletion must not leave a folder that is marked as whole
         except OffloadError as error:
             log.warning("what %s holds on the paths stays there when it is deleted now: %s", folder, error)
         shutil.rmtree(path, *arguments, **options)
 
 
-DELETING = Deleting()
+DELETION_HOOK = DeletionHook()
 
 
 def save(
@@ -79,24 +81,25 @@ def save(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """Save a checkpoint by `Trainer._save_checkpoint`, mark it as whole, then let older ones be deleted."""
+    """Save a checkpoint by `Trainer._save_checkpoint` (`original`), mark it as whole, then delete older ones."""
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
     begin_folder(folder)
-    with DELETING.postponed():
+    with DELETION_HOOK.postponed():
         original(trainer, model, trial, *arguments, **options)
         end_folder(optimizer, folder)
 
 
-def preempted(find_optimizer: Callable[[], Any]) -> Any:
+def make_sigterm_callback(find_optimizer: Callable[[], Any]) -> Any:
     """Return a callback that saves on all ranks at the end of the step in which one of them gets a SIGTERM.
 
     `find_optimizer` returns the Trainer's optimizer of ours; None if it has none.
     """
 
-    class Preempted(import_module("transformers").TrainerCallback):  # type: ignore[misc]
+    class SigtermCallback(import_module("transformers").TrainerCallback):  # type: ignore[misc]
         handler: SigtermHandler | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            """Handle SIGTERM while training lasts."""
             self.on_train_end()
             if getattr(args, "enable_jit_checkpoint", False):
                 TWO_SAVES.refuse("commit_on_sigterm", True)
@@ -105,6 +108,7 @@ def preempted(find_optimizer: Callable[[], Any]) -> Any:
                 weakref.finalize(self, handler.restore).atexit = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            """Ask the Trainer to save now if any rank has had a SIGTERM."""
             handler = self.handler
             if handler is not None and any_rank(handler.has_signal):
                 log.warning("SIGTERM: the Trainer saves a checkpoint")
@@ -114,6 +118,7 @@ def preempted(find_optimizer: Callable[[], Any]) -> Any:
         on_evaluate = on_step_end  # after an evaluation, too: the Trainer saves next
 
         def on_save(self, *arguments: Any, **options: Any) -> None:
+            """If the save was for a SIGTERM: wait for the mirror, then pass the signal on."""
             handler, optimizer = self.handler, find_optimizer()
             if handler is not None and handler.is_committing:
                 try:
@@ -124,8 +129,9 @@ def preempted(find_optimizer: Callable[[], Any]) -> Any:
                 handler.pass_on_together()
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
+            """Restore the handler that was there before."""
             if self.handler is not None:
                 self.handler.restore()
             self.handler = None
 
-    return Preempted()
+    return SigtermCallback()

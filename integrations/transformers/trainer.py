@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial, partialmethod
 from importlib import import_module
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ log = logging.getLogger("offload")
 
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
-_said_other = False
+_warned_of_other_optimizer = False
 
 
 def enable(
@@ -62,11 +62,11 @@ def enable(
         ConfigError: The config cannot be used, a path of it included, or transformers is not there or lacks what is
             relied on.
     """
-    global _undo, _said_other
+    global _undo, _warned_of_other_optimizer
     if isinstance(config, OffloadConfig):
         settings = config
     else:
-        settings = OffloadConfig.from_dict({} if config is None else shared.fields(config))
+        settings = OffloadConfig.from_dict({} if config is None else shared.read_fields(config))
     settings.check_paths()  # now, and not when a model has been loaded
     try:
         trainer = import_module("transformers.trainer").Trainer
@@ -75,32 +75,34 @@ def enable(
     except ImportError as error:
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
     disable()
-    _said_other = False
+    _warned_of_other_optimizer = False
     wrappers: dict[str, Callable[[Any], Any]] = {
-        "get_optimizer_cls_and_kwargs": lambda original: staticmethod(functools.partial(_choose, original, settings)),
-        "create_optimizer": lambda original: functools.partialmethod(_create, original, commit_on_sigterm),
-        "log": lambda original: functools.partialmethod(_log, original),
-        "train": lambda original: functools.partialmethod(_resume, original),
+        "get_optimizer_cls_and_kwargs": lambda original: staticmethod(partial(_choose_optimizer, original, settings)),
+        "create_optimizer": lambda original: partialmethod(_create_optimizer, original, commit_on_sigterm),
+        "log": lambda original: partialmethod(_log, original),
+        "train": lambda original: partialmethod(_train_from_whole, original),
         # These have no public name, and no callback stands in their place.
-        "_save_checkpoint": lambda original: functools.partialmethod(_save_checkpoint, original),
-        "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
-        "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
-        "_load_from_checkpoint": lambda original: functools.partialmethod(_load_model, original),
-        "_load_best_model": lambda original: functools.partialmethod(_without_fsdp, original),
-        "save_model": lambda original: functools.partialmethod(_without_fsdp, original),
+        "_save_checkpoint": lambda original: partialmethod(_save_checkpoint, original),
+        "_save_optimizer_and_scheduler": lambda original: partialmethod(_save_optimizer, original),
+        "_load_optimizer_and_scheduler": lambda original: partialmethod(_load_optimizer, original),
+        "_load_from_checkpoint": lambda original: partialmethod(_load_model, original),
+        "_load_best_model": lambda original: partialmethod(_call_as_without_fsdp, original),
+        "save_model": lambda original: partialmethod(_call_as_without_fsdp, original),
     }
     if activation_memory is not None:
-        wrappers["training_step"] = lambda original: functools.partialmethod(_train, original, activation_memory)
+        wrappers["training_step"] = lambda original: partialmethod(_training_step, original, activation_memory)
     gone = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
     if gone:
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
         raise ConfigError("transformers", import_module("transformers").__version__, allowed)
     with contextlib.ExitStack() as undo:
-        shared.replace(undo, names, "_missing_", classmethod(functools.partial(_optimizer_name, names._missing_)))
+        shared.replace(undo, names, "_missing_", classmethod(partial(_ensure_optimizer_name, names._missing_)))
         for module in ("transformers.trainer", "transformers.trainer_utils"):
             if hasattr(import_module(module), "shutil"):
-                shared.replace(undo, import_module(module), "shutil", saving.DELETING)
-        shared.replace(undo, arguments, "__post_init__", functools.partialmethod(_begin, arguments.__post_init__))
+                shared.replace(undo, import_module(module), "shutil", saving.DELETION_HOOK)
+        shared.replace(
+            undo, arguments, "__post_init__", partialmethod(_set_interrupted_aside, arguments.__post_init__)
+        )
         for name, wrapper in wrappers.items():
             shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
         _undo = undo.pop_all()
@@ -111,8 +113,8 @@ def disable() -> None:
     _undo.close()
 
 
-def _optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
-    """Replaces `OptimizerNames._missing_`, which is asked for names that it does not have."""
+def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
+    """Replaces `OptimizerNames._missing_`, which is asked for values that it lacks: return a member for ours."""
     if value not in OPTIMIZERS:
         return original(value)
     member = str.__new__(kind, value)
@@ -120,58 +122,60 @@ def _optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> An
     return member
 
 
-def _choose(
+def _choose_optimizer(
     original: Callable[..., Any], settings: OffloadConfig, args: Any, model: torch.nn.Module | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Replaces `Trainer.get_optimizer_cls_and_kwargs`."""
+    """Replaces `Trainer.get_optimizer_cls_and_kwargs`: return the class and the arguments of one of `OPTIMIZERS`."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in OPTIMIZERS:
-        _say_other(name)
+        _warn_of_other_optimizer(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
     if getattr(args, "deepspeed", None):
         DEEPSPEED_TRAINER.refuse("optim", name)
-    kind, taken = OPTIMIZERS[name]
+    kind, accepted = OPTIMIZERS[name]
     values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
+    most = _max_checkpoints(args) or 0
     if settings.checkpoints_kept is None:
-        settings = replace(settings, checkpoints_kept=_most_checkpoints(args) or 0)
-    elif settings.paths and 0 < settings.checkpoints < (most := _most_checkpoints(args) or 0):
+        settings = replace(settings, checkpoints_kept=most)
+    elif settings.paths and 0 < settings.checkpoints < most:
         advice = "leave it out, or write %d: save_total_limit, and one for the next"
         log.warning("with checkpoints_kept=%d each checkpoint is a copy; " + advice, settings.checkpoints, most)
-    return _with_names(kind, model), {
-        "lr": args.learning_rate,
-        "offload": settings,
-        **{key: values[key] for key in taken},
-    }
+    options = {key: values[key] for key in accepted}
+    return _named_class(kind, model), {"lr": args.learning_rate, "offload": settings, **options}
 
 
-def _say_other(name: str) -> None:
+def _warn_of_other_optimizer(name: str) -> None:
     """Warn once that a Trainer makes an optimizer that is not ours: a caller of `enable` has meant to use one."""
-    global _said_other
-    if not _said_other:
-        _said_other = True
+    global _warned_of_other_optimizer
+    if not _warned_of_other_optimizer:
+        _warned_of_other_optimizer = True
         log.warning(
             'a Trainer trains with optim="%s", whose state stays in memory; write optim="offload_adamw"', name
         )
 
 
-def _most_checkpoints(args: Any) -> int | None:
+def _max_checkpoints(args: Any) -> int | None:
     """Return the most checkpoints that a Trainer has at a time, including the next one; None for any number."""
     limit = args.save_total_limit
     if limit is None or limit <= 0:
         return None
-    return int(max(limit, 2 if args.load_best_model_at_end else 1)) + 1  # an old one goes when the new one is whole
+    least = 2 if args.load_best_model_at_end else 1  # the best one stays beside the last one
+    return int(max(limit, least)) + 1  # an old one is deleted only when the new one is whole
 
 
-def _with_names(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> type[torch.optim.Optimizer]:
-    """Return an optimizer's class that is given a model's parameters with their names, as in checkpoints."""
+def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> type[torch.optim.Optimizer]:
+    """Return a subclass that gives its parameters their names in the model, which checkpoints then have."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def has_names(group: Mapping[str, Any]) -> bool:
+        """Return whether a group has parameters, all of them the model's."""
+        return bool(group["params"]) and all(id(parameter) in names for parameter in group["params"])
 
     class Named(kind):  # type: ignore[misc, valid-type]
         def __init__(self, params: Iterable[Any], *arguments: Any, **options: Any) -> None:
             groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
-            # All groups or none have names for torch, and an empty one has none.
-            if all(group["params"] and all(id(p) in names for p in group["params"]) for group in groups):
+            if all(map(has_names, groups)):  # torch wants names in all groups or in none
                 groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
             super().__init__(groups, *arguments, **options)
 
@@ -179,49 +183,52 @@ def _with_names(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None
     return Named
 
 
-def _ours(trainer: Any) -> Any:
+def _our_optimizer(trainer: Any) -> Any:
     """Return a trainer's optimizer of ours, out of Accelerate's wrapper; None if it has none, or it is sharded."""
-    by_fsdp = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
-    return None if by_fsdp or getattr(trainer, "is_deepspeed_enabled", False) else shared.ours(trainer.optimizer)
+    is_fsdps = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
+    if is_fsdps or getattr(trainer, "is_deepspeed_enabled", False):
+        return None
+    return shared.ours(trainer.optimizer)
 
 
-def _is_asked_for(args: Any) -> bool:
+def _names_ours(args: Any) -> bool:
     """Return whether training arguments name one of our optimizers."""
     return str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS
 
 
 def _has_weights_in_host(trainer: Any) -> bool:
-    """Return whether a Trainer uses FSDP with an optimizer of ours, which keeps weights in host memory."""
-    return getattr(trainer, "is_fsdp_enabled", False) and _is_asked_for(trainer.args)
+    """Return whether a Trainer uses FSDP with an optimizer of ours: then its weights are kept in host memory."""
+    return getattr(trainer, "is_fsdp_enabled", False) and _names_ours(trainer.args)
 
 
-def _weights_to_host(trainer: Any) -> None:
+def _move_weights_to_host(trainer: Any) -> None:
     """Move weights to host memory, as the Trainer's settings say: FSDP2 with offloading, in one process.
 
     FSDP2 is applied here; Accelerate does not apply it again.
     """
-    plugin, accelerator, model = trainer.accelerator.state.fsdp_plugin, trainer.accelerator, trainer.model
+    accelerator, model = trainer.accelerator, trainer.model
+    plugin = accelerator.state.fsdp_plugin
     fsdp = import_module("torch.distributed.fsdp")
     offloads = isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy)  # which FSDP2 alone has
     if not offloads or accelerator.num_processes > 1:
-        said = f"FSDP{plugin.fsdp_version}, cpu_offload {offloads}, {accelerator.num_processes} processes"
-        FSDP_TRAINER.refuse("fsdp", said)
+        given = f"FSDP{plugin.fsdp_version}, cpu_offload {offloads}, {accelerator.num_processes} processes"
+        FSDP_TRAINER.refuse("fsdp", given)
     if isinstance(model, fsdp.FSDPModule):  # a second `train`
         return
     plugin.set_auto_wrap_policy(model)  # now, as it finds layers by the names of classes, which FSDP2 changes
-    kinds = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
-    layers = [module for module in model.modules() if type(module) in kinds]
+    layer_classes = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
+    layers = [module for module in model.modules() if type(module) in layer_classes]
     if plugin.activation_checkpointing:
         plugin.activation_checkpointing = False  # Accelerate looks for layers by their names again
         import_module("accelerate.utils").fsdp2_apply_ac(accelerator, model)
     offload.weights_in_host_memory(model, layers=layers or None)
     if accelerator.native_amp:  # autocast, as without FSDP: FSDP's mixed precision would need fp32 weights
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    shared.reduce_always(accelerator)
+    shared.disable_no_sync(accelerator)
 
 
-def _without_fsdp(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a method of the Trainer that saves or loads as if FSDP were off: weights in host memory need no more."""
+def _call_as_without_fsdp(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a Trainer's method that saves or loads; as if FSDP were off if it has weights in host memory."""
     if not _has_weights_in_host(trainer):
         return original(trainer, *arguments, **options)
     trainer.is_fsdp_enabled = False
@@ -237,53 +244,63 @@ def _is_of_fsdp(checkpoint: str) -> bool:
     return bool(written) and not os.path.isdir(os.path.join(checkpoint, FOLDER))
 
 
-def _begin(arguments: Any, original: Callable[..., None]) -> None:
-    """Replaces `TrainingArguments.__post_init__`: set aside folders of interrupted saves before any is read."""
+def _set_interrupted_aside(arguments: Any, original: Callable[..., None]) -> None:
+    """Replaces `TrainingArguments.__post_init__`: set folders of interrupted saves aside before any is read."""
     original(arguments)
-    if _is_asked_for(arguments) and arguments.output_dir:
+    if _names_ours(arguments) and arguments.output_dir:
         set_aside(os.fspath(arguments.output_dir), saving.CHECKPOINTS)
 
 
-def _create(trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any) -> Any:
+def _create_optimizer(
+    trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any
+) -> Any:
     """Replaces `Trainer.create_optimizer`: prepare weights, clip in the update, and add callbacks."""
     if _has_weights_in_host(trainer):
-        _weights_to_host(trainer)
+        _move_weights_to_host(trainer)
     optimizer = original(trainer, *arguments, **options)
     accelerator = trainer.accelerator
-    if _ours(trainer) is not None and "clip_grad_norm_" not in vars(accelerator):
+    if _our_optimizer(trainer) is not None and "clip_grad_norm_" not in vars(accelerator):
         clip = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            optimizer_now = _ours(trainer)  # a second `train` may have made another one
+            """Clip in the update if our optimizer can, else as Accelerate does."""
+            optimizer_now = _our_optimizer(trainer)  # a second `train` may have made another one
             if optimizer_now is None:
                 return clip(parameters, max_norm, norm_type)
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if shared.clipper([optimizer_now], accelerator, parameters, norm_type) is None:
+            if shared.find_clipping_optimizer([optimizer_now], accelerator, parameters, norm_type) is None:
                 return clip(parameters, max_norm, norm_type)
             return optimizer_now.clip_grad_norm_(max_norm)
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
-        trainer.add_callback(_overlap_callback(trainer))
+        trainer.add_callback(_make_overlap_callback(trainer))
         if commits:
             trainer_ref = weakref.ref(trainer)
-            trainer.add_callback(saving.preempted(lambda: _ours(trainer) if (trainer := trainer_ref()) else None))
-    if _ours(trainer) is not None:
-        shared.tell_last_pass(_ours(trainer), accelerator)
+
+            def find_optimizer() -> Any:
+                """Return the Trainer's optimizer of ours, if there still is a Trainer."""
+                return _our_optimizer(alive) if (alive := trainer_ref()) else None
+
+            trainer.add_callback(saving.make_sigterm_callback(find_optimizer))
+    if _our_optimizer(trainer) is not None:
+        shared.tell_last_pass(_our_optimizer(trainer), accelerator)
     return optimizer
 
 
-def _overlap_callback(trainer: Any) -> Any:
+def _make_overlap_callback(trainer: Any) -> Any:
     """Return a callback that gives the optimizer its model, and waits at the end until all weights are updated."""
 
     class Overlapping(import_module("transformers").TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *arguments: Any, **options: Any) -> None:
-            ours = _ours(trainer)
+            """Let steps be hidden in what the model does next."""
+            ours = _our_optimizer(trainer)
             if ours is not None:
-                called = [trainer.model_wrapped]  # wrapped, compiled
-                hide_steps(ours, called, called)
+                called_models = [trainer.model_wrapped]  # as it is called: wrapped, compiled
+                hide_steps(ours, called_models, called_models)
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
-            ours = _ours(trainer)
+            """Wait for the last step: the caller may read weights next."""
+            ours = _our_optimizer(trainer)
             if ours is not None:
                 ours.finish()
                 ours.engine.checkpoints.release_deleted()
@@ -291,7 +308,7 @@ def _overlap_callback(trainer: Any) -> Any:
     return Overlapping()
 
 
-def _train(
+def _training_step(
     trainer: Any,
     original: Callable[..., Any],
     memory: int | str,
@@ -300,40 +317,42 @@ def _train(
     **options: Any,
 ) -> Any:
     """Replaces `Trainer.training_step` (forward and backward): activations are kept on the paths meanwhile."""
-    ours = _ours(trainer)
+    ours = _our_optimizer(trainer)
     with contextlib.nullcontext() if ours is None else ours.activations_on_paths(model, memory):
         return original(trainer, model, *arguments, **options)
 
 
 def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *arguments: Any, **options: Any) -> None:
     """Replaces `Trainer.log`: figures of the last step are logged with the loss."""
-    ours = _ours(trainer) if "loss" in logs else None
+    ours = _our_optimizer(trainer) if "loss" in logs else None
     if ours is not None:
-        logs = {**logs, **shared.logged(ours, trainer.model)}
+        logs = {**logs, **shared.figures_to_log(ours, trainer.model)}
     original(trainer, logs, *arguments, **options)
 
 
 class _Pointer:
-    """Replaces an optimizer while a Trainer writes or reads `optimizer.pt`."""
+    """Replaces an optimizer while a Trainer writes or reads `optimizer.pt`; `content` is that file's."""
 
     def __init__(self, content: dict[str, Any] | None = None) -> None:
         self.content = content
 
     def state_dict(self) -> dict[str, Any] | None:
+        """Return what the Trainer is to write."""
         return self.content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what the Trainer has read; nothing is loaded."""
         self.content = state_dict
 
 
-def _with_pointer(
+def _call_with_pointer(
     trainer: Any, original: Callable[..., Any], folder: str, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Call the Trainer's own method with a pointer in place of the optimizer; return the pointer's content then."""
+    """Call the Trainer's method with a `_Pointer` in place of its optimizer; return the content that it has then."""
     optimizer, pointer = trainer.optimizer, _Pointer(content)
     trainer.optimizer = pointer
     try:
-        _without_fsdp(trainer, original, folder)
+        _call_as_without_fsdp(trainer, original, folder)
     finally:
         trainer.optimizer = optimizer
     return pointer.content
@@ -341,40 +360,40 @@ def _with_pointer(
 
 def _save_checkpoint(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     """Replaces `Trainer._save_checkpoint`: folders saved with an optimizer of ours are marked as whole."""
-    ours = _ours(trainer)
+    ours = _our_optimizer(trainer)
     if ours is None:
         original(trainer, *arguments, **options)
     else:
         saving.save(trainer, ours, original, *arguments, **options)
 
 
-def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
+def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     """Replaces `Trainer._save_optimizer_and_scheduler`.
 
     This waits for the commit: the Trainer deletes an older checkpoint next, and a kill must leave a whole one.
     """
-    ours = _ours(trainer)
+    ours = _our_optimizer(trainer)
     if ours is None:
-        _without_fsdp(trainer, original, output_dir)
+        _call_as_without_fsdp(trainer, original, output_dir)
         return
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
-    most, folder = _most_checkpoints(trainer.args), os.path.join(output_dir, FOLDER)
-    copy = most is None or ours.engine.config.checkpoints < most
-    ours.save_checkpoint(folder, copy=copy)
+    most = _max_checkpoints(trainer.args)
+    copy = most is None or ours.engine.config.checkpoints < most  # else one that the Trainer wants would be released
+    ours.save_checkpoint(os.path.join(output_dir, FOLDER), copy=copy)
     ours.wait_checkpoint()
-    _with_pointer(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
+    _call_with_pointer(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
 
 def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
-    """Replaces `Trainer._load_from_checkpoint`, which a resume begins with: refuse a folder that is not whole."""
-    if _is_asked_for(trainer.args):
+    """Replaces `Trainer._load_from_checkpoint`, with which a resume begins: refuse a folder that is not whole."""
+    if _names_ours(trainer.args):
         _check_whole(checkpoint)
     if _is_of_fsdp(checkpoint):
         return original(trainer, checkpoint, *arguments, **options)
-    return _without_fsdp(trainer, original, checkpoint, *arguments, **options)
+    return _call_as_without_fsdp(trainer, original, checkpoint, *arguments, **options)
 
 
-def _resume(
+def _train_from_whole(
     trainer: Any,
     original: Callable[..., Any],
     resume_from_checkpoint: str | bool | None = None,
@@ -386,14 +405,15 @@ def _resume(
     The Trainer would resume from the last one, so that a run that is restarted automatically would fail each time.
     A checkpoint that was named and is not the last one is not replaced by another.
     """
-    wanted: Any = resume_from_checkpoint
-    if _is_asked_for(trainer.args) and wanted:
-        last_in = import_module("transformers.trainer_utils").get_last_checkpoint
+    wanted: Any = resume_from_checkpoint  # a path, or true for the last one in `output_dir`
+    if _names_ours(trainer.args) and wanted:
         folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
-        last: str = (last_in(folder) if os.path.isdir(folder) else None) or ""
-        is_meant = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
-        missing = _first_missing(last) if is_meant else ""
-        whole_ones = _whole_beside(last) if missing else []
+        last: str | None = None
+        if os.path.isdir(folder):
+            last = import_module("transformers.trainer_utils").get_last_checkpoint(folder)
+        means_last = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
+        missing = _find_missing_file(last) if last and means_last else ""
+        whole_ones = _whole_checkpoints_beside(last) if last and missing else []
         if whole_ones:
             wanted = whole_ones[-1]
             log.warning(
@@ -403,25 +423,23 @@ def _resume(
     return original(trainer, wanted, *arguments, **options)
 
 
-def _whole_beside(folder: str) -> list[str]:
+def _whole_checkpoints_beside(folder: str) -> list[str]:
     """Return the whole checkpoints beside one that is not, in the order of their steps."""
-    beside = glob.glob(f"{glob.escape(os.path.normpath(folder).rpartition('-')[0])}-*")
-    numbered = {path: path.rpartition("-")[2] for path in beside}
-    return [
-        path
-        for _, path in sorted((int(n), path) for path, n in numbered.items() if n.isdecimal())
-        if not _first_missing(path)
-    ]
+    name_without_step, _, _ = os.path.normpath(folder).rpartition("-")
+    paths = glob.glob(f"{glob.escape(name_without_step)}-*")
+    step_by_path = {path: path.rpartition("-")[2] for path in paths}
+    in_order = sorted((int(step), path) for path, step in step_by_path.items() if step.isdecimal())
+    return [path for _, path in in_order if not _find_missing_file(path)]
 
 
 def _check_whole(checkpoint: str) -> None:
-    """Raise `CheckpointError` for a Trainer's checkpoint that is not whole; the Trainer judges other folders."""
-    is_saved = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
-    is_saved |= os.path.isdir(os.path.join(checkpoint, FOLDER))
-    missing = _first_missing(checkpoint) if is_saved and os.path.isdir(checkpoint) else ""
+    """Raise `CheckpointError` for a Trainer's checkpoint that is not whole; other folders are left to the Trainer."""
+    has_name = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
+    is_trainers = has_name or os.path.isdir(os.path.join(checkpoint, FOLDER))
+    missing = _find_missing_file(checkpoint) if is_trainers and os.path.isdir(checkpoint) else ""
     if not missing:
         return
-    folder, whole_ones = os.path.normpath(checkpoint), _whole_beside(checkpoint)
+    folder, whole_ones = os.path.normpath(checkpoint), _whole_checkpoints_beside(checkpoint)
     advice = "no other one beside it is: delete it, and begin anew"
     if whole_ones:
         whole = whole_ones[-1]
@@ -429,18 +447,19 @@ def _check_whole(checkpoint: str) -> None:
     raise CheckpointError(f"{folder} is not whole, as its save was interrupted ({missing} is missing); {advice}")
 
 
-def _first_missing(checkpoint: str) -> str:
+def _find_missing_file(checkpoint: str) -> str:
     """Return the name of a file that a whole checkpoint of a Trainer has and this one lacks; "" if it lacks none."""
     if mark_of(checkpoint) is Mark.BEGUN:
         return WHOLE
-    wanted = [os.path.join(FOLDER, "COMMIT")] if os.path.isdir(os.path.join(checkpoint, FOLDER)) else []
-    wanted.append("trainer_state.json")
-    return next((name for name in wanted if not os.path.isfile(os.path.join(checkpoint, name))), "")
+    needed = ["trainer_state.json"]
+    if os.path.isdir(os.path.join(checkpoint, FOLDER)):
+        needed.insert(0, os.path.join(FOLDER, "COMMIT"))
+    return next((name for name in needed if not os.path.isfile(os.path.join(checkpoint, name))), "")
 
 
-def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
+def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
     """Replaces `Trainer._load_optimizer_and_scheduler`: load what a pointer names, or torch's state."""
-    ours = _ours(trainer)
+    ours = _our_optimizer(trainer)
     if ours is None or checkpoint is None:
         if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
             raise CheckpointError(
@@ -448,13 +467,13 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
                 f'resume with the same optim="offload_...", or from what this makes for torch\'s own: '
                 f"offload export {checkpoint} --for transformers OUT"
             )
-        _without_fsdp(trainer, original, checkpoint)
+        _call_as_without_fsdp(trainer, original, checkpoint)
         return
 
     if _is_of_fsdp(checkpoint):
         original(trainer, checkpoint)
         return
-    loaded = _with_pointer(trainer, original, checkpoint)
+    loaded = _call_with_pointer(trainer, original, checkpoint)
     if loaded is not None and POINTER in loaded:
         ours.load_checkpoint(os.path.join(checkpoint, loaded[POINTER]))
     elif loaded is not None:  # the state of torch's optimizer, or saved by a Trainer without `enable`

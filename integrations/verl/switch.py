@@ -72,10 +72,14 @@ def enable(keep_host: bool = True, **sizes: Any) -> None:
     shared.check_relied_on("verl", "pip install verl, with what it needs", TESTED, RELIED_ON)
     utils, manager = import_module(_UTILS), getattr(import_module(_MANAGER[0]), _MANAGER[1])
     helpers: dict[str, Callable[..., None]] = {
-        "offload_fsdp_optimizer": functools.partial(_offload, keep_host, utils.offload_fsdp_optimizer),
-        "load_fsdp_optimizer": functools.partial(_load, utils.load_fsdp_optimizer),
+        "offload_fsdp_optimizer": functools.partial(_park, keep_host, utils.offload_fsdp_optimizer),
+        "load_fsdp_optimizer": functools.partial(_unpark, utils.load_fsdp_optimizer),
     }
-    wrappers = {"__init__": _init, "save_checkpoint": _save_checkpoint, "load_checkpoint": _load_checkpoint}
+    wrappers = {
+        "__init__": _check_optimizer,
+        "save_checkpoint": _save_checkpoint,
+        "load_checkpoint": _load_checkpoint,
+    }
     with contextlib.ExitStack() as undo:
         for name, helper in helpers.items():
             original = vars(utils)[name]
@@ -98,7 +102,7 @@ def _replace_everywhere(name: str, present: Any, other: Any) -> None:
             setattr(module, name, other)
 
 
-def _offload(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -> None:
+def _park(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -> None:
     """Replaces `offload_fsdp_optimizer`: park an optimizer of ours."""
     own = shared.ours(optimizer)
     if own is None:
@@ -113,7 +117,7 @@ def _offload(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -
         log.info("the optimizer is not parked now: %s", error)
 
 
-def _load(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) -> None:
+def _unpark(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) -> None:
     """Replaces `load_fsdp_optimizer`: unpark an optimizer of ours."""
     own = shared.ours(optimizer)
     if own is None:
@@ -122,7 +126,7 @@ def _load(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) 
         own.unpark()
 
 
-def _init(manager: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
+def _check_optimizer(manager: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
     """Replaces `FSDPCheckpointManager.__init__`, which every engine gives its optimizer to: check its settings."""
     original(manager, *arguments, **options)
     own = shared.ours(manager.optimizer)
@@ -133,38 +137,40 @@ def _init(manager: Any, original: Callable[..., None], *arguments: Any, **option
     VERL_GENERATES.check("overlap", own.config.overlap)
 
 
-class _Saving:
+class _PointerWhileSaving:
     """Replaces an optimizer while verl saves: `state_dict` saves to a folder, and returns a pointer to it."""
 
-    def __init__(self, optimizer: Any, folder: str, known: dict[str, shared.WatchedFolder]) -> None:
-        self.optimizer, self.folder, self.known = optimizer, folder, known
+    def __init__(self, optimizer: Any, folder: str, watched: dict[str, shared.WatchedFolder]) -> None:
+        self.optimizer, self.folder, self.watched = optimizer, folder, watched
 
     def state_dict(self) -> dict[str, Any]:
-        # Here all ranks have waited for the first one, which deletes old checkpoints.
-        for folder in [folder for folder, watched in self.known.items() if watched.is_deleted]:
-            del self.known[folder]
+        """Release checkpoints that rank 0 has deleted before this, save to the folder, and return a pointer to it."""
+        for folder in [folder for folder, watched in self.watched.items() if watched.is_deleted]:
+            del self.watched[folder]
             shared.release(shared.ours(self.optimizer).engine, folder)
         shared.save(self.optimizer, self.folder)
-        self.known[self.folder] = shared.WatchedFolder(self.folder)
+        self.watched[self.folder] = shared.WatchedFolder(self.folder)
         content: dict[str, Any] = shared.pointer(self.optimizer, FOLDER, "torch")
         return content
 
 
-class _Loading:
+class _PointerWhileLoading:
     """Replaces an optimizer, ours or another one, while verl loads: `load_state_dict` takes a pointer, too."""
 
-    def __init__(self, optimizer: Any, model_folder: str, known: dict[str, shared.WatchedFolder]) -> None:
-        self.optimizer, self.model_folder, self.known = optimizer, model_folder, known
+    def __init__(self, optimizer: Any, model_folder: str, watched: dict[str, shared.WatchedFolder]) -> None:
+        self.optimizer, self.model_folder, self.watched = optimizer, model_folder, watched
 
     def __getattr__(self, name: str) -> Any:
+        """Return all else of the optimizer."""
         return getattr(self.optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
-        # verl may add entries that a checkpoint lacks; ours lacks none, and reading all state for that is slow.
+        """Return what verl completes a checkpoint by: of ours nothing, which lacks none and would be slow to read."""
         return {} if shared.ours(self.optimizer) is not None else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if POINTER not in state_dict:  # of torch's
+        """Load the checkpoint that a pointer names, or torch's state."""
+        if POINTER not in state_dict:
             self.optimizer.load_state_dict(state_dict)
             return
         folder = os.path.join(self.model_folder, state_dict[POINTER])
@@ -175,12 +181,12 @@ class _Loading:
                 "offload, or leave the optimizer out of checkpoint.load_contents"
             )
         own.load_checkpoint(folder)
-        self.known[folder] = shared.WatchedFolder(folder)
+        self.watched[folder] = shared.WatchedFolder(folder)
 
 
 @contextlib.contextmanager
-def _with_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
-    """Let a manager have another optimizer while this context lasts."""
+def _replacing_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
+    """Give a manager another optimizer while this context lasts."""
     optimizer, manager.optimizer = manager.optimizer, stand_in
     try:
         yield
@@ -188,8 +194,8 @@ def _with_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
         manager.optimizer = optimizer
 
 
-def _folders_of(manager: Any) -> dict[str, shared.WatchedFolder]:
-    """Return the list of folders that a manager has saved to or loaded from, and not deleted yet."""
+def _watched_folders_of(manager: Any) -> dict[str, shared.WatchedFolder]:
+    """Return the folders that a manager has saved to or loaded from, and not released yet; callers change this."""
     folders: dict[str, shared.WatchedFolder] = vars(manager).setdefault("offload_saved", {})
     return folders
 
@@ -209,7 +215,7 @@ def _save_checkpoint(
     model_folder = os.path.dirname(folder)
     is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(model_folder)))  # a mirror keeps both names
     begin_folder(model_folder, Marker(depth=2 if is_one_of_step else 1))
-    with _with_optimizer(manager, _Saving(own, folder, _folders_of(manager))):
+    with _replacing_optimizer(manager, _PointerWhileSaving(own, folder, _watched_folders_of(manager))):
         original(manager, local_path, *arguments, **options)
     end_folder(own, model_folder)
 
@@ -226,5 +232,7 @@ def _load_checkpoint(
         raise CheckpointError(
             f"{model_folder} is not whole, as its save was interrupted, or is under way: load another"
         )
-    with _with_optimizer(manager, _Loading(manager.optimizer, model_folder, _folders_of(manager))):
+    with _replacing_optimizer(
+        manager, _PointerWhileLoading(manager.optimizer, model_folder, _watched_folders_of(manager))
+    ):
         original(manager, local_path, *arguments, **options)

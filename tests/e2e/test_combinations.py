@@ -128,7 +128,9 @@ def steps_behind(folder: Path) -> None:
 
 def clipped(folder: Path) -> None:
     with on_device(folder, keep_grads=False) as optimizer:
-        shared.clipper([optimizer], SimpleNamespace(scaler=None), [optimizer.param_groups[0]["params"][0]], 2.0)
+        shared.find_clipping_optimizer(
+            [optimizer], SimpleNamespace(scaler=None), [optimizer.param_groups[0]["params"][0]], 2.0
+        )
 
 
 CASES: list[Case] = [
@@ -207,7 +209,7 @@ def trainer(folder: Path) -> None:
 def saved_twice(folder: Path) -> None:
     from offload.integrations.transformers import saving
 
-    saving.preempted(lambda: None).on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
+    saving.make_sigterm_callback(lambda: None).on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
 
 
 def sharded_trainer(folder: Path) -> None:

@@ -592,7 +592,7 @@ def weights_in_files_change_nothing(folder: Path) -> None:
                 seen.append(trained(engine, case))
                 there = files_of(parts, folder)
                 assert (len(there), len({*there})) == ((len(parts), 1) if place is not IN_MEMORY else (0, 0))
-                assert engine.optimizer.updates_early == (place is IN_MEMORY)
+                assert engine.optimizer.may_update_during_backward == (place is IN_MEMORY)
             del engine, model, parts
         assert not files_of([], folder)
         assert_same_runs(*seen)
@@ -1149,12 +1149,15 @@ def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
                 train(engine, case, 0, 1)
                 cls, lasts = type(engine.optimizer), iter([True, True])
 
-                def interrupted(optimizer: Any, take_back: Any = cls.take_back, lasts: Any = lasts) -> None:
+                def interrupted(optimizer: Any, restore: Any = cls.restore_placeholders, lasts: Any = lasts) -> None:
                     if next(lasts, False):
                         raise KeyboardInterrupt
-                    take_back(optimizer)
+                    restore(optimizer)
 
-                with unittest.mock.patch.object(cls, "take_back", interrupted), pytest.raises(KeyboardInterrupt):
+                with (
+                    unittest.mock.patch.object(cls, "restore_placeholders", interrupted),
+                    pytest.raises(KeyboardInterrupt),
+                ):
                     engine.save_checkpoint(str(folder), tag="interrupted")
                 if trains:
                     assert_same_runs(whole, trained(engine, case, 1, 2))

@@ -335,7 +335,7 @@ def test_a_mistyped_name_of_the_object_is_refused(key: str) -> None:
     from offload.integrations.deepspeed import switch
 
     with pytest.raises(ConfigError, match=rf'^{key}: .*did you mean "multi_tier_offload"\?'):
-        switch.inject(engine_with({"zero_optimization": {"stage": 3}, key: {"host_memory": 0}}))
+        switch.add_object_for_all(engine_with({"zero_optimization": {"stage": 3}, key: {"host_memory": 0}}))
 
 
 def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
@@ -346,7 +346,7 @@ def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
 
     names = {value for module in (sections, constants) for value in vars(module).values() if isinstance(value, str)}
     assert {"fp16", "optimizer"} <= names
-    settings.find_mistyped(dict.fromkeys(names))
+    settings.refuse_mistyped_key(dict.fromkeys(names))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_buckets_as_large_as_the_model_are_named(
             zero_reduce_bucket_size=lambda: size,
             zero_prefetch_bucket_size=lambda: size,
         )
-        common.say_what_waits(engine, OffloadConfig(host_memory=0, paths=["."], overlap=overlap))
+        common.warn_of_large_buckets(engine, OffloadConfig(host_memory=0, paths=["."], overlap=overlap))
         return [record.getMessage().split()[0] for record in caplog.records]
 
     assert (names(15), names(14)) == (said, [])
@@ -386,7 +386,7 @@ def test_an_engine_without_the_object_is_logged_once(caplog: pytest.LogCaptureFi
 
     switch.disable()
     for _ in range(2):
-        switch.inject(engine_with({"zero_optimization": {"stage": 3}}))
+        switch.add_object_for_all(engine_with({"zero_optimization": {"stage": 3}}))
     (record,) = caplog.records
     assert "stays DeepSpeed's" in record.message
     assert "multi_tier_offload" in record.message

@@ -254,13 +254,13 @@ def test_what_was_given_in_code_comes_before_the_variable(tmp_path: Path, monkey
     try:
         offload_deepspeed.enable({"threads": 1})
         offload_deepspeed.enable()
-        assert switch.for_all == {"threads": 1}
+        assert switch.object_for_all == {"threads": 1}
         with pytest.raises(ConfigError, match="thredas"):
             offload_deepspeed.enable({"thredas": 1})
-        assert switch.for_all == {"threads": 1}
+        assert switch.object_for_all == {"threads": 1}
         offload_deepspeed.disable()
         offload_deepspeed.enable()
-        assert switch.for_all == {"threads": 2}
+        assert switch.object_for_all == {"threads": 2}
     finally:
         offload_deepspeed.disable()
-    assert switch.for_all is None
+    assert switch.object_for_all is None

@@ -65,7 +65,7 @@ def stepped(shard: Shard) -> Any:
 READERS: dict[str, Callable[[Shard], Any]] = {
     "gradient": lambda shard: shard.gradient(0).tolist(),
     "lend_gradient": lambda shard: shard.lend_gradient(0).tolist(),
-    "sum_of": lambda shard: shard.sum_of(0).tolist(),
+    "lend_sum": lambda shard: shard.lend_sum(0).tolist(),
     "norms": lambda shard: shard.norms(),
     "step": stepped,
 }
@@ -120,7 +120,7 @@ def test_gradients_outlast_memory_that_is_given_back_between_steps() -> None:
     shard = on_device(0, torch.bfloat16, None)
     shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
     before = shard.gradient(0).tolist()
-    shard.forget_used()
+    shard.forget_used_gradients()
     shard.engine.park(keep_host=True)
     assert shard.engine.is_parked
     assert shard.gradient(0).tolist() == before
@@ -156,8 +156,8 @@ def test_the_plan_counts_the_memory_that_gradients_pass_through(far: bool, monke
     weights = [torch.zeros(8, dtype=torch.bfloat16)]
     config = OffloadConfig(host_memory="1MiB", threads=1)
     found = []
-    for from_far in (False, far):
-        with contextlib.closing(Shard(PIECES, weights, config, from_far=from_far)) as shard:
+    for from_accelerator in (False, far):
+        with contextlib.closing(Shard(PIECES, weights, config, from_accelerator=from_accelerator)) as shard:
             found.append(shard.engine.plan.host_bytes)
     assert found[1] - found[0] == far * 16
     assert transit_bytes([10, 6]) == 16
@@ -217,7 +217,7 @@ def test_reductions_in_fp32_are_added_to_where_the_weights_are(monkeypatch: pyte
         optimizer.dtype, optimizer.gradient_accumulation_dtype = torch.bfloat16, torch.float32
         optimizer.real_dp_process_group, optimizer.params_in_partition = [None], [[]]
         optimizer.parallel_partitioned_bit16_groups = [[torch.empty(8, dtype=torch.bfloat16, device=device)]]
-        optimizer._numbers, optimizer._sums = {11: 0}, {}
+        optimizer._numbers, optimizer._sums_by_parameter = {11: 0}, {}
         target = optimizer._get_compact_grad_partition_slice(0, 0, 11, 5)
         assert target is not None
         assert (target.device.type, target.dtype, target.numel()) == (device, torch.float32, 5)
@@ -277,7 +277,7 @@ def random_life(shard: Shard, seed: int, dtype: torch.dtype) -> list[Any]:
                 buffer.fill_(math.nan)
             elif act < 0.7:
                 shard.lend_gradient(number)[:numel] = values
-                shard.touch(number)
+                shard.note_changed(number)
             elif act < 0.8:
                 found.append(shard.lend_gradient(number, wanted).float().tolist())
             elif act < 0.9:
