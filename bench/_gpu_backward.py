@@ -129,7 +129,7 @@ class VirtualDevice:
         self._kernel(lane, float(rows[:, 1].sum()) * float(ITEM_BYTES[dtype]), rows.nbytes)
 
     def allocate(self, nbytes: int, caller: Hashable = None) -> int:
-        return self._memory.arena(nbytes).address
+        return self._memory.allocate_arena(nbytes).address
 
     def release(self, address: int) -> None:
         pass
@@ -151,7 +151,7 @@ class Memory:
         self.address, self.nbytes = address, nbytes
         self._next, self._grain_bytes = address, grain_bytes
 
-    def arena(self, nbytes: int, **how: Any) -> Memory:
+    def allocate_arena(self, nbytes: int, **how: Any) -> Memory:
         address = self._next
         self._next += -(-nbytes // self._grain_bytes) * self._grain_bytes
         return Memory(address, nbytes=nbytes)
@@ -175,7 +175,7 @@ class VirtualLanes(GpuLanes):
         self.use_plan(plan)
 
     def allocate_arena(self, nbytes: int, **how: Any) -> Any:
-        return self._memory.arena(nbytes)
+        return self._memory.allocate_arena(nbytes)
 
 
 class VirtualAdditions(Additions):

@@ -666,6 +666,8 @@ def _assumption_lines(answer: Answer) -> list[str]:
             f"{model.tokens:,} tokens of each rank in an iteration{micro_steps}: "
             f"batch size times length is {tokens:,}"
         )
+    if model.weights_on_gpu and not scenario.forward_backward_bytes:
+        assumptions.append("activations take GPU memory on top (known with --model or --config, and --tokens)")
     lines.append(f"assumed: {'; '.join(assumptions)}")
     stand_ins = [path.path for path in scenario.config.path_configs if path.path.startswith(STAND_IN)]
     if stand_ins:

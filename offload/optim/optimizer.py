@@ -870,8 +870,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         without it there are tables alone.
 
         Args:
-            path: The file; an existing one is replaced. Of a folder that is there, `report.html` in it, beside what
-                `offload report` and `offload trace` read.
+            path: The file; an existing one is replaced. A name without a suffix is a folder's, which is made:
+                `report.html` in it, beside what `offload report` and `offload trace` read.
         """
         from offload.optim.reporting import report_of
         from offload.pictures.report import page, write_run
@@ -879,7 +879,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         paths = [place.path for place in self.engine.config.path_configs]
         timeline, step = self.timeline(), self.engine.step_number
         report = report_of(self.engine, self.metrics(), self.plan)
-        if os.path.isdir(path):
+        if os.path.isdir(path) or not os.path.splitext(path)[1]:
+            os.makedirs(path, exist_ok=True)
             write_run(path, report, timeline, paths, step=step)
             return
         text = page(report, timeline, paths, step=step)

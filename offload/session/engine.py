@@ -177,12 +177,6 @@ class Engine:
         return sweeps.last
 
     @property
-    def recent_steps(self) -> list[tuple[int, float]]:
-        """The last hundred steps of this session that have ended: number, seconds."""
-        sweeps, last = self._thread.sweeps, self.last_step
-        return [*sweeps.recent_steps, *([(sweeps.step_number, last.whole_s)] if sweeps.account is last else [])]
-
-    @property
     def speculates(self) -> bool:
         """Whether streamed subgroups are updated during backward; see `speculate`."""
         return self._thread.speculation.is_on

@@ -20,11 +20,13 @@ class StepAccount:
         timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
         started_s: When the step was asked for (`time.monotonic`).
         step_s: Seconds from then on until it was over.
+        earlier_steps: Number and seconds of the last hundred steps before it, in this session.
     """
 
     timeline: list[Interval] = field(default_factory=list)
     started_s: float = 0.0
     step_s: float = 0.0
+    earlier_steps: tuple[tuple[int, float], ...] = ()
 
     @property
     def whole_s(self) -> float:

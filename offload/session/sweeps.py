@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from offload.engine.executor import Coming, Visitor, nothing_comes
@@ -30,8 +29,6 @@ class Sweeps:
         self.account = self.last
         """The account of the open step; where no step is open, that of the last one."""
         self._unlearnt: StepAccount | None = None  # the account that `take_last_account` returns
-        self.recent_steps: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        """Number and seconds of steps that have ended, up to the one before the open one, or before the last."""
         self._sweep_count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
@@ -76,9 +73,9 @@ class Sweeps:
         """Open the account of the next step unless it is open: what lanes do from now on counts for it."""
         if self.account is self.last:
             self._parts.executor.take_timed()  # what a device has timed by now belongs to the last step
-            if self.step_number:
-                self.recent_steps.append((self.step_number, self.last.whole_s))
-            self._unlearnt, self.account = self.last, StepAccount()
+            ended = ((self.step_number, self.last.whole_s),) if self.step_number else ()
+            earlier_steps = (*self.last.earlier_steps, *ended)[-RECENT_STEPS:]
+            self._unlearnt, self.account = self.last, StepAccount(earlier_steps=earlier_steps)
             self._parts.executor.timeline = self.account.timeline
 
     def end_step(self, started_s: float) -> None:

@@ -153,8 +153,8 @@ def test_a_kill_while_a_checkpoint_is_written_behind_leaves_the_one_before(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_a_killed_rank_loses_no_tag_and_mixes_none(kills: int, tmp_path: Path) -> None:
     script, report = SCRIPT.with_name("deepspeed_torture.py"), tmp_path / "report.json"
     python = prepared.python() if kills < 10 else sys.executable

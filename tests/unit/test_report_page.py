@@ -159,8 +159,7 @@ def test_an_optimizer_reports_itself(tmp_path: Path, steps: int) -> None:
 
 def test_a_run_of_ones_own_is_a_folder_for_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last hundred steps of the session; `offload report` writes the same page again."""
-    run = tmp_path / "run"
-    run.mkdir()
+    run = tmp_path / "runs" / "mine"
     with stepped(tmp_path, 103) as optimizer:
         optimizer.report(run)
         last_s = optimizer.metrics()["step_s"]
