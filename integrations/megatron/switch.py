@@ -114,7 +114,7 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     with contextlib.ExitStack() as undo:
         for module in (package, distributed):
             shared.replace(undo, module, _HYBRID, MegatronAdamW)
-        shared.replace(undo, package, _MAKER, functools.partial(_make_checked, getattr(package, _MAKER)))
+        shared.replace(undo, package, _MAKER, functools.partial(make_checked, getattr(package, _MAKER)))
         chained, kind = package.ChainedOptimizer, distributed.DistributedOptimizer
         group = import_module(_BUFFERS)._ParamAndGradBucketGroup
         for owner, name, replacement, *extra in (
@@ -146,7 +146,7 @@ def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
     return [outer.optimizer for outer in distributed_optimizers if isinstance(outer.optimizer, MegatronAdamW)]
 
 
-def _make_checked(
+def make_checked(
     original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any
 ) -> Any:
     """Replaces `_get_megatron_optimizer_based_on_param_groups`: refuse settings that cannot be used, by name."""

@@ -309,9 +309,9 @@ def model(**changed: Any) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(row: Row, changed: dict[str, Any]) -> None:
-    assert switch._make_checked(lambda *_, **options: options, *model(), [], tp=1) == {"tp": 1}
+    assert switch.make_checked(lambda *_, **options: options, *model(), [], tp=1) == {"tp": 1}
     with pytest.raises(ConfigError) as refused:
-        switch._make_checked(pytest.fail, *model(**changed), [])
+        switch.make_checked(pytest.fail, *model(**changed), [])
     assert row.advice in str(refused.value)
 
 
