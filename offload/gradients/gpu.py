@@ -494,7 +494,7 @@ class GpuGradients(GradientStore):
     def keep_until_read(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
         """Keep a gradient that the caller drops until lanes have read it; drop older ones if too much is kept.
 
-        `elsewhere` is set on threads other than backward's: see `drop_oldest_when_read`.
+        `elsewhere`: its memory is used again on other streams, as FSDP2's are; see `drop_oldest_when_read`.
         """
         self._drop_read()
         self.in_transit.append((mark, gradient))
