@@ -10,7 +10,6 @@ and any number of data-parallel ranks goes on from it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import uuid
@@ -42,8 +41,8 @@ asked_states: dict[str, Any] = {}
 _read: dict[str, str] = {}
 """Checkpoints of Megatron's that have been read, by the ids of ours in them."""
 
-_watched: weakref.WeakKeyDictionary[Any, dict[str, list[WatchedFolder]]] = weakref.WeakKeyDictionary()
-"""By engine and name, folders whose state stays on the paths until they are deleted; several if they were renamed."""
+_watched: weakref.WeakKeyDictionary[Any, dict[str, WatchedFolder]] = weakref.WeakKeyDictionary()
+"""By engine, and by the name that they had, folders whose state stays on the paths until they are deleted."""
 
 
 def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
@@ -126,30 +125,42 @@ def begin_saves(place: str, asked: Mapping[str, Any], ended: Collection[int] = (
     """
     (ranks, rank), ends = world(), list[Future[None]]()
     for id, distributed in asked.items():
-        engine, folder = (
-            distributed.optimizer.engine_with_state_written(),
-            os.path.join(place, distributed.optimizer.folder),
-        )
+        optimizer = distributed.optimizer
+        engine, folder = optimizer.engine_with_state_written(), os.path.join(place, optimizer.folder)
         watched = _watched.setdefault(engine, {})
         for known in dict.fromkeys(engine.checkpoints.kept):
-            folders = watched.setdefault(known, [WatchedFolder(known)])
-            if all(each.is_deleted for each in folders):  # by Megatron, or by its user
+            _watch(watched, known)
+            if watched[known].is_deleted:  # by Megatron, or by its user
                 release(engine, known)
                 del watched[known]
-        end = Future[None]()
-        request = SaveRequest(folder, id=id, rank=rank, ranks=ranks, names=_names(distributed), mirrored=False)
         # One that had this name and was renamed is kept: the folder's new content gets no room from it.
-        is_renamed = any(not (each.is_there or each.is_deleted) for each in watched.get(folder, ()))
-        is_copy, is_replica = (
-            is_renamed or is_to_copy(engine, folder),
-            distributed.distributed_optimizer_instance_id > 0,
+        before = watched.get(folder)
+        was_renamed = before is not None and not (before.is_there or before.is_deleted)
+        is_copy, end = was_renamed or is_to_copy(engine, folder), Future[None]()
+        engine.checkpoints.save(
+            SaveRequest(
+                folder,
+                id=id,
+                rank=rank,
+                ranks=ranks,
+                names=_names(distributed),
+                mirrored=False,
+                copy=is_copy,
+                replica=distributed.distributed_optimizer_instance_id > 0,
+                on_done=functools.partial(_end, end),
+                find_ended=lambda: ended,
+            )
         )
-        request = dataclasses.replace(request, on_done=functools.partial(_end, end), copy=is_copy, replica=is_replica)
-        engine.checkpoints.save(dataclasses.replace(request, find_ended=lambda: ended))
         if not is_copy:
-            watched[folder] = [WatchedFolder(folder)]
+            watched[folder] = WatchedFolder(folder)
         ends.append(end)
     return ends
+
+
+def _watch(watched: dict[str, WatchedFolder], folder: str) -> None:
+    """Watch a folder, unless one of this name is watched already."""
+    if folder not in watched:
+        watched[folder] = WatchedFolder(folder)
 
 
 def _end(end: Future[None], error: BaseException | None) -> None:
@@ -201,7 +212,7 @@ def load_state(distributed: Any, id: str) -> None:
                 raise CheckpointError(f"{place} is not whole: its files are of several checkpoints")
             engine.checkpoints.load(checkpoint, names=_names(distributed), rank=rank, ranks=ranks)
             engine.finish(on_gpu=True)
-        _watched.setdefault(engine, {}).setdefault(folder, [WatchedFolder(folder)])
+        _watch(_watched.setdefault(engine, {}), folder)
 
     on_all_ranks(part, FAILED)
 
