@@ -333,7 +333,7 @@ class Subgroup:
     @property
     def tile_count(self) -> int:
         """Number of its tiles."""
-        return -(-self.numel // self.tile_numel) * len(self.tensors)
+        return ceil_div(self.numel, self.tile_numel) * len(self.tensors)
 
     @cached_property
     def tiles(self) -> tuple[PlacedTile, ...]:
@@ -530,9 +530,14 @@ def _missing_in_block(parameter: Parameter, state: StateSpec) -> int:
     return parameter.start % state.format.block_numel
 
 
+def ceil_div(value: int, unit: int) -> int:
+    """Return how many units hold a value."""
+    return -(-value // unit)
+
+
 def round_up(value: int, unit: int) -> int:
     """Return the least multiple of `unit` that is not less than `value`."""
-    return -(-value // unit) * unit
+    return ceil_div(value, unit) * unit
 
 
 def check_subgroup_numel(subgroup_numel: int, state: StateSpec = EXACT_ADAMW) -> int:
@@ -591,8 +596,8 @@ def extend_layout(
         for segments in _cut(members, parameters, check_subgroup_numel(limit, state), state):
             last = segments[-1]
             numel = round_up(last.offset + last.numel, state.sector_numel)
-            tile_count = -(-numel // most_tile_numel)
-            tile_numel = min(numel, round_up(-(-numel // tile_count), state.tile_unit))
+            tile_count = ceil_div(numel, most_tile_numel)
+            tile_numel = min(numel, round_up(ceil_div(numel, tile_count), state.tile_unit))
             subgroups.append(Subgroup(len(subgroups), group, dtype, state, numel, tuple(segments), tile_numel))
     result = replace(layout, parameters=parameters, subgroups=tuple(subgroups))
     check_layout(result)
@@ -640,8 +645,8 @@ def _cut(
     # A piece that begins within a block starts as far behind an aligned element, so that blocks are aligned.
     before = {index: _missing_in_block(parameters[index], state) for index in members}
     total = sum(round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
-    count = -(-total // limit)
-    size = min(limit, round_up(-(-total // count), state.sector_numel))
+    count = ceil_div(total, limit)
+    size = min(limit, round_up(ceil_div(total, count), state.sector_numel))
     cut: list[list[Segment]] = [[]]
     used = 0
     for index in members:

@@ -26,7 +26,7 @@ from msgspec import Meta
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
 from offload.formats import FORMATS, StateSpec
-from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
+from offload.layout import Layout, Parameter, Segment, Subgroup, ceil_div, check_layout
 from offload.protocols import SECTOR_BYTES, TileId, TileRequest
 from offload.rules import ADAMW, NAMED, UpdateRule, described
 from offload.schedule.index import Location, TileRecord
@@ -619,7 +619,7 @@ def _decode(body: _Body) -> Manifest:
     _require(has_all, "the length of numbers", number_count, one_each)
     layout = _decode_layout(body, rules, state)
     # Before anything goes through the tiles one by one: there may be absurdly many.
-    count = sum(-(-subgroup.numel // subgroup.tile_numel) * len(subgroup.kept) for subgroup in layout.subgroups)
+    count = sum(ceil_div(subgroup.numel, subgroup.tile_numel) * len(subgroup.kept) for subgroup in layout.subgroups)
     _require(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")
     name_count = len(layout.index_by_name)
     _require(name_count == parameter_count, "the number of names", name_count, one_each)

@@ -32,7 +32,7 @@ from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.formats import Format
 from offload.kernels.stored import Stored, stored_dtype, stored_in
-from offload.layout import Parameter, Subgroup
+from offload.layout import Parameter, Subgroup, ceil_div
 from offload.memory.arenas import Arena
 from offload.protocols import SECTOR_BYTES, Completion, Tier, TileId, TileRequest
 from offload.rules import MASTER, PACKED, UpdateRule
@@ -113,8 +113,8 @@ class _TilePart(NamedTuple):
 def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePart]:
     """Yield the parts of tiles that hold a run of elements of stored tensor `number`, which has format `form`."""
     item = run.offset // form.item_numel
-    stop = _ceil_div(run.offset + run.numel, form.item_numel)
-    tile_items = _ceil_div(run.subgroup.tile_numel, form.item_numel)
+    stop = ceil_div(run.offset + run.numel, form.item_numel)
+    tile_items = ceil_div(run.subgroup.tile_numel, form.item_numel)
     done = 0
     while item < stop:
         tile, skipped = divmod(item, tile_items)
@@ -123,11 +123,6 @@ def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePa
         yield _TilePart(TileId(run.subgroup.index, number, tile), source_bytes, slice(done, done + count))
         item += count
         done += count
-
-
-def _ceil_div(count: int, divisor: int) -> int:
-    """Return the quotient, rounded up."""
-    return -(-count // divisor)
 
 
 _TileKey = tuple[int, TileId]

@@ -29,6 +29,7 @@ from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import OffloadError, known
 from offload.kernels import CpuUpdateKernel
+from offload.layout import ceil_div, round_up
 from offload.memory.arenas import Arena
 from offload.plan.budget import PIECE_ALIGNMENT
 from offload.protocols import SECTOR_BYTES, DeviceLane, Mark
@@ -42,7 +43,7 @@ MOST_BUFFER_BYTES = 32 << 20
 
 def buffer_bytes(slots_bytes: int) -> int:
     """Return the size of each of the `BUFFERS` buffers, given the size of all slots that are added to; 0 for none."""
-    sectors = -(-slots_bytes // (BUFFERS * SECTOR_BYTES))
+    sectors = ceil_div(slots_bytes, BUFFERS * SECTOR_BYTES)
     return min(sectors * SECTOR_BYTES, MOST_BUFFER_BYTES)
 
 
@@ -122,7 +123,7 @@ class Additions:
                 address = arena.address + self._next_buffer * self._buffer_bytes + filled_bytes
                 copies.append((source + offset, address, nbytes))
                 rows.setdefault(dtype, []).append((target + offset, address, count))
-                filled_bytes += -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+                filled_bytes += round_up(nbytes, PIECE_ALIGNMENT)
                 done += count
         if copies:
             sending.append(self._claim_buffer(copies, rows))

@@ -24,7 +24,7 @@ from offload.engine.views import tensor_at
 from offload.errors import ConfigError
 from offload.gradients.store import BLOCK_SUM_BYTES, GradientStore
 from offload.kernels.reference import TORCH_DTYPES
-from offload.layout import Layout, Segment
+from offload.layout import Layout, Segment, round_up
 from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL
@@ -221,7 +221,7 @@ class PathGradients(GradientStore):
         numel = self._parameters[position].numel
         # Whole blocks lie from `first` to `last`. Before `first` is the end of a block that begins in the segment
         # before; after `last` is the beginning of a block that ends in the next segment.
-        first = min(end, -(-start // NORM_BLOCK_NUMEL) * NORM_BLOCK_NUMEL)
+        first = min(end, round_up(start, NORM_BLOCK_NUMEL))
         last = max(first, end if end == numel else end // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL)
         if is_first:
             # Whole blocks are copied by the kernel that sums them.

@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 from offload.gradients.additions import BUFFERS, buffer_bytes
 from offload.kernels import CpuUpdateKernel, blocks_numel, norm_sq_at
 from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES
-from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
+from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment, round_up
 from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.protocols import Mark
@@ -61,7 +61,7 @@ class GradientSlots:
         """Return the size of a parameter's slot, padded to the alignment of segments; 0 if there are no slots."""
         if not self.exist:
             return 0
-        numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
+        numel = round_up(parameter.numel, SEGMENT_ALIGN_NUMEL)
         return numel * TORCH_DTYPES[self.dtype_of(parameter)].itemsize
 
     def total_bytes(self, parameters: Sequence[Parameter]) -> int:

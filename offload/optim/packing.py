@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from offload.layout import ceil_div
 from offload.optim import shards
 from offload.rules import BLOCK_NUMEL, plain_number
 
@@ -133,11 +134,11 @@ class Packing:
         # Small values first, so that alignment wastes little; else in the class's order, as sorting is stable.
         for key in sorted(sizes, key=lambda key: sizes[key] > LARGE_BYTES):
             align = LARGE_BYTES if sizes[key] > LARGE_BYTES else SMALL_BYTES
-            start = _ceil_div(end, align) * align
+            start = ceil_div(end, align) * align
             self._places[key] = _Place(forms[key], start)
             end = start + sizes[key]
-        blocks = max(1, _ceil_div(numel, BLOCK_NUMEL))
-        self.words = _rounded_words(_ceil_div(end, 4 * blocks))
+        blocks = max(1, ceil_div(numel, BLOCK_NUMEL))
+        self.words = _rounded_words(ceil_div(end, 4 * blocks))
 
     @property
     def keys(self) -> Iterable[Any]:
@@ -239,11 +240,6 @@ class Packing:
     def _as_bytes(packed_words: torch.Tensor) -> torch.Tensor:
         """Return a view of packed words as bytes."""
         return packed_words.view(torch.uint8)
-
-
-def _ceil_div(value: int, unit: int) -> int:
-    """Return how many units hold a value."""
-    return -(-value // unit)
 
 
 def _rounded_words(words: int) -> int:

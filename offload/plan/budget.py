@@ -438,6 +438,10 @@ class Plan:
         """Bytes of all state."""
         return self.layout.state_bytes
 
+    def state_bytes_of(self, subgroups: Iterable[int]) -> int:
+        """Return the bytes of state of some subgroups."""
+        return sum(self.layout.subgroups[number].state_bytes for number in subgroups)
+
     @cached_property
     def home_bytes(self) -> dict[Home, int]:
         """Bytes of state at home in each tier."""

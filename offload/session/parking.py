@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -144,7 +144,7 @@ class Parking:
         host_bytes = self._parts.plan.budgets.host_bytes if keep_host else 0
         leaving, staying = self._split(self._in_memory_of(Home.HOST), host_bytes)
         on_gpu = self._in_memory_of(Home.GPU)
-        leaving_gpu, to_host = self._split(on_gpu, host_bytes - self._state_bytes(staying))
+        leaving_gpu, to_host = self._split(on_gpu, host_bytes - self._parts.plan.state_bytes_of(staying))
         self._check_room((*leaving, *leaving_gpu))
         if self.is_parked and on_gpu:
             on_host = tuple(self._host_copies.places) if self._host_copies is not None else ()
@@ -152,7 +152,7 @@ class Parking:
                 leaving_gpu = to_host = ()  # the last park has put them where they may stay
             else:
                 self._reallocate_memory()
-        moves_bytes = self._state_bytes((*leaving, *leaving_gpu, *machine.staging.dirty))
+        moves_bytes = self._parts.plan.state_bytes_of((*leaving, *leaving_gpu, *machine.staging.dirty))
         self._staged_before = tuple(machine.slots) or self._staged_before  # a second park finds the slots empty
         self._last_number += 1
         batches = deque((leaving, *self._batches(leaving_gpu)))
@@ -176,11 +176,6 @@ class Parking:
         machine = self._parts.machine
         numbers = (number for number, place in enumerate(self._parts.plan.homes) if place is home)
         return [number for number in numbers if not machine.is_fresh(number) and not machine.is_evicted(number)]
-
-    def _state_bytes(self, numbers: Iterable[int]) -> int:
-        """Return how many bytes of state some subgroups have."""
-        subgroups = self._parts.plan.layout.subgroups
-        return sum(subgroups[number].state_bytes for number in numbers)
 
     def _split(self, numbers: Sequence[int], most_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which subgroups leave memory, and which stay, so that no more than `most_bytes` of state stay."""
@@ -322,7 +317,7 @@ class Parking:
     def _copy_to_host(self, numbers: Sequence[int]) -> _HostCopies:
         """Copy state from the GPU to new host memory, in which it stays while the session is parked."""
         memory = self._parts.memory
-        arena = memory.allocate_arena(self._state_bytes(numbers))
+        arena = memory.allocate_arena(self._parts.plan.state_bytes_of(numbers))
         places = self._place_on_host(numbers, arena.address)
         try:
             self._parts.lanes.copy_to_host(as_pieces(self._copies(places)))
@@ -367,11 +362,11 @@ class Parking:
                     read_bytes[record.location.path] += nbytes
         coming_home = {*evicted, *(self._host_copies.places if self._host_copies is not None else ())}
         # Pages of homes are touched while state is read into them; all memory that is pinned is touched before that.
-        beside_bytes = 0 if parts.lanes.pins else self._state_bytes(coming_home)
+        beside_bytes = 0 if parts.lanes.pins else self._parts.plan.state_bytes_of(coming_home)
         return predict_back_s(
             parts.rates,
             read_bytes,
-            sent_bytes=self._state_bytes(number for number in coming_home if homes[number] is Home.GPU),
+            sent_bytes=self._parts.plan.state_bytes_of(number for number in coming_home if homes[number] is Home.GPU),
             taken_bytes=freed_bytes - beside_bytes,
             beside_bytes=beside_bytes,
             take_bytes_per_s=parts.memory.take_bytes_per_s,

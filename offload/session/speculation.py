@@ -383,8 +383,8 @@ class Speculation:
             return ()
         versions = machine.speculative_versions
         confirmed = tuple(self._unchanged([subgroup for subgroup in versions if subgroup in subgroups]))
-        self.confirmed_bytes = self._state_bytes(confirmed)
-        self.revoked_bytes += self._state_bytes(versions) - self.confirmed_bytes
+        self.confirmed_bytes = self._parts.plan.state_bytes_of(confirmed)
+        self.revoked_bytes += self._parts.plan.state_bytes_of(versions) - self.confirmed_bytes
         return confirmed
 
     def seal(self, confirmed: tuple[int, ...], rest: Sweep) -> None:
@@ -408,7 +408,7 @@ class Speculation:
         self._count_arrivals()
         if machine.is_open:
             self._is_armed = self._is_armed and not self._revoked_bytes and machine.broken is None
-            self._revoked_bytes += self._state_bytes(machine.speculative_versions)
+            self._revoked_bytes += self._parts.plan.state_bytes_of(machine.speculative_versions)
             machine.handle(SealStep())
             if machine.broken is not None:  # an update may still run: its memory is kept
                 return
@@ -417,11 +417,6 @@ class Speculation:
             self._choose_subgroups()
         if not self._counts:  # gradients have been dropped
             self._forget_bound_gradients()
-
-    def _state_bytes(self, numbers: Collection[int]) -> int:
-        """Return how many bytes of state some subgroups have."""
-        subgroups = self._parts.plan.layout.subgroups
-        return sum(subgroups[number].state_bytes for number in numbers)
 
     def _forget_bound_gradients(self) -> None:
         """Forget gradients outside slots, which no update reads any more."""

@@ -29,6 +29,7 @@ import torch
 from offload import metrics
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.kernels.table import weights_at
+from offload.layout import round_up
 from offload.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -357,7 +358,7 @@ def _living_files() -> list[MappedFile]:
 
 def up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
     """Round up to a multiple of `unit`."""
-    return -(-nbytes // unit) * unit
+    return round_up(nbytes, unit)
 
 
 def _page_bounds(offset: int, nbytes: int) -> tuple[int, int]:
