@@ -4,10 +4,10 @@
 
 A program is settings and actions, drawn from a seed: it trains parts of a model, freezes and thaws, adds parameters,
 changes gradients, weights, state and hyperparameters behind the optimizer's back, clips, scales, skips, saves and
-goes on elsewhere with other settings, parks, and has somebody else fill its path. `loop.py` says what has to come
-out. With `--kills` it is also killed as it saves, or at any time, and taken up with other settings. With `--full` its
-path, its checkpoints or both lie on a file system that fills up whatever it does: errors that are promised may come,
-and it goes on from the newest checkpoint.
+goes on elsewhere with other settings, parks, loses its paths, and has somebody else fill them. `loop.py` says what
+has to come out. With `--kills` it is also killed as it saves, or at any time, and taken up with other settings. With
+`--full` its path, its checkpoints or both lie on a file system that fills up whatever it does: errors that are
+promised may come, and it goes on from the newest checkpoint.
 
 A program that fails is made smaller, and printed as a test. A report goes on where it was stopped.
 """
@@ -23,6 +23,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -95,6 +96,7 @@ SESSION: dict[str, Any] = {
     "activations": None,
     "device": None,
     "weights": "memory",
+    "mirror": False,
 }
 """Settings of one session, as simple as can be."""
 PLAIN: dict[str, Any] = {
@@ -126,9 +128,9 @@ OTHERS += [
     "park",
     "park",
 ]
-OTHERS += ["unpark", "read", "check", "check"]
+OTHERS += ["unpark", "read", "check", "check", "lose"]
 """What is drawn beside iterations, as often as it stands here."""
-TAKES_ROOM = {"save", "resume", "dict", "load", "park", "thaw", "add", "kill"}
+TAKES_ROOM = {"save", "resume", "dict", "load", "park", "thaw", "add", "kill", "lose"}
 """What takes room on the paths: before it, whoever filled one has gone."""
 
 
@@ -193,7 +195,10 @@ def make_program(seed: int, kills: bool = False) -> Program:
                     draw("write")
             draw("step")
             continue
-        draw(what := rng.choice(kinds))
+        what = rng.choice(kinds)
+        if what == "lose":
+            actions.append(("save", (False, False)))
+        draw(what)
         for each in ("pass", "step", "save") * 4 if what == "die" else ():
             draw(each)
     if settings["small"]:
@@ -283,6 +288,7 @@ def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
         drawn["activations"] = (rng.choice((1 << 20, 1 << 20, 3 << 20)), rng.choice((1, 10_000, 50_000)))
     if drawn["overlap"] not in ("backward", "both"):  # which is refused then
         drawn["weights"] = rng.choice(("memory", "memory", "file"))
+    drawn["mirror"] = rng.random() < 0.3
     return drawn
 
 
@@ -311,9 +317,9 @@ def make_value(rng: random.Random, what: str, fixed: dict[str, Any]) -> Any:
             return seed, rng.choice((0.01, 0.5)), rng.random() < 0.3
         case "save":
             return rng.random() < 0.3, rng.random() < 0.5
-        case "resume" | "dict":
+        case "resume" | "dict" | "lose":
             session = make_session(rng, fixed)
-            session["seed"] = rng.choice((SEED, 99)) if what == "resume" else SEED  # a checkpoint brings its own
+            session["seed"] = SEED if what == "dict" else rng.choice((SEED, 99))  # a checkpoint brings its own
             return session, (some[0], rng.choice((0.0, 0.3))), rng.choice(("before", "after"))
         case "reset":
             return rng.choice((None, some))
@@ -437,7 +443,7 @@ class Session:
         self.paths = [self.folder / f"path{number}" for number in range(settings["paths"])]
         if self.full in ("path", "all"):
             self.paths[0] = self.small / "path"
-        for path in self.paths:
+        for path in (*self.paths, self.folder / "mirror"):
             path.mkdir(exist_ok=True)
         staging = settings["slots"] and 12 * settings["slots"] * settings["subgroup_numel"]
         passed = ("host_memory", "subgroup_numel", "overlap", "checkpoints_kept", "gradient_memory")
@@ -448,6 +454,7 @@ class Session:
             exact_names=(),
             seed=settings["seed"],
             staging_memory=staging,
+            mirror=str(self.folder / "mirror") if settings["mirror"] else None,
             **{name: settings[name] for name in passed},
             **{name: value for name, value in device.items() if name != "lazy"},
         )
@@ -725,6 +732,7 @@ class Session:
         if self.small is not None:
             self.settle_saves()  # else one that found no room would be raised here
         snapshot = self.snapshot()
+        snapshot.more["mirrored"] = self.settings["mirror"] and not copies
         self.keep(snapshot)
         self.saved, self.before = snapshot, [self.saved, *self.before]
         extra = {"saves": self.saves, "drawn": torch.arange(self.saves)}
@@ -748,7 +756,7 @@ class Session:
         place = self.small if self.full in ("saves", "all") else self.folder
         number = self.saves % 2 if self.breaks else self.saves  # then folders are used again
         more = {"folder": place / f"save{number}", "saves": self.saves, "scale": self.scale}
-        more["form"] = self.settings["form"]
+        more |= {"form": self.settings["form"], "mirrored": False}
         return self.loop.snapshot(**more, added=[*self.added])
 
     def wait(self, _value: Any) -> None:
@@ -799,6 +807,21 @@ class Session:
                 settings = {**settings, "seed": SEED}
             self.optimizer.close()
             self.reopen(settings, *more, self.saved, self.load_saved)
+
+    def lose(self, value: Any) -> None:
+        """Have the paths and the last checkpoint go, and go on in a new optimizer from its mirror."""
+        self.settle_saves()
+        if self.saved is None or not (self.saved.more["mirrored"] and self.settings["mirror"]):
+            return
+        self.optimizer.wait_mirror()
+        self.optimizer.close()
+        folder = self.saved.more["folder"]
+        for place in (*self.paths, folder):
+            shutil.rmtree(place)
+        self.saved.more["folder"] = self.folder / "mirror" / folder.name
+        self.keep(self.saved)
+        self.told["lost"] += 1
+        self.resume(value)
 
     def dict(self, value: Any) -> None:
         """Go on in a new optimizer, from a state dict."""

@@ -9,6 +9,7 @@ from typing import Any
 import prepared
 import programs
 import pytest
+import soak
 from histories import can_mount
 
 import offload
@@ -19,7 +20,19 @@ pytestmark = [
 ]
 
 
-REACHED = {"confirmed", "revoked", "activations written", "park", "resume", "load", "dict", "add", "state", "reset"}
+REACHED = {
+    "confirmed",
+    "revoked",
+    "activations written",
+    "park",
+    "resume",
+    "load",
+    "dict",
+    "add",
+    "state",
+    "reset",
+    "lost",
+}
 """What programs do, and what comes of it."""
 WITH_MOUNTS = {"filled", "save refused", "save failed: CheckpointError"}
 
@@ -90,3 +103,9 @@ def test_what_is_lost_is_found_and_the_program_is_made_smaller(planted: str, mon
     assert {name for name, value in small.settings.items() if value != programs.PLAIN[name]} <= {"kinds"}
     assert {what for what, _ in small.actions} == {"pass", "step"}
     assert len(small.actions) <= 4
+
+
+def test_a_soak_goes_on_where_it_ended_and_leaves_as_many_files(tmp_path: Path) -> None:
+    looks = [*soak.soak(tmp_path, 1, 0.0, every=20), *soak.soak(tmp_path, 1, 0.0, every=20)]
+    assert {path.name for path in (tmp_path / "of").iterdir()} >= {"kept", "mirror"}
+    assert looks[1]["files"] < 60
