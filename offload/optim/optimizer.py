@@ -606,7 +606,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         The tensors are copied to buffers. During forward these are written to the paths, those first that backward
         needs last; in backward they are read before they are needed. No number changes. Weights and buffers of the
         model stay in memory, and so do small tensors, and tensors that find no room: on the paths they get the room
-        that state and promised checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of
+        that state and planned checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of
         layers leave. If a saved tensor is changed in place before backward, torch's own error is raised. Contexts may
         be nested, and backward may come after the context, several times, or with `create_graph=True`; tensors that
         backward itself saves stay in memory. `metrics` tells how many bytes have left.

@@ -192,7 +192,7 @@ class Route:
         bound.arrivals += 1
         if self._scaling.scaled_ids:  # clipped or unscaled already, which more gradient would make wrong
             self._scaling.note_arrival(bound, gradient, builds_graph)
-        if not bound.is_brought:  # else a dealt matrix, whose shard the step sends to the rank that updates it
+        if bound.dealt_weight is None:  # else the step sends its shard to the owner rank
             self._handle_gradient(bound, gradient)
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:

@@ -343,8 +343,8 @@ class TileIndex:
             unmade[nbytes] = unmade.get(nbytes, 0) + count
         if not any(store.usable for store in self._stores):
             return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
-        promised_bytes = self._promised_bytes() if spare else 0
-        return max(0, promised_bytes - self._spare_bytes(unmade, for_any_size=spare))
+        checkpoint_bytes = self._unheld_checkpoint_bytes() if spare else 0
+        return max(0, checkpoint_bytes - self._spare_bytes(unmade, for_any_size=spare))
 
     def unreserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
         """Give back reserved room that was not used."""
@@ -481,9 +481,9 @@ class TileIndex:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
         if not self._is_reshared:  # then each path keeps to its planned share
             return False
-        return self._spare_bytes(self._unmade, for_any_size=True) - self._promised_bytes() >= slot_bytes
+        return self._spare_bytes(self._unmade, for_any_size=True) - self._unheld_checkpoint_bytes() >= slot_bytes
 
-    def _promised_bytes(self) -> int:
+    def _unheld_checkpoint_bytes(self) -> int:
         """Return the bytes that checkpoints may still need."""
         return max(0, self._checkpoint_bytes - self._held_bytes)
 
@@ -504,7 +504,7 @@ class TileIndex:
         self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
-        """Return whether all slots of a larger plan could still be made, as `plan_more_slots` promises."""
+        """Return whether all slots of a larger plan could still be made, as `plan_more_slots` needs."""
         unmade = {}
         for nbytes, count in slot_counts.items():
             unmade[nbytes] = count - self._planned.get(nbytes, 0) + self._unmade.get(nbytes, 0)

@@ -312,8 +312,8 @@ class Machine:
     def _request_or_release_buffer(self, event: RequestBuffer | ReleaseBuffer) -> None:
         """Tell the owner's scratch that a caller wants its buffer, or has filled or read it."""
         owner, scratch = event.owner, self.scratch[event.owner.kind]
-        # Visits read only scratch that has promised room (gradients).
-        is_too_late = not self.has_no_sweep and event.fills and scratch.is_promised
+        # Visits read only scratch that has planned room (gradients).
+        is_too_late = not self.has_no_sweep and event.fills and scratch.is_planned
         invariant(not is_too_late, f"{owner.kind}, which visits read, are filled during a sweep")
         if isinstance(event, RequestBuffer):
             scratch.request(owner.number, fills=event.fills)
@@ -848,9 +848,13 @@ class Machine:
             self._break(error)
 
     def _handle_scratch_failure(self, operation: ReadTile | WriteTile, owner: ScratchOwner, error: Exception) -> None:
-        """Handle a failed transfer of scratch: training can do without the room that was not promised, else break."""
+        """Handle a failed transfer of scratch.
+
+        Without planned room (activations) training goes on. Else (gradients) a failed write goes to another path; a
+        failed read, or no other path, breaks the machine.
+        """
         scratch = self.scratch[owner.kind]
-        if not scratch.is_promised:
+        if not scratch.is_planned:
             scratch.transfer_failed(operation, error)
         elif isinstance(operation, ReadTile) or not self._rewrite_elsewhere(operation, error):
             self._break(error)

@@ -190,7 +190,7 @@ class Parking:
         return tuple(leaving), tuple(staying)
 
     def _check_room(self, leaving: Sequence[int]) -> None:
-        """Refuse to write subgroups to the paths if these have no room for them beside promised checkpoints."""
+        """Refuse to write subgroups to the paths if these have no room for them beside planned checkpoints."""
         parts = self._parts
         tiles = [tile for number in leaving for tile in parts.plan.layout.subgroups[number].tiles]
         needed = sum(nbytes for _, _, nbytes in tiles)

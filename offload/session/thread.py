@@ -226,7 +226,7 @@ class EngineThread(MachineListener):
         lanes = self._parts.lanes
         with contextlib.suppress(OffloadError):  # a device that has failed: the step's own error is raised below
             if not self.closed:
-                lanes.lead_caller()
+                lanes.order_caller()
                 for tensor in pending.kept_tensors:  # their memory must not be reused before the lanes are done
                     lanes.device.record_use(tensor)
         self.pending = None
@@ -298,10 +298,10 @@ class EngineThread(MachineListener):
                 raise request.error
         except BaseException:  # weights may still be on their way to the device: the caller's stream waits for them
             with contextlib.suppress(OffloadError):
-                lanes.lead_caller()
+                lanes.order_caller()
             raise
         if request.pending is None:
-            lanes.lead_caller()
+            lanes.order_caller()
 
     def wait_for_buffer(self, request: BufferRequest) -> None:
         """Wait until the engine thread has answered a request for a buffer, or the session cannot be used."""
