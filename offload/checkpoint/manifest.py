@@ -415,7 +415,6 @@ def _subgroup_row(s: Subgroup, rules: Sequence[UpdateRule]) -> list[Any]:
 
 
 def _formats(state: StateSpec) -> dict[str, str]:
-    """Return the format of each stored tensor, by names."""
     return {tensor.name: tensor.format.name for tensor in state.stored}
 
 

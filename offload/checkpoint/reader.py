@@ -767,7 +767,6 @@ class Checkpoint:
             arena.close()
 
     def _read_tile(self, key: _TileKey) -> None:
-        """Read one tile, to verify it."""
         for _ in self._tiles([key]):
             pass
 

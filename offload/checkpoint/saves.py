@@ -650,8 +650,8 @@ class Saves:
     def keep_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Keep the checkpoint that was loaded like this session's own ones, if its session has ended.
 
-        Later saves then release it as an older one, and stores without a pin are deleted. Not kept is a checkpoint of
-        a live session, one that another session has resumed from, or one of another number of ranks.
+        A later save then releases it as an older one, and deletes its stores that have no other pin. Not kept is a
+        checkpoint of a live session, one that another session has resumed from, or one of another number of ranks.
         """
         self.last_folder = checkpoint.path
         self._mirror_loaded(checkpoint, rank, ranks)
@@ -659,9 +659,9 @@ class Saves:
             return
         stores = _places_of(checkpoint.manifests[rank])
         if not stores:
-            return
+            return  # all of it is in its own folder
         locked = self._lock_stores(stores, checkpoint)
-        if locked is not None:
+        if locked is not None:  # else somebody else needs the stores
             self.kept.append(
                 KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, save_number=None, locks=locked.locks)
             )

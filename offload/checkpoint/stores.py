@@ -323,8 +323,10 @@ def leftover_bytes(paths: Sequence[str]) -> int:
     """Return the bytes of stores on `paths` whose sessions have ended: of those that have locks, and none is held."""
     total_bytes = 0
     for place in map(parse_place, paths):
-        with contextlib.suppress(OSError):
-            for store in place.stores(ranks=False) if place.has_locks else ():
+        if not place.has_locks:
+            continue
+        with contextlib.suppress(OSError):  # opening a store there raises why
+            for store in place.stores(ranks=False):  # the other ranks count theirs
                 total_bytes += store.nbytes() if store.used_by() is None else 0
     return total_bytes
 

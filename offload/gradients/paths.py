@@ -119,7 +119,6 @@ class PathGradients(GradientStore):
         self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        """Return new memory for block sums of parameters."""
         return [np.zeros(count, np.float64) for count in counts]
 
     # During backward

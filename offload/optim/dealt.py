@@ -39,7 +39,6 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def outside_autograd(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call the method, outside."""
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
@@ -47,15 +46,12 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class DealtWeight:
-    """A weight that was dealt to one rank.
+    """A weight, a `DTensor`, that was dealt to one rank.
 
     Attributes:
-        parameter: The `DTensor`.
-        name: Its name.
         owner_rank: Rank of the owner in the mesh.
         copy: The whole weight on its owner, no rows elsewhere.
         gradient: The whole gradient on its owner, no rows elsewhere; None if there is none.
-        is_own: Whether this rank is the owner.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, owner: int, boxes: list[Box], rank: int) -> None:

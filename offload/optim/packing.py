@@ -238,7 +238,6 @@ class Packing:
 
     @staticmethod
     def _as_bytes(packed_words: torch.Tensor) -> torch.Tensor:
-        """Return a view of packed words as bytes."""
         return packed_words.view(torch.uint8)
 
 

@@ -80,9 +80,6 @@ class Mix:
     """What matters of a plan: how many subgroups, and how many bytes, of each kind.
 
     Attributes:
-        streamed: The streamed state.
-        host: The state at home in host memory.
-        gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
         fetched_gradient_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
         staging_slots: Staging slots in host memory.
@@ -297,7 +294,7 @@ def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> flo
 
     Args:
         rates: Speed of every lane.
-        traffic: Bytes of memory traffic, and the seconds in which lanes are busy with them.
+        traffic: Bytes of memory traffic, and the seconds, not 0, in which lanes are busy with them.
         span_s: The time that all this takes.
     """
     combinations = [(1.0, 0.0)]  # probability and traffic per second

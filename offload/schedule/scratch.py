@@ -375,7 +375,6 @@ class Scratch:
         self._read_ahead()
 
     def _in_buffers(self) -> list[ScratchEntry]:
-        """Return the entries of all owners that have a buffer."""
         return [self._entries[owner] for owner in self._owners if owner is not None]
 
     def _has_room(self) -> bool:
@@ -513,7 +512,6 @@ class Scratch:
         return loser is not None and loser <= owner
 
     def _owner(self, number: int) -> ScratchOwner:
-        """Return an owner by its number."""
         return ScratchOwner(self._kind, number)
 
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:

@@ -289,18 +289,18 @@ class EngineThread(MachineListener):
     def _exchange(self, request: _Request) -> None:
         """Post a request and wait for its answer; lanes follow the caller's work, and its later work follows them."""
         self.check_usable()
-        self._next = request
+        self._next = request  # which the engine thread takes when it gets `REQUEST`
         lanes = self._parts.lanes
         lanes.follow_caller()
         try:
-            self._parts.queue.exchange(REQUEST, self._reply, waits.QUIET_S, INTERRUPT)
+            self._parts.queue.exchange(REQUEST, self._reply, quiet_s=waits.QUIET_S, interrupt_op=INTERRUPT)
             if request.error is not None:
                 raise request.error
         except BaseException:  # weights may still be on their way to the device: the caller's stream waits for them
             with contextlib.suppress(OffloadError):
                 lanes.order_caller()
             raise
-        if request.pending is None:
+        if request.pending is None:  # else those who wait for the pending step do that
             lanes.order_caller()
 
     def wait_for_buffer(self, request: BufferRequest) -> None:
