@@ -471,8 +471,8 @@ class Device(Protocol):
         """Put on a lane: compute the parts that the blocks of many gradients have in their fingerprints.
 
         Args:
-            rows: Of (gradient, elements, parts), all of `dtype`: `offload.kernels.reference.fingerprint_parts`, on the device. They
-                are copied.
+            rows: Of (gradient, elements, parts), all of `dtype`; on the device, as
+                `offload.kernels.reference.fingerprint_parts` defines. They are copied.
         """
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:

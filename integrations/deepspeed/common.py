@@ -654,11 +654,7 @@ class OffloadedOptimizer:
     # Phases
 
     def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        *arguments: Any,
-        non_blocking: bool = False,
-        **keywords: Any,
+        self, include: Iterable[Any] | None = None, *arguments: Any, non_blocking: bool = False, **keywords: Any
     ) -> None:
         """Give memory back between phases: `Engine.park` for masters and moments, DeepSpeed's own way for the rest.
 

@@ -192,7 +192,7 @@ def _is_copy(folder: Folder) -> bool:
     """Return whether the checkpoint in a folder is a copy of one that the pins of its stores find elsewhere."""
     with contextlib.suppress(CheckpointError):  # the checkpoint is damaged, or its stores are gone
         id, manifests = read_manifests(folder)
-        stores = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+        stores = {place for manifest in manifests for place in manifest.stores_elsewhere}
         return any(is_elsewhere(id, folder.path, path, store) for path, store in sorted(stores))
     return False
 

@@ -13,15 +13,7 @@ from offload.errors import CheckpointError, ConfigError, check_text
 from offload.layout import PARAMETER_NAMES
 from offload.rules import items, number
 
-NOT_SAVED = (
-    "param_names",
-    "amsgrad",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "decoupled_weight_decay",
-)
+NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 NOT_LOADED = ("params", *NOT_SAVED)
 """Entries of a saved group that say nothing about this optimizer."""
 

@@ -120,8 +120,8 @@ def _choose_node_bytes(
     """Return how many bytes to use of each memory node: all, unless less of one makes the predicted step shorter.
 
     A step may be shorter if some state is streamed, or updated on the GPU, rather than updated in slow memory. The
-    number of homes on each node is searched: the best of a coarse grid, then descent from there. There is no search if
-    a placement says which subgroups the GPU updates.
+    number of homes on each node is searched: the best of a coarse grid, then descent from there. There is no search
+    if a placement says which subgroups the GPU updates.
     """
     nodes = budgets.nodes
     has_choice = len(nodes) > 1 and bool(budgets.paths or budgets.gpu_staging_bytes)
@@ -368,8 +368,7 @@ def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
     kinds = [*(base.nodes.values() or [base.host]), base.streamed]
     totals = [kind.on_cpu for kind in kinds]
     return _moved_to_gpu(
-        base,
-        [SubgroupSum(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)],
+        base, [SubgroupSum(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)]
     )
 
 
