@@ -81,15 +81,16 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     targets = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file in sizes}
     paths = {file: os.path.join(above, in_run) for file, in_run in targets.items()}
     existing = [path for path in paths.values() if os.path.lexists(path)]
-    if existing or (os.path.isdir(target) and os.listdir(target)):
-        first = existing[0] if existing else target
-        raise CheckpointError(f"{first} is there already: name another folder, or delete it")
+    if not existing and os.path.isdir(target) and os.listdir(target):
+        existing = [target]
+    if existing:
+        raise CheckpointError(f"{existing[0]} is there already: name another folder, or delete it")
     if not all(map(is_inside, targets.values())):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
+
     with_commit = [file.removesuffix(COMMIT_NAME) for file in sizes if os.path.basename(file) == COMMIT_NAME]
     prefixes = [prefix for prefix in with_commit if is_checkpoint(f"{mirror}/{name}/{prefix}")]
-    total_bytes = sum(sizes.values())
-    done_bytes = 0
+    total_bytes, done_bytes = sum(sizes.values()), 0
     mark_begun(target, marker)
     for prefix in prefixes:
         checkpoint = f"{name}/{prefix}".rstrip("/")

@@ -789,11 +789,8 @@ class Checkpoint:
             """Return the next tile to read, to a free buffer or that of the least recently used tile."""
             if not todo or not (free or self._cache):
                 return None
-            key = todo.pop()
-            if free:
-                return self._read_flight(key, free.pop())
-            _, buffer = self._cache.popitem(last=False)
-            return self._read_flight(key, buffer)
+            buffer = free.pop() if free else self._cache.popitem(last=False)[1]
+            return self._read_flight(todo.pop(), buffer)
 
         def start(op: int, flight: _Flight) -> None:
             """Start a read; `op` is what its completion reports."""

@@ -87,10 +87,8 @@ def full_probe(
     """
     check_places(paths)
     threads = threads or len(os.sched_getaffinity(0))
-    if numel is None:  # `UPDATE_NUMEL`, or as many as a quarter of the available memory holds in each format
-        item_bytes = sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
-        most = available_bytes() // 4 // item_bytes
-        numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
+    if numel is None:
+        numel = _affordable_numel()
     with contextlib.ExitStack() as stack:
         queue = CompletionQueue()
         states = {}
@@ -121,6 +119,13 @@ def full_probe(
     # Only the engine's costs: paths' latencies have been measured.
     costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
     return dataclasses.replace(result, rates=dataclasses.replace(result.rates, nodes=nodes, **costs))
+
+
+def _affordable_numel() -> int:
+    """Return `UPDATE_NUMEL`, or as many elements as a quarter of the available memory holds in each format."""
+    item_bytes = sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
+    most = available_bytes() // 4 // item_bytes
+    return max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
 
 
 def thread_counts(most: int) -> list[int]:

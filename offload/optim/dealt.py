@@ -182,12 +182,13 @@ class Dealt:
         everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
         stale, all_codes = torch.stack(everyone).view(self.ranks, -1, 2).cpu().unbind(-1)  # each [rank, weight]
-        is_stale_on_any = stale.any(0).tolist()
         codes_by_weight = dict(zip(weights, all_codes.T.tolist(), strict=True))
         _check_codes(codes_by_weight)
-        changed = [weight for weight, is_stale in zip(weights, is_stale_on_any, strict=True) if is_stale]
+        changed = [weight for weight, is_stale in zip(weights, stale.any(0).tolist(), strict=True) if is_stale]
+
         # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
         self._gather_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
+
         if gradients:
             for weight in weights:
                 weight.gradient = None

@@ -319,15 +319,17 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
         """Return the mix whose GPU updates these subgroups of each kind, with their real sizes."""
         return _moved_to_gpu(base, [SubgroupSum(len(some), sum(sizes[n] for n in some)) for some in chosen])
 
+    # The best counts of each kind:
     most = [len(kind) for kind in kinds]
     coarse = min(_coarse_counts(most, COARSE_SHARES), key=spread_cost_s)
     best = _descend(coarse, most, COARSE_SHARES, spread_cost_s)
-    spread = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
+    spread = [_spread(kind, count) for kind, count in zip(kinds, best, strict=True)]
+    # What the GPU may update, with the mix that it makes:
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
-    members = [frozenset(number for number in kind if sizes[number]) for kind in kinds]  # that have state
+    with_state = [frozenset(number for number in kind if sizes[number]) for kind in kinds]
     for stride in _strides(len(plan.homes)):
         picked = range(stride - 1, len(plan.homes), stride)
-        choices.append((mix_with([[n for n in picked if n in kind] for kind in members]), picked))
+        choices.append((mix_with([[n for n in picked if n in kind] for kind in with_state]), picked))
     best_mix, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
     if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(best_mix):
         return plan.placements, mix

@@ -130,6 +130,7 @@ def with_backward_s(
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
         return forward_s + max(backward_s, update_s, io_in_backward_s) + rest_s
+
     # Likewise: updates of state at home in memory.
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:

@@ -182,19 +182,15 @@ class TileIndex:
         unmade_to_keep = self._unmade_to_keep(nbytes)
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
+        handicap_bytes = 0.0 if unmade > 0 else GROWTH_CREDIT_TILES * slot_bytes  # of a slot beyond the plan
         candidates: list[_Candidate] = []
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
                 continue
-            handicap_bytes = 0.0
-            if not (may_reuse and store.free.get(nbytes)):  # a slot must be made
-                if not store.may_grow(nbytes):
-                    continue
-                if unmade <= 0:  # it would be a slot beyond the plan
-                    if lent or not self._may_grow_beyond_plan(slot_bytes):
-                        continue
-                    handicap_bytes = GROWTH_CREDIT_TILES * slot_bytes
-            candidates.append(_Candidate(number, store, handicap_bytes))
+            if may_reuse and store.free.get(nbytes):
+                candidates.append(_Candidate(number, store, 0.0))
+            elif store.may_grow(nbytes) and (unmade > 0 or (not lent and self._may_grow_beyond_plan(slot_bytes))):
+                candidates.append(_Candidate(number, store, handicap_bytes))
         if not candidates:
             return None
         number, store = _take_turn(candidates, slot_bytes)

@@ -805,11 +805,12 @@ class Machine:
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
             self.changed_subgroups.append(number)
         copies_out = visit.changes and transfer_slot is not None
-        if not copies_out or visit.gpu:  # else the visit ends when the weights are on the lane h2d
+        pushes_weights, copies_state = copies_out and not visit.gpu, copies_out and visit.gpu
+        if not pushes_weights:  # else the visit ends when the weights are on the lane h2d
             self._end_visit(number)
         if transfer_slot is not None and not visit.changes:
             self._runs.free_slot(transfer_slot, gpu=visit.gpu)
-        if not copies_out or not visit.gpu:  # else the state is whole once it is back in host memory
+        if not copies_state:  # else the state is whole once it is back in host memory
             self._enter_whole_phase(number, changed=visit.changes)
         if visit.changes and transfer_slot is not None and self.broken is None:
             # Once the machine is broken, the GPU keeps its old weights, and the visit does not end.
