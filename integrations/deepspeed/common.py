@@ -527,7 +527,7 @@ class OffloadedOptimizer:
                     self._note_unnamed_model(path, places, are_left_out=bool(left_out))
                 else:
                     os.rename(partial_of(path), path)
-                    discard_partial(path)  # its folder, which is empty now
+                    discard_partial(path)  # what is left of it: the folder
 
         try:
             self._on_all_ranks(write)

@@ -326,7 +326,7 @@ def leftover_bytes(paths: Sequence[str]) -> int:
         if not place.has_locks:
             continue
         with contextlib.suppress(OSError):  # opening a store there raises why
-            for store in place.stores(ranks=False):  # the other ranks count theirs
+            for store in place.stores(ranks=False):  # those of several ranks lie in folders of their own
                 total_bytes += store.nbytes() if store.used_by() is None else 0
     return total_bytes
 
