@@ -307,33 +307,35 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     shares = plan.path_shares(rates)
     base = replace(mix, gpu_slots=slots)
 
-    def cost_s(mix: Mix) -> float:
-        return estimate_mix(mix, shares, rates).step_s
-
-    @functools.cache
-    def spread_cost_s(counts: tuple[int, ...]) -> float:
-        """Return the seconds of a step whose GPU updates so many subgroups of each kind."""
-        return cost_s(_spread_to_gpu(base, counts))
-
     def mix_with(chosen: Sequence[Sequence[int]]) -> Mix:
         """Return the mix whose GPU updates these subgroups of each kind, with their real sizes."""
         return _moved_to_gpu(base, [SubgroupSum(len(some), sum(sizes[n] for n in some)) for some in chosen])
 
-    # The best counts of each kind:
-    most = [len(kind) for kind in kinds]
-    coarse = min(_coarse_counts(most, COARSE_SHARES), key=spread_cost_s)
-    best = _descend(coarse, most, COARSE_SHARES, spread_cost_s)
-    spread = [_spread(kind, count) for kind, count in zip(kinds, best, strict=True)]
+    best_counts = _best_counts(base, [len(kind) for kind in kinds], shares, rates)
+    spread = [_spread(kind, count) for kind, count in zip(kinds, best_counts, strict=True)]
     # What the GPU may update, with the mix that it makes:
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
     with_state = [frozenset(number for number in kind if sizes[number]) for kind in kinds]
     for stride in _strides(len(plan.homes)):
         picked = range(stride - 1, len(plan.homes), stride)
         choices.append((mix_with([[n for n in picked if n in kind] for kind in with_state]), picked))
-    best_mix, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
-    if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(best_mix):
+    seconds = [estimate_mix(each, shares, rates).step_s for each, _ in choices]
+    least_s = min(seconds)
+    if seconds[0] <= (1 + WORTH_THE_GPU) * least_s:  # all on the CPU
         return plan.placements, mix
+    best_mix, chosen = choices[seconds.index(least_s)]
     return _with_gpu(plan, chosen), best_mix
+
+
+def _best_counts(base: Mix, most: Sequence[int], shares: tuple[float, ...], rates: Rates) -> tuple[int, ...]:
+    """Return how many subgroups of each kind the GPU should update: the best of a coarse grid, then descent."""
+
+    @functools.cache
+    def cost_s(counts: tuple[int, ...]) -> float:
+        return estimate_mix(_spread_to_gpu(base, counts), shares, rates).step_s
+
+    coarse = min(_coarse_counts(most, COARSE_SHARES), key=cost_s)
+    return _descend(coarse, most, COARSE_SHARES, cost_s)
 
 
 def _subgroups_by_kind(plan: Plan, mix: Mix) -> list[list[int]]:
