@@ -463,9 +463,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             restore_model: Callable[[], None] | None = None
             if model is not None and saved_rest is not None:
                 bounds = self._weights.bound.values()
-                rest = ModelRest.of(
-                    model, [each.parameter for each in bounds if each.name not in without_saved_state]
-                )
+                own = [each.parameter for each in bounds if each.name not in without_saved_state]
+                rest = ModelRest.of(model, own)
                 if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
@@ -554,14 +553,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
         unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
         if unused and without_saved_state:
             return saved_names, set()  # it is of another model, as loading it will say
+        may_be_of_another_rank = world_size > 1 and used_names.isdisjoint(rank_names or ())
+        if unused and not may_be_of_another_rank:
+            raise CheckpointError(
+                f"{source.path} has state of {listed(unused)}, which no parameter group has: give the optimizer all "
+                "that was trained, frozen or not"
+            )
         if unused:
-            is_of_this_rank = world_size == 1 or not used_names.isdisjoint(rank_names or ())
-            if is_of_this_rank:
-                raise CheckpointError(
-                    f"{source.path} has state of {listed(unused)}, which no parameter group has: give the optimizer "
-                    "all that was trained, frozen or not"
-                )
-            # Another rank may have them.
             _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(unused))
         if any(parameter not in bound for parameter in saved):
             self._weights.agree_on_load()  # before an addition, which is a collective if matrices are dealt
