@@ -282,14 +282,14 @@ def add_object_for_all(engine: Any) -> None:
     """
     global _warned_of_own, _warned_of_stock
     config = engine.config or {}
-    is_first_rank = engine.global_rank == 0
     if KEY in config:
         has_other_object = object_for_all is not None and config[KEY] != object_for_all
-        if has_other_object and is_first_rank and not _warned_of_own:
+        if has_other_object and engine.global_rank == 0 and not _warned_of_own:
             _warned_of_own = True
             log.warning("a DeepSpeed config has its own %s, which is used: not the one that was given for all", KEY)
         return
     settings.refuse_mistyped_key(config)
+    is_first_rank = engine.global_rank == 0
     if object_for_all is None:
         if is_first_rank and not _warned_of_stock:
             _warned_of_stock = True
