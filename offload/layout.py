@@ -125,8 +125,8 @@ class Parameter:
         rule: What is kept for it, and how it is updated; None for what the layout says.
         box: First index and size in each dimension, of a piece that is no single run of the unsharded parameter; its
             elements lie in memory in row-major order, as the unsharded parameter's do.
-        brought_bytes: Host memory of a copy of the weight and its gradient, where ranks that have shards of it bring
-            it to the one that updates all of it.
+        dealt_copy_bytes: Host memory of copies of the whole weight and its gradient, on the owner rank of a dealt
+            weight.
 
     Raises:
         ConfigError: The name cannot be saved, or the unsharded parameter has no such piece.
@@ -143,7 +143,7 @@ class Parameter:
     exact: bool = False
     box: tuple[tuple[int, int], ...] | None = None
     rule: UpdateRule | None = None
-    brought_bytes: int = 0
+    dealt_copy_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Set `unsharded_numel` of a whole parameter, and raise `ConfigError` as the class says."""

@@ -91,7 +91,7 @@ PREDICTED_READ_S = _metric("activations/predicted_read_s", "s", SAVED, "what rea
 ACTIVATIONS_WAITED_S = _metric("activations/waited_s", "s", SAVED, "what callers have waited for buffers")
 WEIGHT_FAULTS = _metric(
     "weights/faults", "", MAPPED,
-    "how often threads that update have waited for a page of a drive; 0 where weights are brought before them"
+    "how often threads that update have waited for a page of a drive; 0 where weights are read before them"
 )  # fmt: skip
 LANE_BYTES = _metric(
     "lane/<lane>/bytes", "B", ALWAYS, "what a lane moved or updated for the last step: `engine` (its own thread), "

@@ -414,9 +414,6 @@ class Device(Protocol):
 
         Args:
             lane: Which one; `H2D` copies to the device, all others from it.
-            target: Where to.
-            source: Where from.
-            nbytes: Size.
             piece_bytes: Copy in pieces of that size, with something else on the lane behind each, so that copies of
                 other streams get in between; 0 for one copy.
         """
@@ -456,10 +453,6 @@ class Device(Protocol):
         """Put on a lane: copy a gradient on the device, or add it to one there, with the sums of its blocks' squares.
 
         Args:
-            lane: Which one.
-            source: The gradient.
-            dtype: Its element type.
-            numel: Its elements.
             blocks: Address of float64, shape [ceil(numel / NORM_BLOCK_NUMEL)], on the device: what
                 `offload.kernels.reference` defines, of the sum where it accumulates.
             target: Where it is copied to, or added as torch adds tensors; 0 for nowhere.
@@ -471,19 +464,15 @@ class Device(Protocol):
         """Put on a lane: sum the squares of many gradients' blocks at once, as `gradient_blocks` does for one.
 
         Args:
-            lane: Which one.
-            dtype: Element type of all.
-            rows: Of (gradient, elements, blocks). They are copied.
+            rows: Of (gradient, elements, blocks), all of `dtype`. They are copied.
         """
 
     def fingerprint_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """Put on a lane: compute the parts that the blocks of many gradients have in their fingerprints.
 
         Args:
-            lane: Which one.
-            dtype: Element type of all.
-            rows: Of (gradient, elements, parts): `offload.kernels.reference.fingerprint_parts`, on the device. They
-                are copied.
+            rows: Of (gradient, elements, parts), all of `dtype`; on the device, as
+                `offload.kernels.reference.fingerprint_parts` defines. They are copied.
         """
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, Engine, OffloadConfig
-from offload.checkpoint.torch_files import fill, start_of
+from offload.checkpoint.torch_files import Places, fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard_partial, partial_of, set_aside
@@ -499,9 +499,10 @@ class OffloadedOptimizer:
     def _save_model_file(self, save: Callable[[], None], engine: Any, path: str) -> None:
         """Save the model's file to `path`, in the place of DeepSpeed's method, which is `save`. Collective.
 
-        In a save that goes on in the background, weights that equal their rounded masters are left out as holes; the
-        writer of state fills them later, and the file keeps its partial name until then. If weights of one rank
-        differ, all weights are written now.
+        The file is written with holes, which are filled from memory, so that no copy of all weights is made. In a
+        save that goes on in the background, weights that equal their rounded masters stay holes: the writer of state
+        fills them later, and the file keeps its partial name until then. If weights of one rank differ, all weights
+        are written now.
         """
         is_behind = self._saves_in_background and not engine.use_node_local_storage()
         may_leave_out = is_behind and self.behind is not None and self.behind.weights_are_rounded_masters
@@ -514,20 +515,19 @@ class OffloadedOptimizer:
             if is_behind and torch.distributed.get_rank() == 0:
                 set_aside(path)
             with _saving_to_partial(engine, "_get_ckpt_name", path):
-                with stream.writing_holes(engine.checkpoint_engine) as saved:
+                with stream.writing_holes(engine.checkpoint_engine) as saved_states:
                     save()
-                starts_of_saved = [fill(partial_of(path), state, left_out) for state in saved]
-            for storage_starts in starts_of_saved:  # of one file on rank 0, of none on others
-                if storage_starts is None:
+                places_by_file = [fill(partial_of(path), state, left_out) for state in saved_states]
+            for places in places_by_file:  # of one file on rank 0, of none on others
+                if places is None:
                     log.warning("weights are saved to %s in a way that cannot be streamed", path)
                     discard_partial(path)
                     save()
                 elif is_behind:
-                    starts = [start_of(storage_starts, flat) for flat in self.flat_weights] if left_out else []
-                    self._unnamed_model = UnnamedModel(path, starts, _file_identity(partial_of(path)))
+                    self._note_unnamed_model(path, places, are_left_out=bool(left_out))
                 else:
                     os.rename(partial_of(path), path)
-                    discard_partial(path)
+                    discard_partial(path)  # what is left of it: the folder
 
         try:
             self._on_all_ranks(write)
@@ -535,6 +535,11 @@ class OffloadedOptimizer:
             if torch.distributed.get_rank() == 0:
                 discard_partial(path)
             raise
+
+    def _note_unnamed_model(self, path: str, places: Places, *, are_left_out: bool) -> None:
+        """Note a model's file that keeps its partial name, and where the weights begin that are holes in it."""
+        starts = [start_of(places, flat) for flat in self.flat_weights] if are_left_out else []
+        self._unnamed_model = UnnamedModel(path, starts, _file_identity(partial_of(path)))
 
     def _save_state_file(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there."""
@@ -562,8 +567,8 @@ class OffloadedOptimizer:
         starts = None
         if lent is not None:
             tensors = [tensor for state in lent for tensor in state.tensors.values()]
-            storage_starts = fill(path, saved[0], tensors)
-            starts = None if storage_starts is None else stream.starts_of(storage_starts, lent)
+            places = fill(path, saved[0], tensors)
+            starts = None if places is None else stream.starts_of(places, lent)
         if starts is None:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
         return starts
@@ -649,11 +654,7 @@ class OffloadedOptimizer:
     # Phases
 
     def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        *arguments: Any,
-        non_blocking: bool = False,
-        **keywords: Any,
+        self, include: Iterable[Any] | None = None, *arguments: Any, non_blocking: bool = False, **keywords: Any
     ) -> None:
         """Give memory back between phases: `Engine.park` for masters and moments, DeepSpeed's own way for the rest.
 

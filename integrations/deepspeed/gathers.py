@@ -45,12 +45,7 @@ class Gathers:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        pieces: Sequence[Piece],
-        parts: Sequence[Sequence[torch.Tensor]],
-        group: Any,
-        pace: Pace,
+        self, engine: Engine, pieces: Sequence[Piece], parts: Sequence[Sequence[torch.Tensor]], group: Any, pace: Pace
     ) -> None:
         self.models: list[FollowedModel] = []
         self.has_ended = False

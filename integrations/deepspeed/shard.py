@@ -208,11 +208,7 @@ class Shard:
     # Work
 
     def step(
-        self,
-        groups: Sequence[Any],
-        factor: float,
-        loss_scale: float = 1.0,
-        order: Mapping[int, int] | None = None,
+        self, groups: Sequence[Any], factor: float, loss_scale: float = 1.0, order: Mapping[int, int] | None = None
     ) -> None:
         """Update every piece that has a gradient.
 

@@ -60,14 +60,14 @@ Starts = Mapping[str, Sequence[int | None]]
 """By a state tensor's name, or `WEIGHT`: first byte in a file, for each flat tensor; None for an empty one."""
 
 
-def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
+def starts_of(places: Places, placeholders: Sequence[FlatState]) -> Starts | None:
     """Return where state belongs in a file, given what `fill` has returned; None if a storage is not in the file.
 
-    `lent` is the state that was saved: tensors without memory, for each flat tensor of the shard.
+    `placeholders` were saved in the place of the state, for each flat tensor of the shard.
     """
-    starts: dict[str, list[int | None]] = {name: [] for name in (lent[0].tensors if lent else ())}
+    starts: dict[str, list[int | None]] = {name: [] for name in (placeholders[0].tensors if placeholders else ())}
     for name, flat_starts in starts.items():
-        for tensor in (state.tensors[name] for state in lent):
+        for tensor in (state.tensors[name] for state in placeholders):
             start = start_of(places, tensor)
             if start is None and tensor.numel():
                 return None

@@ -275,6 +275,8 @@ def _check_engine(engine: Any) -> None:
 def add_object_for_all(engine: Any) -> None:
     """Add the object that was given to `enable` to an engine's config, if it has none and offloads the optimizer.
 
+    Warn where the object is not used.
+
     Raises:
         ConfigError: The config has a key that looks like `multi_tier_offload`, mistyped.
     """

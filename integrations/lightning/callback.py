@@ -12,14 +12,7 @@ from typing import Any
 from offload import CheckpointError, ConfigError
 from offload.checkpoint.marker import Marker
 from offload.combinations import AVERAGED, BY_DEEPSPEED
-from offload.integrations.shared import (
-    POINTER,
-    figures_to_log,
-    ours,
-    pointer,
-    release,
-    save,
-)
+from offload.integrations.shared import POINTER, figures_to_log, ours, pointer, release, save
 from offload.optim.folders import begin_folder, end_folder
 from offload.optim.hiding import hide_steps
 

@@ -195,21 +195,26 @@ def init_chained(chained: Any, original: Callable[..., None], config: OffloadCon
         open_engine(distributed, own_config)
 
 
+def _check_updates_in_backward(distributed: Any, config: OffloadConfig) -> None:
+    """Refuse updates during backward where gradients are final only afterwards."""
+    chunk = distributed.model_chunks[0]
+    if not chunk.ddp_config.overlap_grad_reduce:
+        MEGATRON_REDUCES.refuse("overlap", config.overlap)
+    if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
+        MEGATRON_CHANGES.refuse("overlap", config.overlap)
+    if "full_iteration" in str(getattr(chunk.config, "cuda_graph_scope", "")):
+        MEGATRON_GRAPHS.refuse("overlap", config.overlap)
+
+
 def open_engine(distributed: Any, config: OffloadConfig) -> None:
     """Open the engine of a `DistributedOptimizer`'s inner one.
 
     Raises:
         ConfigError: Shards are not what is relied on; or updates in backward would be of no use.
     """
-    inner, chunk = distributed.optimizer, distributed.model_chunks[0]
     if config.overlaps_backward:
-        if not chunk.ddp_config.overlap_grad_reduce:
-            MEGATRON_REDUCES.refuse("overlap", config.overlap)
-        if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
-            MEGATRON_CHANGES.refuse("overlap", config.overlap)
-        if "full_iteration" in str(getattr(chunk.config, "cuda_graph_scope", "")):
-            MEGATRON_GRAPHS.refuse("overlap", config.overlap)
-    names = _parameter_names(distributed.model_chunks)
+        _check_updates_in_backward(distributed, config)
+    inner, names = distributed.optimizer, _parameter_names(distributed.model_chunks)
     parameters: dict[tuple[int, int], tuple[torch.Tensor, Parameter]] = {}
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]

@@ -76,21 +76,7 @@ def enable(
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
     disable()
     _warned_of_other_optimizer = False
-    wrappers: dict[str, Callable[[Any], Any]] = {
-        "get_optimizer_cls_and_kwargs": lambda original: staticmethod(partial(_choose_optimizer, original, settings)),
-        "create_optimizer": lambda original: partialmethod(_create_optimizer, original, commit_on_sigterm),
-        "log": lambda original: partialmethod(_log, original),
-        "train": lambda original: partialmethod(_train_from_whole, original),
-        # These have no public name, and no callback stands in their place.
-        "_save_checkpoint": lambda original: partialmethod(_save_checkpoint, original),
-        "_save_optimizer_and_scheduler": lambda original: partialmethod(_save_optimizer, original),
-        "_load_optimizer_and_scheduler": lambda original: partialmethod(_load_optimizer, original),
-        "_load_from_checkpoint": lambda original: partialmethod(_load_model, original),
-        "_load_best_model": lambda original: partialmethod(_call_as_without_fsdp, original),
-        "save_model": lambda original: partialmethod(_call_as_without_fsdp, original),
-    }
-    if activation_memory is not None:
-        wrappers["training_step"] = lambda original: partialmethod(_training_step, original, activation_memory)
+    wrappers = _wrappers(settings, activation_memory, commit_on_sigterm)
     gone = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
     if gone:
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
@@ -106,6 +92,28 @@ def enable(
         for name, wrapper in wrappers.items():
             shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
         _undo = undo.pop_all()
+
+
+def _wrappers(
+    settings: OffloadConfig, activation_memory: int | str | None, commit_on_sigterm: bool
+) -> dict[str, Callable[[Any], Any]]:
+    """Return by the name of a method of `Trainer` what makes the attribute that replaces it, given the original."""
+    wrappers: dict[str, Callable[[Any], Any]] = {
+        "get_optimizer_cls_and_kwargs": lambda original: staticmethod(partial(_choose_optimizer, original, settings)),
+        "create_optimizer": lambda original: partialmethod(_create_optimizer, original, commit_on_sigterm),
+        "log": lambda original: partialmethod(_log, original),
+        "train": lambda original: partialmethod(_train_from_whole, original),
+        # These have no public name, and no callback stands in their place.
+        "_save_checkpoint": lambda original: partialmethod(_save_checkpoint, original),
+        "_save_optimizer_and_scheduler": lambda original: partialmethod(_save_optimizer, original),
+        "_load_optimizer_and_scheduler": lambda original: partialmethod(_load_optimizer, original),
+        "_load_from_checkpoint": lambda original: partialmethod(_load_model, original),
+        "_load_best_model": lambda original: partialmethod(_call_as_without_fsdp, original),
+        "save_model": lambda original: partialmethod(_call_as_without_fsdp, original),
+    }
+    if activation_memory is not None:
+        wrappers["training_step"] = lambda original: partialmethod(_training_step, original, activation_memory)
+    return wrappers
 
 
 def disable() -> None:

@@ -33,10 +33,7 @@ _UTILS = "verl.utils.fsdp_utils"
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager", "FSDPCheckpointManager"
 
 RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
-    _UTILS: {
-        "offload_fsdp_optimizer": ("optimizer", ""),
-        "load_fsdp_optimizer": ("optimizer device_id", ""),
-    },
+    _UTILS: {"offload_fsdp_optimizer": ("optimizer", ""), "load_fsdp_optimizer": ("optimizer device_id", "")},
     ".".join(_MANAGER): {
         "__init__": ("self model optimizer", ""),
         "save_checkpoint": ("self local_path", "should_save_optimizer optimizer"),

@@ -186,7 +186,7 @@ class CommitJob:
     def checkpoint(self) -> KeptCheckpoint:
         """This checkpoint, as the session keeps it once it is committed."""
         manifest = self.manifest
-        stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
+        stores = manifest.stores_elsewhere
         return KeptCheckpoint(self.folder.path, manifest.id, manifest.rank, stores, save_number=None)
 
     def run(self) -> None:
@@ -502,7 +502,7 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
     if is_linked or above.path not in folders_above(target.path) or target.read(COMMIT_NAME) is None:
         return False
     id, manifests = read_manifests(target)
-    stores = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+    stores = {place for manifest in manifests for place in manifest.stores_elsewhere}
     pins = [pin for path, store in sorted(stores) for pin in read_pins(store_folder(path, store)) if pin.id == id]
     if not all(is_same(pin.folder, target.path) for pin in pins):
         return False  # a copy

@@ -379,13 +379,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
             shapes[f"state.{state_name}"] = tuple(entry.size)
             keys_in_folder[f"state.{state_name}"] = key
     header, nbytes = _header(shapes, {})
-    with open(scratch, "wb") as file:
-        file.write(header)
-        try:  # a page without room would end the process, by SIGBUS
-            os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)
-        except OSError as cause:
-            text = f"no room for a copy of {os.fspath(path)} beside {os.fspath(scratch)}"
-            raise CheckpointError(f"{text} ({len(header) + nbytes} bytes): {cause.strerror}") from cause
+    _make_file(scratch, header, nbytes, copy_of=path)
     if nbytes:
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}
@@ -398,3 +392,14 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
             dcp.load(state, checkpoint_id=path, no_dist=True)
         memory.flush()
     return SafetensorsSource(scratch)
+
+
+def _make_file(path: str | os.PathLike[str], header: bytes, nbytes: int, *, copy_of: str | os.PathLike[str]) -> None:
+    """Make a file of a header and room for `nbytes`; raise `CheckpointError` if there is no room."""
+    with open(path, "wb") as file:
+        file.write(header)
+        try:  # a page without room would end the process, by SIGBUS
+            os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)
+        except OSError as cause:
+            text = f"no room for a copy of {os.fspath(copy_of)} beside {os.fspath(path)}"
+            raise CheckpointError(f"{text} ({len(header) + nbytes} bytes): {cause.strerror}") from cause

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -73,6 +73,15 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         lock.release()
 
 
+def _check_free(folder: str, paths: Iterable[str]) -> None:
+    """Refuse paths of which one is there already, or a folder that is not empty."""
+    existing = [path for path in paths if os.path.lexists(path)]
+    if not existing and os.path.isdir(folder) and os.listdir(folder):
+        existing = [folder]
+    if existing:
+        raise CheckpointError(f"{existing[0]} is there already: name another folder, or delete it")
+
+
 def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
     """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole."""
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
@@ -80,16 +89,12 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     # By its name in the mirror's folder, each file's name in the run's folder, and its path there.
     targets = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file in sizes}
     paths = {file: os.path.join(above, in_run) for file, in_run in targets.items()}
-    existing = [path for path in paths.values() if os.path.lexists(path)]
-    if existing or (os.path.isdir(target) and os.listdir(target)):
-        first = existing[0] if existing else target
-        raise CheckpointError(f"{first} is there already: name another folder, or delete it")
+    _check_free(target, paths.values())
     if not all(map(is_inside, targets.values())):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
     with_commit = [file.removesuffix(COMMIT_NAME) for file in sizes if os.path.basename(file) == COMMIT_NAME]
     prefixes = [prefix for prefix in with_commit if is_checkpoint(f"{mirror}/{name}/{prefix}")]
-    total_bytes = sum(sizes.values())
-    done_bytes = 0
+    total_bytes, done_bytes = sum(sizes.values()), 0
     mark_begun(target, marker)
     for prefix in prefixes:
         checkpoint = f"{name}/{prefix}".rstrip("/")

@@ -70,6 +70,10 @@ class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
     """A row of a manifest's table; columns with a default may be missing, as in older files."""
 
 
+Place = tuple[str, uuid.UUID]
+"""A path and the store on it; a session's stores on all its paths have one name."""
+
+
 class StoreRef(Row, frozen=True):
     """A store that a checkpoint refers to.
 
@@ -148,6 +152,11 @@ class Manifest:
     seed: int | None = None
     numbers: tuple[int, ...] = ()
     host: str = ""
+
+    @property
+    def stores_elsewhere(self) -> tuple[Place, ...]:
+        """The stores but for one in the checkpoint's own folder."""
+        return tuple((ref.path, ref.store) for ref in self.stores if ref.path is not None)
 
     @cached_property
     def tile_bytes(self) -> dict[TileId, int]:
@@ -415,7 +424,6 @@ def _subgroup_row(s: Subgroup, rules: Sequence[UpdateRule]) -> list[Any]:
 
 
 def _formats(state: StateSpec) -> dict[str, str]:
-    """Return the format of each stored tensor, by names."""
     return {tensor.name: tensor.format.name for tensor in state.stored}
 
 

@@ -427,36 +427,40 @@ class Checkpoint:
                 take(number, first, views)
 
     def _add_uses(self, uses: _Uses, rank: int, name: str, run: _ElementRun) -> Callable[[], None]:
-        """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read."""
+        """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read.
+
+        That decodes a tensor stored as several: a master's planes, codes and their scales. Another is decoded tile by
+        tile.
+        """
         subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
-        planes = {plane: numbers[plane] for plane in subgroup.state.format.stored_as(name) if plane in numbers}
-        if len(planes) != 1:
-            return self._add_uses_of_planes(uses, rank, name, run, planes)
-        (number,) = planes.values()
+        stored = {each: numbers[each] for each in subgroup.state.format.stored_as(name) if each in numbers}
+        if len(stored) > 1:
+            return self._add_uses_of_several(uses, rank, name, run, stored)
+        number = numbers[name]
         form = subgroup.kept[number].format
         for part in _tile_parts(run, form, number):
             if form.item_numel == 1:
                 copy = partial(_copy_decoded, part.source_bytes, form, run.out[part.items])
-            else:  # packed state is read as it is
+            else:  # packed state: an item is a block, which is copied as it is
                 copy = partial(_copy_bytes, part.source_bytes, run.out.view(torch.uint8)[part.bytes_of_run(form)])
             uses.setdefault((rank, part.tile), []).append(copy)
-        return lambda: None  # each tile is decoded as it is read
+        return lambda: None
 
-    def _add_uses_of_planes(
-        self, uses: _Uses, rank: int, name: str, run: _ElementRun, planes: Mapping[str, int]
+    def _add_uses_of_several(
+        self, uses: _Uses, rank: int, name: str, run: _ElementRun, numbers: Mapping[str, int]
     ) -> Callable[[], None]:
-        """Do as `_add_uses` for a tensor in planes, such as codes and scales; the returned function decodes it."""
+        """Do as `_add_uses` for a tensor that is stored as several, given their numbers by name."""
         subgroup = run.subgroup
         stored = {}
-        for plane, number in planes.items():
+        for stored_name, number in numbers.items():
             form = subgroup.kept[number].format
             parts = list(_tile_parts(run, form, number))
-            plane_bytes = torch.empty(parts[-1].items.stop * form.item_bytes, dtype=torch.uint8, device="cpu")
+            stored_bytes = torch.empty(parts[-1].items.stop * form.item_bytes, dtype=torch.uint8, device="cpu")
             for part in parts:
-                copy = partial(_copy_bytes, part.source_bytes, plane_bytes[part.bytes_of_run(form)])
+                copy = partial(_copy_bytes, part.source_bytes, stored_bytes[part.bytes_of_run(form)])
                 uses.setdefault((rank, part.tile), []).append(copy)
-            stored[plane] = plane_bytes.view(stored_dtype(form))
+            stored[stored_name] = stored_bytes.view(stored_dtype(form))
         return lambda: stored_in(subgroup.state, name, stored, run.first_index).read(run.out)
 
     def use_read_buffer(self, address: int, nbytes: int) -> None:
@@ -516,7 +520,7 @@ class Checkpoint:
             return self._read_flight((0, tile), free.pop())
 
         def start(op: int, flight: _Flight) -> None:
-            """Start a read or write; `op` is what its completion brings back."""
+            """Start a read or write; `op` is what its completion reports."""
             move = flight.tier.write if flight.tier is sink else flight.tier.read
             move(flight.request._replace(op=op))
 
@@ -763,7 +767,6 @@ class Checkpoint:
             arena.close()
 
     def _read_tile(self, key: _TileKey) -> None:
-        """Read one tile, to verify it."""
         for _ in self._tiles([key]):
             pass
 
@@ -786,14 +789,11 @@ class Checkpoint:
             """Return the next tile to read, to a free buffer or that of the least recently used tile."""
             if not todo or not (free or self._cache):
                 return None
-            key = todo.pop()
-            if free:
-                return self._read_flight(key, free.pop())
-            _, buffer = self._cache.popitem(last=False)
-            return self._read_flight(key, buffer)
+            buffer = free.pop() if free else self._cache.popitem(last=False)[1]
+            return self._read_flight(todo.pop(), buffer)
 
         def start(op: int, flight: _Flight) -> None:
-            """Start a read; `op` is what its completion brings back."""
+            """Start a read; `op` is what its completion reports."""
             flight.tier.read(flight.request._replace(op=op))
 
         with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:

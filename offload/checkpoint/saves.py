@@ -26,7 +26,16 @@ from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.contents import read_commit
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, all_tiles, extra_name
+from offload.checkpoint.manifest import (
+    MAX_RELEASED,
+    FileRef,
+    Manifest,
+    Place,
+    StoreRef,
+    TileRef,
+    all_tiles,
+    extra_name,
+)
 from offload.checkpoint.marker import Mark, is_interrupted, marked_around
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
@@ -41,7 +50,7 @@ from offload.checkpoint.stores import (
     store_folder,
     unpin_released,
 )
-from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
+from offload.checkpoint.takeover import PinnedTiles, Takeover, pinned_in, records_in, used_bytes
 from offload.checkpoint.whole import WholeFolder
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
@@ -650,18 +659,18 @@ class Saves:
     def keep_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Keep the checkpoint that was loaded like this session's own ones, if its session has ended.
 
-        Later saves then release it as an older one, and stores without a pin are deleted. Not kept is a checkpoint of
-        a live session, one that another session has resumed from, or one of another number of ranks.
+        A later save then releases it as an older one, and deletes its stores that have no other pin. Not kept is a
+        checkpoint of a live session, one that another session has resumed from, or one of another number of ranks.
         """
         self.last_folder = checkpoint.path
         self._mirror_loaded(checkpoint, rank, ranks)
         if len(checkpoint.manifests) != ranks or any(kept.id == checkpoint.id for kept in self.kept):
             return
-        stores = _places_of(checkpoint.manifests[rank])
+        stores = checkpoint.manifests[rank].stores_elsewhere
         if not stores:
-            return
+            return  # all of it is in its own folder
         locked = self._lock_stores(stores, checkpoint)
-        if locked is not None:
+        if locked is not None:  # else somebody else needs the stores
             self.kept.append(
                 KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, save_number=None, locks=locked.locks)
             )
@@ -674,8 +683,8 @@ class Saves:
             return
         if NOT_MIRRORED in checkpoint.metadata:
             return
-        refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
-        if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
+        has_stores = any(manifest.stores_elsewhere for manifest in checkpoint.manifests)
+        if len(checkpoint.manifests) == ranks and has_stores:
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
             self.mirror.offer(saved, is_new=False)
 
@@ -759,7 +768,7 @@ class Saves:
         takeover = Takeover()
         # Path numbers of the checkpoint's stores: of those that this session has or reopens the path's own, else new.
         own_numbers = {place: number for number, place in enumerate(self.stores[: self._path_count])}
-        places = dict.fromkeys(_places_of(manifest))
+        places = dict.fromkeys(manifest.stores_elsewhere)
         numbers = {place: own_numbers[place] for place in places if place in own_numbers}
         elsewhere = [place for place in places if place not in own_numbers]
         locked = None
@@ -844,7 +853,7 @@ class Saves:
             records = dict(item for tiles in pinned for item in tiles.records.items())
             takeover.pinned_records[self._last_number] = records
             first = pinned[0]
-            stores = _places_of(first.manifest)
+            stores = first.manifest.stores_elsewhere
             if id == checkpoint.id:  # it is kept last, below
                 loaded_number = self._last_number
             elif own_stores.issuperset(stores):
@@ -852,7 +861,7 @@ class Saves:
                 (self.kept if first.step <= manifest.step else self._newer).append(kept)
                 if is_interrupted(kept.folder):
                     self._interrupted_numbers.add(self._last_number)
-        stores = _places_of(manifest)
+        stores = manifest.stores_elsewhere
         loaded = KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, loaded_number, locked.locks)
         self.kept.append(loaded)
 
@@ -871,11 +880,6 @@ class Saves:
             for _, _, lock in checkpoint.locks:
                 release_lock(lock)
         self.kept.clear()
-
-
-def _places_of(manifest: Manifest) -> tuple[Place, ...]:
-    """Return path and uuid of the stores that a manifest names, without one in the checkpoint's own folder."""
-    return tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
 
 
 def check_mirror(config: OffloadConfig) -> None:

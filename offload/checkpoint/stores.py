@@ -192,7 +192,7 @@ def _is_copy(folder: Folder) -> bool:
     """Return whether the checkpoint in a folder is a copy of one that the pins of its stores find elsewhere."""
     with contextlib.suppress(CheckpointError):  # the checkpoint is damaged, or its stores are gone
         id, manifests = read_manifests(folder)
-        stores = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+        stores = {place for manifest in manifests for place in manifest.stores_elsewhere}
         return any(is_elsewhere(id, folder.path, path, store) for path, store in sorted(stores))
     return False
 
@@ -323,8 +323,10 @@ def leftover_bytes(paths: Sequence[str]) -> int:
     """Return the bytes of stores on `paths` whose sessions have ended: of those that have locks, and none is held."""
     total_bytes = 0
     for place in map(parse_place, paths):
-        with contextlib.suppress(OSError):
-            for store in place.stores(ranks=False) if place.has_locks else ():
+        if not place.has_locks:
+            continue
+        with contextlib.suppress(OSError):  # opening a store there raises why
+            for store in place.stores(ranks=False):  # those of several ranks lie in folders of their own
                 total_bytes += store.nbytes() if store.used_by() is None else 0
     return total_bytes
 

@@ -14,16 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from offload.checkpoint.contents import read_manifests
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Manifest, StoreRef
+from offload.checkpoint.manifest import Manifest, Place, StoreRef
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Standing, is_same, read_pins, standing, store_folder
 from offload.errors import CheckpointError
 from offload.layout import Layout
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import TileRecord
-
-Place = tuple[str, uuid.UUID]
-"""A path and the store on it; a session's stores on all its paths have one name."""
 
 
 def manifest_in_place(

@@ -150,10 +150,7 @@ class _Reporter:
 
 
 class AcceleratorDevice(Driver):
-    """A `offload.protocols.Device`.
-
-    Args:
-        device: Which one; None for the current.
+    """A `offload.protocols.Device`: torch's `device`, or its current one.
 
     Raises:
         OffloadError: torch sees no such device, `BACKENDS` has none of its type, or its kernels cannot be used.

@@ -388,12 +388,12 @@ class GpuLanes(Lanes):
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES, DeviceLane.LEAVING):
             self.device.follow(lane, mark)
 
-    def lead_caller(self) -> None:
+    def order_caller(self) -> None:
         """Make work that the caller enqueues from now on wait for new weights and state."""
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
-    def lead_caller_to(self, subgroups: Iterable[int]) -> None:
+    def order_caller_after(self, subgroups: Iterable[int]) -> None:
         """Make work that the caller enqueues from now on wait for the new weights of visited subgroups."""
         marks = (mark for subgroup in subgroups for mark in self._written.get(subgroup, ()))
         for mark in dict.fromkeys(marks):  # each once

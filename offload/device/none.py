@@ -93,7 +93,7 @@ class Lanes:
         self.given_up = False
         self.wakes = self.is_hidden = False
 
-    allocate_for = use_plan = pin = unpin = follow_caller = lead_caller = lead_caller_to = nothing
+    allocate_for = use_plan = pin = unpin = follow_caller = order_caller = order_caller_after = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = has_table = never
     missing_bytes = usable_bytes = no_bytes

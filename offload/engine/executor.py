@@ -400,9 +400,10 @@ class LiveExecutor:
         events, self._events = self._events, []
         if completions:
             self._silence.end()
-        elif not events and is_watched:  # time has run out, or a caller was interrupted, who waits for less long
+        elif not events and is_watched:  # time has run out, or a caller was interrupted
             lasts_s = self._silence.lasts_s
-            if lasts_s >= self._stall_s or (is_interrupted and lasts_s >= waits.QUIET_S):
+            most_s = min(waits.QUIET_S, self._stall_s) if is_interrupted else self._stall_s
+            if lasts_s >= most_s:
                 self._silence.end()
                 return [Stop(self._stall_error(lasts_s, "interrupted after" if is_interrupted else "no answer for"))]
             self._silence.warn_if_due(self._awaited)

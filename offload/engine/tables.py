@@ -221,29 +221,20 @@ class Tables:
         """
         layout = self._layout.subgroups[run.visit.subgroup]
         columns = self._columns[layout.index]
-        parameter, start, offset = columns.parameter, columns.start, columns.offset
-        item_bytes, is_fp32 = ITEM_BYTES[layout.dtype], layout.dtype is DtypeCode.FLOAT32
-        dtypes = rows.gradient_dtypes[parameter]
+        parameter, is_fp32 = columns.parameter, layout.dtype is DtypeCode.FLOAT32
+        if apart is not None and not is_fp32:
+            weights_address = apart[0]  # its image: no update reads the old weights, which may lie on a GPU
         addresses: dict[str, Any] = {
-            tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(offset)
+            tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(columns.offset)
             for tensor in layout.tensors
         }
-        if gradients_address is None:
-            gradients = self.gradients if run.visit.gpu else rows.gradients  # a GPU reads them where they are bound
-            addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
-        else:
-            addresses["gradient"] = np.uint64(gradients_address) + offset * ITEM_BYTES[dtypes]
+        addresses |= self._input_addresses(run, rows, weights_address, gradients_address)
         if apart is not None:
             image, sums = apart
-            addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item_bytes
+            new = "new_master" if is_fp32 else "new_weight"
+            addresses[new] = np.uint64(image) + columns.offset * ITEM_BYTES[layout.dtype]
             # Where the update adds the fingerprints of what each segment reads:
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
-            if not is_fp32:
-                weights_address = image  # no update reads the old weights, which may lie on a GPU
-        if weights_address is None:
-            addresses["weight"] = rows.weights[parameter] + start * item_bytes
-        else:
-            addresses["weight"] = np.uint64(weights_address) + offset * item_bytes
         flags = rows.flags[parameter]
         if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
@@ -254,12 +245,31 @@ class Tables:
             columns.numel,
             addresses,
             weight_dtype=layout.dtype,
-            gradient_dtype=dtypes,
+            gradient_dtype=rows.gradient_dtypes[parameter],
             flags=flags,
             scalars=rows.scalars[parameter].T[: len(layout.state.rule.scalars._fields)],
             rounding_key=rows.rounding_keys[parameter],
             first_index=columns.first_index,
         )
+
+    def _input_addresses(
+        self, run: RunVisit, rows: StepRows, weights_address: int | None, gradients_address: int | None
+    ) -> dict[str, Any]:
+        """Return the addresses of each segment's weights and gradients; see `make_table`."""
+        columns = self._columns[run.visit.subgroup]
+        parameter, start, offset = columns.parameter, columns.start, columns.offset
+        weight_bytes = ITEM_BYTES[self._layout.subgroups[run.visit.subgroup].dtype]
+        gradient_bytes = ITEM_BYTES[rows.gradient_dtypes[parameter]]
+        if weights_address is None:
+            weights = rows.weights[parameter] + start * weight_bytes
+        else:
+            weights = np.uint64(weights_address) + offset * weight_bytes
+        if gradients_address is None:
+            bound = self.gradients if run.visit.gpu else rows.gradients  # a GPU reads them where they are bound
+            gradients = bound[parameter] + start * gradient_bytes
+        else:
+            gradients = np.uint64(gradients_address) + offset * gradient_bytes
+        return {"weight": weights, "gradient": gradients}
 
     def _masters_to_take(self, run: RunVisit, due_parameters: Parameters) -> npt.NDArray[np.uint32]:
         """Return the flags that take a run's masters from their weights: those that are due; of a fresh run all."""

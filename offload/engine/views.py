@@ -142,10 +142,7 @@ class StateViews:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield a segment's state in fp32: in place, or as copies, which are written back if the visit changes state.
 
-        If its master is set, a 16-bit weight becomes the rounded master; the stored master has the same rounding.
-
-        Args:
-            sets_master: Whether the caller sets its master.
+        With `sets_master` a 16-bit weight becomes the rounded master; the stored master has the same rounding.
         """
         layout = self.plan.layout
         subgroup = layout.subgroups[run.visit.subgroup]

@@ -46,7 +46,7 @@ class StateSpec:
     def stored(self) -> tuple[StateTensor, ...]:
         """The tensors that all state of a 16-bit weight is stored in, those of the master first."""
         masters = self.format.masters
-        if self.rule.master_dtype is not DtypeCode.FLOAT32:
+        if self.rule.master_dtype is not DtypeCode.FLOAT32:  # such masters are copies of the weights, not encoded
             masters = (StateTensor(MASTER, FORMAT_OF_DTYPE[self.rule.master_dtype]),)
         return (*masters, *self.beside)
 

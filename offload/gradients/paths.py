@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +50,6 @@ class Filler(Protocol):
         """Forget all gradients in buffers and on paths, then call `dropped`; an interrupt never comes in between."""
 
 
-class _Filling(NamedTuple):
-    """A subgroup, and the address of its buffer."""
-
-    subgroup: int
-    address: int
-
-
 class PathGradients(GradientStore):
     """The gradients of one session with `gradient_memory`; see the module.
 
@@ -73,7 +66,7 @@ class PathGradients(GradientStore):
         # The segments of each parameter, with their subgroups; the last first.
         self._segments: list[list[tuple[int, Segment]]] = []
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._filling: _Filling | None = None  # the buffer that gradients are written to now
+        self._filling: tuple[int, int] | None = None  # subgroup and address of the buffer that is being filled
         self._incomplete: dict[str, None] = {}  # parameters whose gradients are being copied; also after an interrupt
         self._announced: set[str] = set()  # those of them whose copy has not begun
         self._drops = 0  # how often all gradients were forgotten or used: shows that it happened during a copy
@@ -119,7 +112,6 @@ class PathGradients(GradientStore):
         self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        """Return new memory for block sums of parameters."""
         return [np.zeros(count, np.float64) for count in counts]
 
     # During backward
@@ -200,11 +192,12 @@ class PathGradients(GradientStore):
 
     def _address_to_fill(self, subgroup: int) -> int:
         """Return the address of a subgroup's buffer; request it, and wait for it, if another one was being filled."""
-        if self._filling is None or self._filling.subgroup != subgroup:
-            self._filling = None  # the request releases the last buffer, even if it then fails
-            buffer = self._filler.borrow_buffer(subgroup)
-            self._filling = _Filling(subgroup, self._memory.buffer_address("gradients", buffer))
-        return self._filling.address
+        if self._filling is not None and self._filling[0] == subgroup:
+            return self._filling[1]
+        self._filling = None  # the request releases the last buffer, even if it then fails
+        address = self._memory.buffer_address("gradients", self._filler.borrow_buffer(subgroup))
+        self._filling = subgroup, address
+        return address
 
     def _store_segment(
         self, position: int, segment: Segment, source: int, target: int, dtype: DtypeCode, *, is_first: bool

@@ -80,8 +80,6 @@ class PlainUpdateKernel(DeviceKernel):
         rule, formats = state.rule, dict(state.stored)
         first_index = int(row["first_index"]) + start
         has_weight = bool(row["weight"])  # else the weight is the master
-        in_planes = MASTER_LOW in formats and has_weight
-        master_dtype = stored_dtype(formats[MASTER]) if has_weight else torch.float32
 
         def at(name: str, dtype: torch.dtype, first: int = start, count: int = numel) -> torch.Tensor:
             """Return elements of the tensor at the address in the row's field `name`."""
@@ -96,15 +94,17 @@ class PlainUpdateKernel(DeviceKernel):
 
         is_active = bool(gradient_dtype)
         takes_master = has_weight and bool(flags & TAKES_MASTER)
-        reads_master = not (takes_master and SegmentFlag.LOAD_MASTER in flags)
-        weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))] if has_weight else torch.float32
         weight = None
         if has_weight:
+            weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))]
             weight = written("weight", weight_dtype, takes_master) if is_active else at("weight", weight_dtype)
         master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
         if is_active or takes_master:
+            reads_master = not (takes_master and SegmentFlag.LOAD_MASTER in flags)
+            master_dtype = stored_dtype(formats[MASTER]) if has_weight else torch.float32
             master = written("master", master_dtype, reads_master)
-            master_low = written("master_low", torch.uint8, reads_master) if in_planes else None
+            if has_weight and MASTER_LOW in formats:
+                master_low = written("master_low", torch.uint8, reads_master)
         scales = None
         if SCALES in formats:
             block_numel, states = state.format.block_numel, len(rule.state)
@@ -112,18 +112,18 @@ class PlainUpdateKernel(DeviceKernel):
             first_block = first_index // block_numel - int(row["first_index"]) // block_numel
             scales = at(SCALES, torch.uint8, first_block * states, blocks * states).view(blocks, states)
         return SegmentTensors(
-            master,
-            [at(name, stored_dtype(formats[name])) for name in rule.state],
-            at("gradient", TORCH_DTYPES[DtypeCode(gradient_dtype)]) if is_active else None,
-            weight,
-            flags,
-            rule.scalars(*(float(row[name]) for name in rule.scalars._fields)),
-            rule,
-            state.format,
-            int(row["rounding_key"]),
-            first_index,
-            master_low,
-            scales,
+            master=master,
+            state=[at(name, stored_dtype(formats[name])) for name in rule.state],
+            gradient=at("gradient", TORCH_DTYPES[DtypeCode(gradient_dtype)]) if is_active else None,
+            weight=weight,
+            flags=flags,
+            scalars=rule.scalars(*(float(row[name]) for name in rule.scalars._fields)),
+            rule=rule,
+            state_format=state.format,
+            rounding_key=int(row["rounding_key"]),
+            first_index=first_index,
+            master_low=master_low,
+            scales=scales,
         )
 
     def _gather(

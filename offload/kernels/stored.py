@@ -44,8 +44,8 @@ class Stored(NamedTuple):
         numel, beside = self.first.numel(), self.beside
         _check("first", self.first, stored_dtype(self.format), numel)
         if beside is None:
-            is_complete = self.first.dtype in DTYPE_CODES
-            invariant(is_complete, f"state in {self.format.name} without what lies beside it")
+            has_elements = self.first.dtype in DTYPE_CODES  # neither codes nor an upper plane
+            invariant(has_elements, f"state in {self.format.name} without what lies beside it")
             return self.format.code, self.first.data_ptr(), 0, 0, 0, numel
         block_numel = self.format.block_numel
         items = blocks_numel(self.first_index, numel, block_numel)

@@ -113,6 +113,7 @@ def tune_depth(
         more = range(filled, max(1, 2 * filled))
         drive(queue, [load("write", more)])
         filled = more.stop
+
     for depth in DEPTHS:
         if not goes_on_rising(rates):
             break

@@ -157,7 +157,6 @@ class GpuProbe:
             self._gate_copies *= 2
 
     def _update_device(self) -> None:
-        """Enqueue an update."""
         self.lanes.device.update(self.lanes.device.send_table(self._table))
 
     def close(self) -> None:

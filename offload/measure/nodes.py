@@ -71,7 +71,6 @@ def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctyp
     size = arena.nbytes // threads
 
     def work_on_part(number: int) -> None:
-        """Let one thread work on its part."""
         work(ctypes.c_void_p(arena.address + number * size), ctypes.c_size_t(size))
 
     parts = [partial(work_on_part, number) for number in range(threads)]

@@ -151,11 +151,12 @@ def _demands(known: Rates, totals: Mapping[str, _LaneTotal]) -> dict[str, float]
 def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
     """Return the rates that a step shows of a path."""
     known = {"read": path.read, "write": path.write}
-    other_of = {"read": "write", "write": "read"}
+    lanes = {verb: f"{verb}:{number}" for verb in known}
+    others = {"read": lanes["write"], "write": lanes["read"]}
     shown = {
-        verb: step.show_direction(f"{verb}:{number}", f"{other_of[verb]}:{number}", rates, path.latency_s)
+        verb: step.show_direction(lanes[verb], others[verb], rates, path.latency_s)
         for verb, rates in known.items()
-        if step.totals.get(f"{verb}:{number}", _IDLE).shows_rate
+        if step.totals.get(lanes[verb], _IDLE).shows_rate
     }
     # The parts of their rates alone that directions keep beside each other: as known, and as shown.
     known_parts = {verb: rates.rate_share_beside for verb, rates in known.items()}
@@ -165,7 +166,7 @@ def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
     directions = {verb: each.rates(min(1.0, raised * kept_parts[verb])) for verb, each in shown.items()}
     beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
     alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in directions.items()}
-    used = {f"{verb}:{number}": rates for verb, rates in known.items() if f"{verb}:{number}" in step.intervals}
+    used = {lanes[verb]: rates for verb, rates in known.items() if lanes[verb] in step.intervals}
     # A step shows no more operations at once than the engine asked for: never go below the known number.
     together = max((path.at_once, *(at_once(step.intervals[lane]) for lane in used)))
     # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.

@@ -65,7 +65,6 @@ def best_of(samples: Iterable[Sample]) -> dict[str, Measurement]:
     measurements = {}
 
     def rate_sum(run: Mapping[str, float]) -> float:
-        """Return the sum of a run's rates."""
         return sum(value for name, value in run.items() if _unit(name) == RATE)
 
     for _, sample in samples:
@@ -330,7 +329,6 @@ def rates_of(
     cpu = found[update_name(EXACT, threads)].median
 
     def value(name: str) -> float:
-        """Return the value of a measurement."""
         return found[name].median
 
     def cost(lane: str, io_bytes_per_s: float) -> float:
@@ -339,7 +337,6 @@ def rates_of(
         return memory_cost(memory, cpu, kept.median, io_bytes_per_s, kept.spread) if kept else 1.0
 
     def path_rates(path: PathProbe) -> PathRates:
-        """Return the rates of one path."""
         name = f"path {path.number}"
         read, write = value(f"{name}/read"), value(f"{name}/write")
         return PathRates(

@@ -90,10 +90,10 @@ def trial_rates(
         until_s = time.monotonic() + LONGEST_S
         for number in range(1, STEPS + 1):
             timeline = session.step(number, known)
-            # The later half counts; on a slow path, the last step that there is time for.
-            if number > STEPS // 2 or (number > 1 and time.monotonic() > until_s):
+            is_late = number > 1 and time.monotonic() > until_s  # a slow path: there is no time for another step
+            if number > STEPS // 2 or is_late:
                 observed.append(observe(known, timeline))
-            if number > 1 and time.monotonic() > until_s:
+            if is_late:
                 break
         session.settle()
     return typical(observed)

@@ -81,9 +81,6 @@ class TrialState:
         depth: Updates in flight at once.
         prefault: Touch all memory now.
         borrowed: Address and size of unused memory, to be taken if it is large enough.
-
-    Attributes:
-        chunks: Number of chunks.
     """
 
     def __init__(
@@ -155,7 +152,6 @@ class TrialState:
             kernel.submit(op, next(turns[place]))
 
         def error(completion: Completion) -> OffloadError:
-            """Return the error of an update that failed."""
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
         nbytes = int(self._chunk_numel * self._spec.item_bytes)
@@ -213,7 +209,6 @@ class Slots:
             transfer(TileRequest(op, tile, 0, offset, place_address, nbytes, checksum=None, verify=self.verify))
 
         def error(completion: Completion) -> OffloadError:
-            """Return the error of a transfer that failed."""
             return tier_error("probe", completion, None, self.tier)
 
         count = len(slots) if count is None else count

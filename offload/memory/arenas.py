@@ -124,6 +124,7 @@ class Arena:
         self._near_cpus: frozenset[int] = frozenset()  # the node's, if memory could not be bound to it
         is_large = nbytes >= HUGE_PAGE_BYTES
         alignment = HUGE_PAGE_BYTES if is_large else SECTOR_BYTES
+
         # The kernel aligns to pages only; the slack takes address space, not memory.
         slack = alignment - mmap.PAGESIZE if alignment > mmap.PAGESIZE else 0
         try:
@@ -134,6 +135,7 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._skip = -start % alignment
         self.address = start + self._skip
+
         if not inherit:
             mapping.madvise(mmap.MADV_DONTFORK)
         if huge_pages and is_large:

@@ -125,8 +125,8 @@ def touch(
                 end_early()
                 raise
 
-    thread_count = min(MOST_THREADS, cpu_count, piece_count)
-    if thread_count <= 1 and len(cpu_sets) == 1:
+    thread_count = max(min(MOST_THREADS, cpu_count, piece_count), len(cpu_sets))  # at least one a node
+    if thread_count == 1:
         touch_pieces(0, frozenset())
         return
 
@@ -135,7 +135,6 @@ def touch(
         left_bytes = (piece_count - len(touched)) * PIECE_BYTES
         return f"{format_bytes(left_bytes)} of {format_bytes(nbytes)} of host memory to be touched"
 
-    thread_count = max(thread_count, len(cpu_sets))  # at least one a node
     indices = (number % len(cpu_sets) for number in range(thread_count))
     works = [partial(touch_pieces, index, cpu_sets[index]) for index in indices]
     waits.side_by_side(works, "offload-touch", awaited, end_early)

@@ -185,7 +185,6 @@ def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares anno
 
 
 def _only_value(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    """Return the one tensor of an all-reduce."""
     return reduced.value()[0]
 
 

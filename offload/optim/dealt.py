@@ -39,7 +39,6 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def outside_autograd(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call the method, outside."""
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
@@ -47,15 +46,12 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class DealtWeight:
-    """A weight that was dealt to one rank.
+    """A weight, a `DTensor`, that was dealt to one rank.
 
     Attributes:
-        parameter: The `DTensor`.
-        name: Its name.
         owner_rank: Rank of the owner in the mesh.
         copy: The whole weight on its owner, no rows elsewhere.
         gradient: The whole gradient on its owner, no rows elsewhere; None if there is none.
-        is_own: Whether this rank is the owner.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, owner: int, boxes: list[Box], rank: int) -> None:
@@ -186,12 +182,13 @@ class Dealt:
         everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
         stale, all_codes = torch.stack(everyone).view(self.ranks, -1, 2).cpu().unbind(-1)  # each [rank, weight]
-        is_stale_on_any = stale.any(0).tolist()
         codes_by_weight = dict(zip(weights, all_codes.T.tolist(), strict=True))
         _check_codes(codes_by_weight)
-        changed = [weight for weight, is_stale in zip(weights, is_stale_on_any, strict=True) if is_stale]
+        changed = [weight for weight, is_stale in zip(weights, stale.any(0).tolist(), strict=True) if is_stale]
+
         # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
         self._gather_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
+
         if gradients:
             for weight in weights:
                 weight.gradient = None

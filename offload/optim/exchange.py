@@ -109,11 +109,7 @@ class Exchange:
         self._thread.start()
 
     def _run(
-        self,
-        engine: Engine,
-        buckets: Sequence[Bucket],
-        latches: Sequence[waits.Latch],
-        has_failed: bool,
+        self, engine: Engine, buckets: Sequence[Bucket], latches: Sequence[waits.Latch], has_failed: bool
     ) -> None:
         """Exchange one bucket after the other, and with each whether a rank has failed; on the exchange's thread."""
         copies = self._copies

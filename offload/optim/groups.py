@@ -13,15 +13,7 @@ from offload.errors import CheckpointError, ConfigError, check_text
 from offload.layout import PARAMETER_NAMES
 from offload.rules import items, number
 
-NOT_SAVED = (
-    "param_names",
-    "amsgrad",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "decoupled_weight_decay",
-)
+NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 NOT_LOADED = ("params", *NOT_SAVED)
 """Entries of a saved group that say nothing about this optimizer."""
 
@@ -90,23 +82,26 @@ def checked_groups(
     keys = [key for group in saved_groups for key in group.get("params", ())]
     parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
     # Keys and parameters must be in one-to-one relation: a parameter in two groups has the same key in both.
-    if not all(isinstance(key, Hashable) for key in keys) or not (
+    is_one_to_one = all(isinstance(key, Hashable) for key in keys) and (
         len(set(keys)) == len(set(parameter_ids)) == len(set(zip(keys, parameter_ids, strict=True)))
-    ):
+    )
+    if not is_one_to_one:
         raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
     for own_group, saved_group in zip(groups, saved_groups, strict=True):
-        saved_names = saved_group.get("param_names")
-        if saved_names is not None and not (
-            isinstance(saved_names, list | tuple)
-            and len(saved_names) == len(saved_group["params"])
-            and all(isinstance(name, str) for name in saved_names)
-        ):
-            advice = "give each parameter of the group a name, or none"
-            raise ConfigError("state_dict param_names", saved_names, advice)
-        for name in saved_names or ():
-            check_text("state_dict param_names", name, PARAMETER_NAMES)
+        _check_names(saved_group.get("param_names"), len(own_group["params"]))
         check({**own_group, **saved_group})
     return saved_groups
+
+
+def _check_names(names: Any, count: int) -> None:
+    """Refuse names of a saved group that are not one string for each of its `count` parameters, or None."""
+    if names is None:
+        return
+    are_strings = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not are_strings or len(names) != count:
+        raise ConfigError("state_dict param_names", names, "give each parameter of the group a name, or none")
+    for name in names:
+        check_text("state_dict param_names", name, PARAMETER_NAMES)
 
 
 def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> list[dict[str, Any]]:

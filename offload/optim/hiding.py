@@ -154,20 +154,27 @@ class AutoOverlap:
         self._possible = possible
         if self._step_count < self._next_choice or len(possible) < 2:
             return
-        chosen = self.mode
-        # In effect is the chosen mode without what is impossible: iterations were measured with that one.
-        in_effect = Mode(MODES[chosen].in_forward and forward, MODES[chosen].in_backward and backward)
+        # In effect is the last choice without what is impossible: iterations were measured with that mode.
+        last_choice = self.mode
+        in_effect = Mode(MODES[last_choice].in_forward and forward, MODES[last_choice].in_backward and backward)
         now = next(name for name in possible if MODES[name] == in_effect)
+        mode_index, self._next_choice = self._agree_on_choice(possible, now, groups, device)
+        self.mode = [*MODES][mode_index]
+        if self.mode != last_choice:
+            self._latest_s.clear()
+        engine.speculate(MODES[self.mode].in_backward)
+
+    def _agree_on_choice(
+        self, possible: Sequence[str], now: str, groups: Sequence[Any], device: torch.device
+    ) -> tuple[int, int]:
+        """Return what `_choose` does on the first rank; a collective."""
         is_first_rank = all(torch.distributed.get_rank(group) == 0 for group in groups)
         answer = self._choose(possible, now) if is_first_rank else (0, 0)  # overwritten by the broadcast
         sent = torch.tensor(answer, dtype=torch.int64, device=device)
         for group in groups:
             torch.distributed.broadcast(sent, group=group, group_src=0)
-        mode_index, self._next_choice = sent.tolist()
-        self.mode = [*MODES][mode_index]
-        if self.mode != chosen:
-            self._latest_s.clear()
-        engine.speculate(MODES[self.mode].in_backward)
+        mode_index, next_choice = sent.tolist()
+        return mode_index, next_choice
 
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
         """Return the index in `MODES` of the mode to use from now on, and the count of steps to choose again at.

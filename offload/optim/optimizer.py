@@ -74,8 +74,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._given_config = config = parse_config(offload)
         owner = weakref.proxy(self)  # so that the holder does not keep the optimizer alive
         holder = EngineHolder(config, self.rule, owner, self.limits)
-        super().__init__(params, defaults, holder)
+        super().__init__(params, defaults, holder)  # which makes `_weights` and `_overlap`
         parameters = [*self._parameters()]
+
         world_size, rank = ranks.world()
         holder.config = config.for_rank(rank) if world_size > 1 else config  # own folders on paths
         # `gradient_memory` becomes a number of bytes, or None if all gradients fit.
@@ -83,11 +84,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in pieces))
         self._weights.required_device = _device_of(parameters)
         holder.set_device(self._find_device(parameters))
-        self._scaling = Scaling()
         if config.shard and world_size > 1:  # each rank updates some rows of every weight
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
+
+        self._scaling = Scaling()
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
-        # `_values` of the class: a bound method would keep the optimizer alive.
+        # The announcer refers to the optimizer weakly. `_values` is the class's: a bound method would keep it alive.
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
         self._auto = AutoOverlap(self._overlap.pace)
@@ -95,8 +97,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self.preemption = Preemption()
         self._training_thread = threading.get_ident()  # the thread that took the last step
+
         if holder.is_deferred:
-            self._widen_gradients(parameters)  # now: the engine opens only after backward
+            self._widen_gradients(parameters)  # as `_open` does, which comes only after the first backward here
         else:
             self._open(holder.config)
 
@@ -606,7 +609,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         The tensors are copied to buffers. During forward these are written to the paths, those first that backward
         needs last; in backward they are read before they are needed. No number changes. Weights and buffers of the
         model stay in memory, and so do small tensors, and tensors that find no room: on the paths they get the room
-        that state and promised checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of
+        that state and planned checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of
         layers leave. If a saved tensor is changed in place before backward, torch's own error is raised. Contexts may
         be nested, and backward may come after the context, several times, or with `create_graph=True`; tensors that
         backward itself saves stay in memory. `metrics` tells how many bytes have left.

@@ -48,10 +48,10 @@ class Pace:
     def intervals(self) -> list[Interval]:
         """The caller's intervals that have ended since the last step returned: forward, backward, waits."""
         passes = [
-            Interval(CALLER, "forward", self._returned_s, self._arrived_s, 0),
-            Interval(CALLER, "backward", self._arrived_s, self._backward_ended_s, 0),
+            Interval(CALLER, "forward", self._returned_s, self._arrived_s, nbytes=0),
+            Interval(CALLER, "backward", self._arrived_s, self._backward_ended_s, nbytes=0),
         ]
-        ended = [each for each in passes if not math.isnan(each.finished_s - each.started_s)]
+        ended = [each for each in passes if not math.isnan(each.finished_s - each.started_s)]  # else NaN is in it
         return [*ended, *self._waits]
 
     @property

@@ -212,18 +212,8 @@ class Packing:
         state = {key: value.clone() if is_in_place_of_another(key, value) else value for key, value in state.items()}
         marks = 0
         for number, (key, (form, _)) in enumerate(places):
-            if key not in state:
-                continue
-            value = state[key]
-            mark = VALUE
-            if value is None or form is None:
-                mark = NONE
-            elif form.number is not None:
-                mark = UNSIGNED if form.number is int and value >= 1 << 63 else VALUE
-                targets[key].fill_(value - (1 << 64) if mark == UNSIGNED else value)
-            elif value.data_ptr() != targets[key].data_ptr():
-                targets[key].copy_(value)
-            marks |= mark << MARK_BITS * number
+            if key in state:
+                marks |= _store_value(state[key], form, targets.get(key)) << MARK_BITS * number
         as_signed = marks - (1 << 64) if marks >> 63 else marks  # the same 64 bits, as torch has them
         self._as_bytes(packed_words)[:FLAG_BYTES].view(torch.int64).fill_(as_signed)
 
@@ -238,8 +228,20 @@ class Packing:
 
     @staticmethod
     def _as_bytes(packed_words: torch.Tensor) -> torch.Tensor:
-        """Return a view of packed words as bytes."""
         return packed_words.view(torch.uint8)
+
+
+def _store_value(value: Any, form: Form | None, place: torch.Tensor | None) -> int:
+    """Write a value to its place, if it has one and does not lie there already; return the value's mark."""
+    if value is None or form is None or place is None:
+        return NONE
+    if form.number is not None:
+        is_unsigned = form.number is int and value >= 1 << 63
+        place.fill_(value - (1 << 64) if is_unsigned else value)
+        return UNSIGNED if is_unsigned else VALUE
+    if value.data_ptr() != place.data_ptr():
+        place.copy_(value)
+    return VALUE
 
 
 def _rounded_words(words: int) -> int:

@@ -98,13 +98,14 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> S
     weights_here = {bound.name: _digest(bound) for bound in bounds}
     own_answer = _Answer(request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
     torch.distributed.all_gather_object(answers, own_answer)
-    clash = _find_clash([answer.weights for answer in answers])
     find_ended = partial(_ended_ranks, [answer.process for answer in answers])
     agreed = replace(agreed, id=answers[0].id, find_ended=find_ended)
     names = bare_names(name for answer in answers for name in answer.weights)  # made from all ranks' names
+    clash = _find_clash([answer.weights for answer in answers])
     if clash is None:
         replica = any(answer.weights == weights_here for answer in answers[:rank])
         return replace(agreed, names=names, replica=replica)
+
     name, one, other = clash
     if not all(answer.are_of_rank for answer in answers):
         raise CheckpointError(

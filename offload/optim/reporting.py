@@ -52,7 +52,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
 
 
 def _tiers(plan: Plan, figures: Mapping[str, float]) -> list[Tier]:
-    """Return what lies in each tier: GPU memory if any, host memory, paths."""
+    """Return what lies in each tier, by use: GPU memory if any, host memory, paths."""
     host = {
         "state": plan.home_bytes[Home.HOST],
         "gradients": plan.budgets.gradient_bytes,
@@ -61,7 +61,7 @@ def _tiers(plan: Plan, figures: Mapping[str, float]) -> list[Tier]:
     host["buffers and tables"] = plan.host_bytes - sum(host.values())
     tiers = [Tier("host memory", host, _size_to_draw(plan.host_bytes, psutil.virtual_memory().total))]
     if plan.device_bytes:
-        tiers.insert(0, Tier("GPU memory", plan.device_bytes, None))
+        tiers.insert(0, Tier("GPU memory", plan.device_bytes, None))  # a plan does not know the GPU's size
     for number, path in enumerate(plan.budgets.paths):
         stored_bytes = int(figures.get(metrics.of(metrics.LIVE_BYTES, number), 0))
         size = _size_to_draw(stored_bytes, path.available_bytes)

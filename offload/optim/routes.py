@@ -192,7 +192,7 @@ class Route:
         bound.arrivals += 1
         if self._scaling.scaled_ids:  # clipped or unscaled already, which more gradient would make wrong
             self._scaling.note_arrival(bound, gradient, builds_graph)
-        if not bound.is_brought:  # else a dealt matrix, whose shard the step sends to the rank that updates it
+        if bound.dealt_weight is None:  # else the step sends its shard to the owner rank
             self._handle_gradient(bound, gradient)
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -201,11 +201,7 @@ class Route:
     def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
         """Tell the engine that a gradient is final where it lies, so that updates in backward may read it.
 
-        Does nothing if the gradient is part of a graph, or `bind_gradients` will have to copy or reduce it.
-
-        Args:
-            bound: The parameter.
-            gradient: Its gradient; None for the one in `.grad`.
+        None is that in `.grad`. Does nothing if it is part of a graph, or `bind_gradients` has to copy or reduce it.
         """
         if gradient is None:
             gradient = bound.parameter.grad
@@ -652,8 +648,12 @@ class DepartureRoute(Route):
         self._storages[bound] = storage  # a weak reference keeps allocators from using the address again
 
     def _bind_gradient(self, bound: BoundParameter) -> bool:
-        """Send off what is still in `.grad` of a parameter whose gradients leave; else bind it where it lies."""
-        if not (self._leave_for_buffers or self._engine.gradients.has_arrived(bound.position)):
+        """Bind a gradient where it lies, or send it off; return whether there is one.
+
+        It is sent off if all go to buffers, or if one has departed before: the engine adds what is in `.grad` to it.
+        """
+        has_departed = self._engine.gradients.has_arrived(bound.position)
+        if not (self._leave_for_buffers or has_departed):
             return super()._bind_gradient(bound)
         if bound.parameter.grad is not None:
             gradient = shards.local(shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name))
@@ -715,8 +715,7 @@ class _ArrivalHook:
 
 def _current_pass() -> int:
     """Return torch's number of the backward pass under way, or `NO_PASS`."""
-    pass_number: int = torch._C._current_graph_task_id()
-    return pass_number
+    return int(torch._C._current_graph_task_id())
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:

@@ -162,25 +162,15 @@ class ClassRunner:
         given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
         are_groups = not given or isinstance(given[0], Mapping)
         groups = [*map(dict, given)] if are_groups else [{"params": given}]
-        trial_tensors: dict[int, torch.Tensor] = {}  # by id of the parameter: one for all places where it occurs
-
-        def trial_tensor_of(item: Any) -> Any:
-            """Return a trial tensor for a parameter; for a named one the same with its name."""
-            if isinstance(item, tuple):
-                return (*item[:-1], trial_tensor_of(item[-1]))
-            if not isinstance(item, torch.Tensor):
-                return item  # torch will refuse it
-            if id(item) not in trial_tensors:
-                dtype = item.dtype if item.is_floating_point() else torch.float32  # frozen ones may be integers
-                trial_tensor = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
-                trial_tensors[id(item)] = trial_tensor.requires_grad_()
-            return trial_tensors[id(item)]
-
         for group in groups:
             items = group.get("params", ())
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
+        trial_tensors: dict[int, torch.Tensor] = {}
         with _without_memory():
-            trial_groups = [{**group, "params": [*map(trial_tensor_of, group["params"])]} for group in groups]
+            trial_groups = [
+                {**group, "params": [_trial_tensor_of(item, trial_tensors) for item in group["params"]]}
+                for group in groups
+            ]
             optimizer = self._make_optimizer(trial_groups)
         self._inner = optimizer  # `step_packed` lends it one parameter after another
         self._check_own_tensors(optimizer)
@@ -195,7 +185,7 @@ class ClassRunner:
 
     def _check_own_tensors(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a class that has tensors in attributes or groups: only its state is stored."""
-        attributes = {name: value for name, value in vars(optimizer).items() if name not in OWN_ATTRIBUTES}
+        attributes = _other_attributes(optimizer)
         values_by_place = [("an attribute", attributes)]
         values_by_place += [("a group", _without_parameters(group)) for group in optimizer.param_groups]
         for place, values in values_by_place:
@@ -397,15 +387,13 @@ class ClassRunner:
             first_group = {**deepcopy(dict(trials[0].group)), "params": weights[:-1]}
             slower_group = {**deepcopy(dict(trials[-1].group)), "params": weights[-1:]}
             optimizer = self._make_optimizer([first_group, slower_group])
-            before = {
-                name: _deep_copy(value) for name, value in vars(optimizer).items() if name not in OWN_ATTRIBUTES
-            }
+            before = {name: _deep_copy(value) for name, value in _other_attributes(optimizer).items()}
             for step in range(len(TRIAL_SCALES)):
                 for weight, (_, gradients), form in zip(weights, drawn, forms, strict=True):
                     _set_grad(weight, gradients[step].as_strided(*form))
                 step_alone(optimizer)
-        for name, value in vars(optimizer).items():  # what is in attributes would not be offloaded, nor saved
-            if name not in OWN_ATTRIBUTES and not _are_equal(before.get(name), value):
+        for name, value in _other_attributes(optimizer).items():  # these would not be offloaded, nor saved
+            if not _are_equal(before.get(name), value):
                 advice = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
                 raise ConfigError("wrap", self.name, advice)
         first_after, slower_after = (_without_parameters(group) for group in optimizer.param_groups)
@@ -582,6 +570,27 @@ def _trials_of(parameters: Sequence[tuple[str, torch.Tensor]], values: Group) ->
     has_rate = isinstance(values.get("lr"), int | float | torch.Tensor)
     slower = {**values, "lr": values["lr"] * 0.5} if has_rate else values
     return [*(_Trial(*named, values) for named in (first, *others, first)), _Trial(*first, slower)]
+
+
+def _other_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer beside its state, groups and defaults."""
+    return {name: value for name, value in vars(optimizer).items() if name not in OWN_ATTRIBUTES}
+
+
+def _trial_tensor_of(item: Any, trial_tensors: dict[int, torch.Tensor]) -> Any:
+    """Return a trial tensor for a parameter, the same wherever it occurs; for a named one the tensor with its name.
+
+    `trial_tensors` are those made so far, by id of the parameter.
+    """
+    if isinstance(item, tuple):
+        return (*item[:-1], _trial_tensor_of(item[-1], trial_tensors))
+    if not isinstance(item, torch.Tensor):
+        return item  # torch will refuse it
+    if id(item) not in trial_tensors:
+        dtype = item.dtype if item.is_floating_point() else torch.float32  # frozen ones may be integers
+        trial_tensor = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
+        trial_tensors[id(item)] = trial_tensor.requires_grad_()
+    return trial_tensors[id(item)]
 
 
 def _small_tensor_like(parameter: torch.Tensor) -> torch.Tensor:

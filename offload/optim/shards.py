@@ -158,16 +158,16 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
     elif rows_over is not None and parameter.dim():
         from torch.distributed.tensor import Shard
 
-        mesh = rows_over
-        placements = (Shard(0),)
+        mesh, placements = rows_over, (Shard(0),)
         if owner is not None:
             box = dealt_box(parameter.shape, mesh, owner)
         else:
-            first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
-            box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
+            rows = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+            box = (rows, *((0, whole) for whole in parameter.shape[1:]))
         piece = own(parameter, Cut(mesh, placements, box, start=0, is_run=True))  # for which only the box counts
     else:
         return None
+
     strides = row_major(parameter.shape)
     _check_contiguous(parameter, piece, name, strides)
     if owner is not None and is_dtensor(parameter):

@@ -455,14 +455,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     f"{checkpoint.path} was saved by {saved_ranks} ranks with weights of their own, as "
                     f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world_size}"
                 )
-            extra_bytes = checkpoint.extra(rank)
-            saved_rest = None  # of the model
-            if metadata.get(MODEL_KEY):  # then these bytes hold the model's rest, and the user's `extra` within it
-                saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, rank, extra_bytes or b"")
-                extra_bytes = saved_rest.extra
-            elif model is not None and checkpoint.manifests[0].metadata.get(MODEL_KEY):
-                # The first rank has saved the model for all ranks.
-                saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b"")
+            saved_rest, extra_bytes = _model_rest_and_extra(checkpoint, rank, wants_model=model is not None)
             if model is not None and saved_rest is None:
                 raise CheckpointError(f"{checkpoint.path} was saved without model=, so it has nothing of the model")
             extra = None if extra_bytes is None else _read_extra(extra_bytes, checkpoint.path, weights_only)
@@ -470,9 +463,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             restore_model: Callable[[], None] | None = None
             if model is not None and saved_rest is not None:
                 bounds = self._weights.bound.values()
-                rest = ModelRest.of(
-                    model, [each.parameter for each in bounds if each.name not in without_saved_state]
-                )
+                own = [each.parameter for each in bounds if each.name not in without_saved_state]
+                rest = ModelRest.of(model, own)
                 if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
@@ -561,8 +553,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
         if unused and without_saved_state:
             return saved_names, set()  # it is of another model, as loading it will say
-        is_of_this_rank = not used_names.isdisjoint(rank_names or ())
-        if unused and (world_size == 1 or is_of_this_rank):  # else another rank may have them
+        may_be_of_another_rank = world_size > 1 and used_names.isdisjoint(rank_names or ())
+        if unused and not may_be_of_another_rank:
             raise CheckpointError(
                 f"{source.path} has state of {listed(unused)}, which no parameter group has: give the optimizer all "
                 "that was trained, frozen or not"
@@ -633,6 +625,19 @@ def _extra_to_bytes(extra: Any) -> bytes:
     if unsafe:
         _log.warning("extra holds %s: load_checkpoint will need weights_only=False", ", ".join(unsafe))
     return extra_bytes
+
+
+def _model_rest_and_extra(
+    checkpoint: Checkpoint, rank: int, *, wants_model: bool
+) -> tuple[SavedRest | None, bytes | None]:
+    """Return what a checkpoint has of the model beside the state, and a rank's `extra`; None for what it has not."""
+    extra_bytes = checkpoint.extra(rank)
+    if checkpoint.manifests[rank].metadata.get(MODEL_KEY):  # then these bytes hold both
+        saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, rank, extra_bytes or b"")
+        return saved_rest, saved_rest.extra
+    if wants_model and checkpoint.manifests[0].metadata.get(MODEL_KEY):  # the first rank has saved it for all
+        return SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b""), extra_bytes
+    return None, extra_bytes
 
 
 def _read_extra(extra_bytes: bytes, path: str, weights_only: bool) -> Any:

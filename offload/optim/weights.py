@@ -55,7 +55,6 @@ class BoundParameter:
         used_gradient: The gradient that the last step has used, and its version then.
         was_different: Whether a master was loaded that rounds to another 16-bit weight; until the weight is written.
         dealt_weight: For a `DTensor` that one rank updates whole: the copy on that rank.
-        is_brought: Whether there is one: ranks send their shards of weight and gradient to that rank, in the step.
     """
 
     parameter: torch.Tensor
@@ -70,7 +69,6 @@ class BoundParameter:
     used_gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
     was_different: bool = False
     dealt_weight: DealtWeight | None = None
-    is_brought: bool = False
 
     @property
     def local(self) -> torch.Tensor:
@@ -86,7 +84,7 @@ class BoundParameter:
         if gradient is None:
             return None
         if self.dealt_weight is not None:
-            return known(self.dealt_weight.gradient, "a gradient that was not brought"), self.dealt_weight.copy
+            return known(self.dealt_weight.gradient, "a gradient that was not sent"), self.dealt_weight.copy
         reduced = shards.reduced_gradient(gradient, self.parameter, self.name)
         if reduced is not gradient:
             self.parameter.grad = reduced  # so that it is not reduced twice
@@ -189,9 +187,9 @@ class Weights:
             unsharded_numel=parameter.numel(),
             shape=tuple(parameter.shape),
             stride=tuple(parameter.stride()),
-            box=None if cut is None or cut.is_run else cut.box,
+            box=None if cut is None or cut.is_run else cut.box,  # `start` and `numel` describe a run
             rule=rule,
-            brought_bytes=2 * elements.nbytes if has_copies_in_host_memory else 0,  # of weight and gradient
+            dealt_copy_bytes=2 * elements.nbytes if has_copies_in_host_memory else 0,  # of weight and gradient
         )
 
     def _dealt_weight_of(self, parameter: torch.Tensor) -> DealtWeight | None:
@@ -209,7 +207,6 @@ class Weights:
             stamp=(0, 0),  # set below, by the record itself
             cut=shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter)),
             dealt_weight=dealt_weight,
-            is_brought=dealt_weight is not None,
         )
         bound.stamp = bound.current_stamp()
         self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())

@@ -32,11 +32,9 @@ class PackedState(StateView):
         self.runner = runner
 
     def _has_master(self, bound: BoundParameter) -> bool:
-        """Return whether a parameter has a master beside its weight."""
         return self.runner.masters and super()._has_master(bound)
 
     def _layout_of(self, bound: BoundParameter) -> Parameter:
-        """Return the engine's description of a parameter."""
         return self._layout.parameters[bound.position]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
@@ -121,7 +119,6 @@ class WrappedOptimizer(OffloadedOptimizer):
         super().__init__(groups, defaults, config)
 
     def _view_of_state(self) -> PackedState:
-        """Return the view of state that users see as `optimizer.state`."""
         return PackedState(self._runner, self._holder, self._weights, self.rule, self._lock, self)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:

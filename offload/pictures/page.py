@@ -15,11 +15,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 class Page:
-    """A page, written from top to bottom.
-
-    Args:
-        title: Of the page.
-    """
+    """A page, written from top to bottom."""
 
     def __init__(self, title: str) -> None:
         self._title = title

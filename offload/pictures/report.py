@@ -69,9 +69,7 @@ class Report:
     """What a page shows; as JSON, what a run's folder has for `offload report`.
 
     Attributes:
-        title: Of the page.
         plan: The plan in words.
-        tiers: What lies where.
         steps: All that are known, in their order.
         lanes: Of the last step.
         planned_bytes: Host memory that the plan names.

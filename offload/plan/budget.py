@@ -138,14 +138,14 @@ class ScratchBuffers:
         alone: Most buffers that may hold data which lies nowhere else.
         staying: Number of buffers whose data need not be written; what is beyond is written as soon as possible.
         moving: Most tiles that are read ahead at once, and as many written early.
-        is_promised: Whether the plan counts the room on the paths; else it is what state and checkpoints leave.
+        is_planned: Whether the plan has slots for it on the paths; else it gets what state and checkpoints leave.
     """
 
     count: int
     alone: int
     staying: int
     moving: int
-    is_promised: bool
+    is_planned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,14 +522,14 @@ class Plan:
                 alone=self.gradient_buffers,
                 staying=self.staying_gradients,
                 moving=0,
-                is_promised=True,
+                is_planned=True,
             ),
             "activations": ScratchBuffers(
                 count=self.activation_buffers,
                 alone=self.activation_buffers - self.moving_activations,
                 staying=self.staying_activations,
                 moving=self.moving_activations,
-                is_promised=False,
+                is_planned=False,
             ),
         }
 
@@ -712,14 +712,14 @@ class Plan:
         return max((p.numel * layout.state_of(p).rule.scratch_item_bytes for p in layout.parameters), default=0)
 
     @cached_property
-    def brought_bytes(self) -> int:
+    def dealt_copy_bytes(self) -> int:
         """Bytes of host memory for whole parameters, gathered from all ranks by the one that updates them."""
-        return sum(parameter.brought_bytes for parameter in self.layout.parameters)
+        return sum(parameter.dealt_copy_bytes for parameter in self.layout.parameters)
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of host memory besides state, staging and gradients: tables, buffers for updates and checkpoints."""
-        buffers = self.brought_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
+        buffers = self.dealt_copy_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
         return self.table_bytes + self.scratch_bytes + buffers
 
     @property
@@ -773,7 +773,7 @@ class Plan:
         others = (
             (self.bounce_bytes, "state at home on the GPU, while it is read"),
             (self.scratch_bytes, "updates of whole parameters"),
-            (self.brought_bytes, "copies of sharded matrices that this rank updates"),
+            (self.dealt_copy_bytes, "copies of sharded matrices that this rank updates"),
             (self.checkpoint_buffer_bytes, "checkpoints, while they are copied or loaded"),
             (self.mirror_buffer_bytes, "checkpoints, while they are mirrored"),
         )

@@ -80,9 +80,6 @@ class Mix:
     """What matters of a plan: how many subgroups, and how many bytes, of each kind.
 
     Attributes:
-        streamed: The streamed state.
-        host: The state at home in host memory.
-        gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
         fetched_gradient_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
         staging_slots: Staging slots in host memory.
@@ -119,6 +116,17 @@ class Mix:
     def copied_bytes(self) -> float:
         """Bytes of state that is copied to the GPU, updated there, and copied back."""
         return self.streamed.on_gpu.nbytes + self.host.on_gpu.nbytes
+
+    @property
+    def moved_count(self) -> int:
+        """Number of subgroups that a step flushes and fetches: staging slots keep as many as there are slots."""
+        return max(self.streamed.on_cpu.count + self.streamed.on_gpu.count - self.staging_slots, 0)
+
+    @property
+    def mean_streamed_bytes(self) -> float:
+        """Bytes of state of a mean streamed subgroup."""
+        count = self.streamed.on_cpu.count + self.streamed.on_gpu.count
+        return (self.streamed.on_cpu.nbytes + self.streamed.on_gpu.nbytes) / count if count else 0.0
 
 
 def mix_of(plan: Plan) -> Mix:
@@ -219,11 +227,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
 
 
 def _slowed_step_s(
-    mix: Mix,
-    shares: tuple[float, ...],
-    rates: Rates,
-    lanes: Mapping[str, LaneWork],
-    traffic: Sequence[LaneWork],
+    mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], traffic: Sequence[LaneWork]
 ) -> float:
     """Return the seconds of a step whose CPU is slowed down by the other lanes' memory traffic.
 
@@ -297,7 +301,7 @@ def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> flo
 
     Args:
         rates: Speed of every lane.
-        traffic: Bytes of memory traffic, and the seconds in which lanes are busy with them.
+        traffic: Bytes of memory traffic, and the seconds, not 0, in which lanes are busy with them.
         span_s: The time that all this takes.
     """
     combinations = [(1.0, 0.0)]  # probability and traffic per second
@@ -321,22 +325,12 @@ def _engine_s(mix: Mix, rates: Rates) -> float:
     copied to the GPU two copies and an update; for each tile on a path a read and a write.
     """
     on_cpu, copied = mix.count_on_cpu, mix.copied_count
-    moved, _ = _moved(mix)
+    moved = mix.moved_count
     operations_each = 3 if mix.pushed_bytes else 1
     operations = on_cpu * operations_each + 3 * copied + mix.gpu.count + 2 * moved * mix.mean_tiles
     passing = (mix.pushed_bytes > 0) + (mix.fetched_gradient_bytes > 0)  # directions: weights out, gradients in
     calls = CALLS * (3 * copied + mix.gpu.count) + passing * on_cpu * (PASSING_CALLS + mix.mean_segments)
     return operations * rates.operation_s + calls * rates.gpu.call_s
-
-
-def _moved(mix: Mix) -> tuple[int, float]:
-    """Return how many subgroups a step flushes and fetches, and the bytes of a mean one.
-
-    As many as there are staging slots stay in these from step to step.
-    """
-    count = mix.streamed.on_cpu.count + mix.streamed.on_gpu.count
-    nbytes = mix.streamed.on_cpu.nbytes + mix.streamed.on_gpu.nbytes
-    return max(count - mix.staging_slots, 0), nbytes / count if count else 0.0
 
 
 def _lane_work(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, LaneWork]:
@@ -359,8 +353,8 @@ def _lane_work(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, L
 
 def _path_work(mix: Mix, number: int, share: float, path: PathRates) -> dict[str, LaneWork]:
     """Return what the lanes of one path do, which has this share of all tiles."""
-    moved, mean_bytes = _moved(mix)
-    state_bytes = moved * mean_bytes * share
+    moved = mix.moved_count
+    state_bytes = moved * mix.mean_streamed_bytes * share
     latency_s = moved * mix.mean_tiles * share * path.latency_s
     gradient_bytes = mix.path_gradient_bytes * share
     gradients_s = gradient_bytes / path.read.alone
@@ -412,13 +406,13 @@ def _step_s(
     fetch_s = mix.fetched_gradient_bytes / on_cpu * per_byte.out_s if on_cpu else 0.0  # of one subgroup's gradients
     gpu_s = _gpu_s(mix, per_byte, push_s, fetch_s, rates.reaction_s)
     pipeline_s = last_s = 0.0
-    moved, mean_bytes = _moved(mix)
+    moved = mix.moved_count
     if moved:
         turn = _turn(mix, rates, lanes, per_byte, cpu_s_per_byte)
         pipeline_s = _pipeline_s(mix, shares, rates, lanes, turn)
         # The last one is fetched, and then updated.
         last_on_cpu_s = turn.update_s + push_s if turn.gpu_part < 1 else 0.0
-        last_on_gpu_s = mean_bytes * (per_byte.in_s + per_byte.update_s) if turn.gpu_part > 0 else 0.0
+        last_on_gpu_s = mix.mean_streamed_bytes * (per_byte.in_s + per_byte.update_s) if turn.gpu_part > 0 else 0.0
         last_s = max(last_on_cpu_s, last_on_gpu_s)
     elif mix.path_gradient_bytes:  # no state is read, but gradients are
         pipeline_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith("read"))
@@ -468,20 +462,20 @@ def _turn(
     mix: Mix, rates: Rates, lanes: Mapping[str, LaneWork], per_byte: _GpuSeconds, cpu_s_per_byte: float
 ) -> _Turn:
     """Return what the turn of a mean streamed subgroup takes. Call it only if a step moves at least one."""
-    moved, mean_bytes = _moved(mix)
+    moved = mix.moved_count
     paths = range(len(rates.paths))
     read_s = max(lanes[f"read:{number}"].busy_s for number in paths) / moved
     write_s = max(lanes[f"write:{number}"].busy_s for number in paths) / moved
     gpu_part = mix.streamed.on_gpu.count / (mix.streamed.on_cpu.count + mix.streamed.on_gpu.count)
-    update_s = mean_bytes * cpu_s_per_byte
-    busiest_s = max((1 - gpu_part) * update_s, gpu_part * mean_bytes * max(per_byte))
+    update_s = mix.mean_streamed_bytes * cpu_s_per_byte
+    busiest_s = max((1 - gpu_part) * update_s, gpu_part * mix.mean_streamed_bytes * max(per_byte))
     # Reactions to the ends of update, flush and fetch, and the start of the update. The thread starts tile after
     # tile, while the first is on its way: only what takes longer than the transfer is added.
     tiles = max(mix.mean_tiles, 1.0)
     start_s = rates.operation_s  # of one operation
     engine_s = 3 * rates.reaction_s + start_s
     engine_s += sum(max(start_s, tiles * start_s - io_s * (1 - 1 / tiles)) for io_s in (write_s, read_s))
-    return _Turn(gpu_part, update_s, mean_bytes * per_byte.chain_s, busiest_s, read_s, write_s, engine_s)
+    return _Turn(gpu_part, update_s, mix.mean_streamed_bytes * per_byte.chain_s, busiest_s, read_s, write_s, engine_s)
 
 
 def _pipeline_s(
@@ -492,7 +486,7 @@ def _pipeline_s(
     The first comes back after a whole round, the others every `every_s` after it; those that move together with the
     first come back as fast as they are updated.
     """
-    moved, _ = _moved(mix)
+    moved = mix.moved_count
     round_s, together = _round(mix, shares, rates, lanes, turn)
     path_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith(PATH_LANES)) / moved
     gpu_round_s = turn.gpu_part * (turn.chain_s + rates.reaction_s)
@@ -509,7 +503,7 @@ def _round(
     A path that serves several subgroups at once takes as many times as long for each; less the time in which the
     others of them are still, or already, updated.
     """
-    moved, _ = _moved(mix)
+    moved = mix.moved_count
     round_s, together = turn.worked_s + turn.away_s, 1.0
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
         count = max(1.0, min(path.at_once / max(mix.mean_tiles * share, 1.0), mix.staging_slots, moved))
@@ -527,7 +521,7 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
     handed over, and waits for these. On the CPU it waits for the update under way and the one behind it; on the GPU
     for as many copies as there are slots.
     """
-    moved, mean_bytes = _moved(mix)
+    moved = mix.moved_count
 
     def of_device(part: float, wait_s: float, each_s: float, resident_bytes: float) -> float:
         """Return the seconds for one device: it updates `part` of the streamed subgroups, each for `each_s`.
@@ -538,7 +532,7 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
         spare_s = hindered_s - part * each_s  # between two that come back: the device's time for resident ones
         if not part or spare_s <= 0:
             return 0.0
-        turns = int(resident_bytes / mean_bytes * each_s / spare_s)  # until no resident subgroup is left
+        turns = int(resident_bytes / mix.mean_streamed_bytes * each_s / spare_s)  # until no resident subgroup is left
         return min(moved, turns) * (hindered_s - every_s)
 
     # Since the slot went away: until the update ends that is under way at its return, and the one handed over.
@@ -550,7 +544,7 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
         resident_bytes=mix.host.on_cpu.nbytes,
     )
     # On the busiest of the GPU's lanes; 0 without a GPU.
-    copy_s = mean_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
+    copy_s = mix.mean_streamed_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
     on_gpu_s = of_device(
         part=turn.gpu_part, wait_s=mix.gpu_slots * copy_s, each_s=copy_s, resident_bytes=mix.host.on_gpu.nbytes
     )

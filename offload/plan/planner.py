@@ -120,50 +120,72 @@ def _choose_node_bytes(
     """Return how many bytes to use of each memory node: all, unless less of one makes the predicted step shorter.
 
     A step may be shorter if some state is streamed, or updated on the GPU, rather than updated in slow memory. The
-    search takes subgroups as equally large. It is skipped if a placement says which subgroups the GPU updates.
+    number of homes on each node is searched: the best of a coarse grid, then descent from there. There is no search
+    if a placement says which subgroups the GPU updates.
     """
     nodes = budgets.nodes
     has_choice = len(nodes) > 1 and bool(budgets.paths or budgets.gpu_staging_bytes)
     if not has_choice or placement not in ("auto", "cpu", 0):
         return nodes  # without paths and GPU staging, all state has to be at home there
-    filled = make_plan(layout, budgets)
-    base = mix_of(filled)
-    shares = filled.path_shares(rates)
-    largest = max(layout.max_subgroup_bytes, 1)
-    count = base.host.on_cpu.count + base.streamed.on_cpu.count
-    nbytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
-    gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest) if placement == "auto" else 0
-    mean_tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
-    # `mix_of` counts the tiles of what is streamed in `filled`; any subgroup may be streamed here.
-    base = replace(base, mean_tiles=mean_tiles, gpu_slots=gpu_slots)
-
-    def part(few: int) -> ByDevice:
-        """Return so many mean subgroups, all updated on the CPU."""
-        return ByDevice(SubgroupSum(few, nbytes * few / max(count, 1)), SubgroupSum())
-
-    @functools.cache
-    def cost_s(counts: tuple[int, ...]) -> float:
-        """Return the seconds of a step with so many homes on each node, and the best coarse share of GPU updates.
-
-        Infinite if that is more homes than subgroups, or leaves some to be streamed without paths or staging slots.
-        """
-        streamed = count - sum(counts)
-        slots = count_staging_slots(budgets, largest, streamed)
-        if streamed < 0 or (streamed and not (budgets.paths and slots)):
-            return math.inf
-        by_node = {node.node: part(few) for node, few in zip(nodes, counts, strict=True)}
-        host, on_paths = part(sum(counts)), part(streamed)
-        mix = replace(base, host=host, streamed=on_paths, nodes=by_node, staging_slots=slots)
-        on_gpu = _coarse_counts((*counts, streamed), COARSE_NODE_SHARES if gpu_slots else 0)
-        return min(estimate_mix(_spread_to_gpu(mix, some), shares, rates).step_s for some in on_gpu)
-
-    most = [min(count, node.nbytes // largest) for node in nodes]
-    full = tuple(min(few, max(0, count - sum(most[:n]))) for n, few in enumerate(most))  # as `make_plan` fills them
+    mean = _MeanSubgroups(layout, budgets, rates, searches_gpu=placement == "auto")
+    cost_s = functools.cache(mean.step_s)
+    most = [min(mean.count, node.nbytes // mean.slot_bytes) for node in nodes]  # homes that each node has room for
+    # As `make_plan` fills the nodes, the fastest first.
+    full = tuple(min(room, max(0, mean.count - sum(most[:n]))) for n, room in enumerate(most))
     coarse = min((full, *_coarse_counts(most, COARSE_NODE_SHARES)), key=cost_s)
     best = _descend(coarse, most, COARSE_NODE_SHARES, cost_s)
     if cost_s(full) <= (1 + WORTH_UNUSED_BYTES) * cost_s(best):
         return nodes
-    return [node._replace(nbytes=few * largest) for node, few in zip(nodes, best, strict=True)]
+    return [node._replace(nbytes=homes * mean.slot_bytes) for node, homes in zip(nodes, best, strict=True)]
+
+
+class _MeanSubgroups:
+    """Predicts steps for any number of homes on each memory node, with subgroups taken as equally large.
+
+    Attributes:
+        count: Subgroups that are not at home on the GPU.
+        slot_bytes: State of the largest subgroup.
+    """
+
+    def __init__(self, layout: Layout, budgets: Budgets, rates: Rates, *, searches_gpu: bool) -> None:
+        filled = make_plan(layout, budgets)
+        base = mix_of(filled)  # all updates are on the CPU, but for homes on the GPU
+        self.count = base.host.on_cpu.count + base.streamed.on_cpu.count
+        self.slot_bytes = max(layout.max_subgroup_bytes, 1)
+        self._state_bytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
+        self._budgets = budgets
+        self._rates = rates
+        self._path_shares = filled.path_shares(rates)
+        gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // self.slot_bytes) if searches_gpu else 0
+        self._gpu_shares = COARSE_NODE_SHARES if gpu_slots else 0
+        mean_tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
+        # `mix_of` counts the tiles of what is streamed in `filled`; any subgroup may be streamed here.
+        self._base = replace(base, mean_tiles=mean_tiles, gpu_slots=gpu_slots)
+
+    def step_s(self, homes: tuple[int, ...]) -> float:
+        """Return the seconds of a step with so many homes on each node, and the best coarse share of GPU updates.
+
+        Infinite if that is more homes than subgroups, or leaves some to be streamed without paths or staging slots.
+        """
+        budgets = self._budgets
+        streamed = self.count - sum(homes)
+        slots = count_staging_slots(budgets, self.slot_bytes, streamed)
+        if streamed < 0 or (streamed and not (budgets.paths and slots)):
+            return math.inf
+        mix = replace(
+            self._base,
+            host=self._on_cpu(sum(homes)),
+            streamed=self._on_cpu(streamed),
+            nodes={node.node: self._on_cpu(count) for node, count in zip(budgets.nodes, homes, strict=True)},
+            staging_slots=slots,
+        )
+        gpu_counts = _coarse_counts((*homes, streamed), self._gpu_shares)
+        mixes = (_spread_to_gpu(mix, counts) for counts in gpu_counts)
+        return min(estimate_mix(mix, self._path_shares, self._rates).step_s for mix in mixes)
+
+    def _on_cpu(self, count: int) -> ByDevice:
+        """Return so many mean subgroups, all updated on the CPU."""
+        return ByDevice(SubgroupSum(count, self._state_bytes * count / max(self.count, 1)), SubgroupSum())
 
 
 def _plan_with_node_bytes(
@@ -285,32 +307,35 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     shares = plan.path_shares(rates)
     base = replace(mix, gpu_slots=slots)
 
-    def cost_s(mix: Mix) -> float:
-        """Return the seconds of a step."""
-        return estimate_mix(mix, shares, rates).step_s
-
-    @functools.cache
-    def spread_cost_s(counts: tuple[int, ...]) -> float:
-        """Return the seconds of a step whose GPU updates so many subgroups of each kind."""
-        return cost_s(_spread_to_gpu(base, counts))
-
     def mix_with(chosen: Sequence[Sequence[int]]) -> Mix:
         """Return the mix whose GPU updates these subgroups of each kind, with their real sizes."""
         return _moved_to_gpu(base, [SubgroupSum(len(some), sum(sizes[n] for n in some)) for some in chosen])
 
-    most = [len(kind) for kind in kinds]
-    coarse = min(_coarse_counts(most, COARSE_SHARES), key=spread_cost_s)
-    best = _descend(coarse, most, COARSE_SHARES, spread_cost_s)
-    spread = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
+    best_counts = _best_counts(base, [len(kind) for kind in kinds], shares, rates)
+    spread = [_spread(kind, count) for kind, count in zip(kinds, best_counts, strict=True)]
+    # What the GPU may update, with the mix that it makes:
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
-    members = [frozenset(number for number in kind if sizes[number]) for kind in kinds]  # that have state
+    with_state = [frozenset(number for number in kind if sizes[number]) for kind in kinds]
     for stride in _strides(len(plan.homes)):
         picked = range(stride - 1, len(plan.homes), stride)
-        choices.append((mix_with([[n for n in picked if n in kind] for kind in members]), picked))
-    best_mix, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
-    if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(best_mix):
+        choices.append((mix_with([[n for n in picked if n in kind] for kind in with_state]), picked))
+    seconds = [estimate_mix(each, shares, rates).step_s for each, _ in choices]
+    least_s = min(seconds)
+    if seconds[0] <= (1 + WORTH_THE_GPU) * least_s:  # all on the CPU
         return plan.placements, mix
+    best_mix, chosen = choices[seconds.index(least_s)]
     return _with_gpu(plan, chosen), best_mix
+
+
+def _best_counts(base: Mix, most: Sequence[int], shares: tuple[float, ...], rates: Rates) -> tuple[int, ...]:
+    """Return how many subgroups of each kind the GPU should update: the best of a coarse grid, then descent."""
+
+    @functools.cache
+    def cost_s(counts: tuple[int, ...]) -> float:
+        return estimate_mix(_spread_to_gpu(base, counts), shares, rates).step_s
+
+    coarse = min(_coarse_counts(most, COARSE_SHARES), key=cost_s)
+    return _descend(coarse, most, COARSE_SHARES, cost_s)
 
 
 def _subgroups_by_kind(plan: Plan, mix: Mix) -> list[list[int]]:
@@ -347,8 +372,7 @@ def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
     kinds = [*(base.nodes.values() or [base.host]), base.streamed]
     totals = [kind.on_cpu for kind in kinds]
     return _moved_to_gpu(
-        base,
-        [SubgroupSum(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)],
+        base, [SubgroupSum(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)]
     )
 
 

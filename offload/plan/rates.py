@@ -341,7 +341,6 @@ class Rates:
                 raise ConfigError("host_memory", f"node{number}", f"the rates have {have}; run `offload probe`")
 
         def speed(number: int) -> tuple[float, float]:
-            """Return what nodes are compared by."""
             rates = known[number]
             return rates.update_bytes_per_s, rates.read_bytes_per_s + rates.write_bytes_per_s
 

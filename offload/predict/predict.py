@@ -130,6 +130,7 @@ def with_backward_s(
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
         return forward_s + max(backward_s, update_s, io_in_backward_s) + rest_s
+
     # Likewise: updates of state at home in memory.
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:
@@ -196,7 +197,6 @@ def predict(
     rooms = [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, shares, strict=True)]
     machine = Machine(plan, TileIndex(rooms, plan.slot_counts))
     executor = TimingExecutor(plan, in_step(mix_of(plan), rates))
-    subgroups = len(plan.layout.subgroups)
     for number in range(1, steps + 1):
         executor.record_timeline = False
         gradients_s = _simulate_backward(plan, machine, executor)
@@ -205,9 +205,8 @@ def predict(
         # The executor's sums go on from step to step: those of the last step are the differences.
         busy_before_s = executor.busy_s
         bytes_before = executor.lane_bytes
-        report_visits = partial(_report_visits, report, (number - 1) * subgroups, steps * subgroups)
         ended_s = _simulate_step(
-            plan, rates, machine, executor, number=number, began_s=began_s, report_visits=report_visits
+            plan, rates, machine, executor, number=number, steps=steps, began_s=began_s, report=report
         )
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # flushes that go on after the step
     busy_s = {lane: seconds - busy_before_s[lane] for lane, seconds in executor.busy_s.items()}
@@ -242,22 +241,19 @@ def _simulate_step(
     executor: TimingExecutor,
     *,
     number: int,
+    steps: int,
     began_s: float,
-    report_visits: Callable[[int], None],
+    report: Callable[[int, int], None],
 ) -> float:
-    """Run a step that updates everything from `began_s`; return when it ends, for the caller and on the GPU.
-
-    Args:
-        number: The step's.
-        report_visits: Called with the number of its visits so far.
-    """
+    """Run step `number` of `steps` from `began_s`; return when it ends, for the caller and on the GPU."""
+    subgroups = len(plan.layout.subgroups)
 
     def has_finished(machine: Machine) -> bool:
         """Report progress, and return whether all visits have run."""
-        report_visits(len(machine.changed_subgroups))
+        report((number - 1) * subgroups + len(machine.changed_subgroups), steps * subgroups)
         return machine.finished_sweep is not None
 
-    order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
+    order = visit_order(range(subgroups), machine.slots)
     sweep = Sweep(number, step=number, visits=update_visits(plan, order))
     executor.inject(BeginSweep(sweep), at_s=began_s)
     pump(machine, executor, has_finished)
@@ -265,11 +261,6 @@ def _simulate_step(
     machine.take_finished_sweep()
     told_s = executor.now_s + rates.reaction_s  # when the caller's thread is told; the GPU needs no telling
     return max(told_s, executor.end_device())
-
-
-def _report_visits(report: Callable[[int, int], None], before: int, total: int, visited: int) -> None:
-    """Call `report` of `predict` after visits of a step; `before` is the number of visits of earlier steps."""
-    report(before + visited, total)
 
 
 def _may_fill(owner: ScratchOwner, machine: Machine) -> bool:

@@ -36,7 +36,6 @@ class Work(Generic[What]):
         stream: The stream that it is put on.
         engine: The engine that does it.
         what: The caller's name for it.
-        nbytes: Its size.
         given_s: When it is put there.
         follows: Work on another stream that it waits for.
         gap_s: Time between the work before it on its stream and this.

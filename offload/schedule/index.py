@@ -182,19 +182,15 @@ class TileIndex:
         unmade_to_keep = self._unmade_to_keep(nbytes)
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
+        handicap_bytes = 0.0 if unmade > 0 else GROWTH_CREDIT_TILES * slot_bytes  # of a slot beyond the plan
         candidates: list[_Candidate] = []
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
                 continue
-            handicap_bytes = 0.0
-            if not (may_reuse and store.free.get(nbytes)):  # a slot must be made
-                if not store.may_grow(nbytes):
-                    continue
-                if unmade <= 0:  # it would be a slot beyond the plan
-                    if lent or not self._may_grow_beyond_plan(slot_bytes):
-                        continue
-                    handicap_bytes = GROWTH_CREDIT_TILES * slot_bytes
-            candidates.append(_Candidate(number, store, handicap_bytes))
+            if may_reuse and store.free.get(nbytes):
+                candidates.append(_Candidate(number, store, 0.0))
+            elif store.may_grow(nbytes) and (unmade > 0 or (not lent and self._may_grow_beyond_plan(slot_bytes))):
+                candidates.append(_Candidate(number, store, handicap_bytes))
         if not candidates:
             return None
         number, store = _take_turn(candidates, slot_bytes)
@@ -343,8 +339,8 @@ class TileIndex:
             unmade[nbytes] = unmade.get(nbytes, 0) + count
         if not any(store.usable for store in self._stores):
             return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
-        promised_bytes = self._promised_bytes() if spare else 0
-        return max(0, promised_bytes - self._spare_bytes(unmade, for_any_size=spare))
+        checkpoint_bytes = self._unheld_checkpoint_bytes() if spare else 0
+        return max(0, checkpoint_bytes - self._spare_bytes(unmade, for_any_size=spare))
 
     def unreserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
         """Give back reserved room that was not used."""
@@ -481,9 +477,9 @@ class TileIndex:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
         if not self._is_reshared:  # then each path keeps to its planned share
             return False
-        return self._spare_bytes(self._unmade, for_any_size=True) - self._promised_bytes() >= slot_bytes
+        return self._spare_bytes(self._unmade, for_any_size=True) - self._unheld_checkpoint_bytes() >= slot_bytes
 
-    def _promised_bytes(self) -> int:
+    def _unheld_checkpoint_bytes(self) -> int:
         """Return the bytes that checkpoints may still need."""
         return max(0, self._checkpoint_bytes - self._held_bytes)
 
@@ -504,7 +500,7 @@ class TileIndex:
         self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
-        """Return whether all slots of a larger plan could still be made, as `plan_more_slots` promises."""
+        """Return whether all slots of a larger plan could still be made, as `plan_more_slots` needs."""
         unmade = {}
         for nbytes, count in slot_counts.items():
             unmade[nbytes] = count - self._planned.get(nbytes, 0) + self._unmade.get(nbytes, 0)

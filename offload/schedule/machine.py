@@ -312,8 +312,8 @@ class Machine:
     def _request_or_release_buffer(self, event: RequestBuffer | ReleaseBuffer) -> None:
         """Tell the owner's scratch that a caller wants its buffer, or has filled or read it."""
         owner, scratch = event.owner, self.scratch[event.owner.kind]
-        # Visits read only scratch that has promised room (gradients).
-        is_too_late = not self.has_no_sweep and event.fills and scratch.is_promised
+        # Visits read only scratch that has planned room (gradients).
+        is_too_late = not self.has_no_sweep and event.fills and scratch.is_planned
         invariant(not is_too_late, f"{owner.kind}, which visits read, are filled during a sweep")
         if isinstance(event, RequestBuffer):
             scratch.request(owner.number, fills=event.fills)
@@ -805,11 +805,12 @@ class Machine:
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
             self.changed_subgroups.append(number)
         copies_out = visit.changes and transfer_slot is not None
-        if not copies_out or visit.gpu:  # else the visit ends when the weights are on the lane h2d
+        pushes_weights, copies_state = copies_out and not visit.gpu, copies_out and visit.gpu
+        if not pushes_weights:  # else the visit ends when the weights are on the lane h2d
             self._end_visit(number)
         if transfer_slot is not None and not visit.changes:
             self._runs.free_slot(transfer_slot, gpu=visit.gpu)
-        if not copies_out or not visit.gpu:  # else the state is whole once it is back in host memory
+        if not copies_state:  # else the state is whole once it is back in host memory
             self._enter_whole_phase(number, changed=visit.changes)
         if visit.changes and transfer_slot is not None and self.broken is None:
             # Once the machine is broken, the GPU keeps its old weights, and the visit does not end.
@@ -848,9 +849,13 @@ class Machine:
             self._break(error)
 
     def _handle_scratch_failure(self, operation: ReadTile | WriteTile, owner: ScratchOwner, error: Exception) -> None:
-        """Handle a failed transfer of scratch: training can do without the room that was not promised, else break."""
+        """Handle a failed transfer of scratch.
+
+        Without planned room (activations) training goes on. Else (gradients) a failed write goes to another path; a
+        failed read, or no other path, breaks the machine.
+        """
         scratch = self.scratch[owner.kind]
-        if not scratch.is_promised:
+        if not scratch.is_planned:
             scratch.transfer_failed(operation, error)
         elif isinstance(operation, ReadTile) or not self._rewrite_elsewhere(operation, error):
             self._break(error)

@@ -138,42 +138,26 @@ class Saver:
         """
         invariant(self.under_way is None, "a save begins while another is under way")
         save = RunningSave(request)
-        slot_counts: Counter[int] = Counter()  # that the save needs on the paths, by payload bytes
         whole: list[tuple[TileId, TileRecord]] = []  # tiles that are on storage already
-
-        def items_to_write(
-            tiles: Iterable[tuple[TileId, int, int]], version: int, *, gathered: bool, home: bool
-        ) -> list[_SaveItem]:
-            """Return the tiles that no checkpoint holds in this version; add the others to `whole`."""
-            items = []
-            for tile, offset, nbytes in tiles:
-                record = self._held_record(tile, version)
-                if record is not None:
-                    whole.append((tile, record))
-                    continue
-                items.append(_SaveItem(tile, offset, nbytes, version, is_gathered=gathered, is_home=home))
-                slot_counts[nbytes] += request.sink is None  # what is written to a sink takes no room on the paths
-            return items
-
         for subgroup in () if request.empty else plan.layout.subgroups:
             number, version = subgroup.index, versions[subgroup.index]
             is_evicted = self._index.get(subgroup.tiles[0][0]) is not None  # an `Evict` has moved it to storage
             if plan.is_resident(number) and not is_evicted:
                 is_on_gpu = plan.homes[number] is not Home.HOST
-                items = items_to_write(subgroup.tiles, version, gathered=is_on_gpu, home=True)
+                items = self._unheld_items(save, whole, subgroup.tiles, version, is_gathered=is_on_gpu, is_home=True)
                 if items:
                     save.home_tiles[number] = deque(items)
                     save.unwritten[number] = len(items)
             elif number in unsaved:
                 save.flushing[number] = None
-                slot_counts.update(nbytes for _, _, nbytes in subgroup.tiles)
+                save.reserve.update(nbytes for _, _, nbytes in subgroup.tiles)
             else:
                 for tile, _, nbytes in subgroup.tiles:
                     record = known(self._index.get(tile), f"{tile} is clean and was never written")
                     whole.append((tile, record))
-                    slot_counts[nbytes] += not self._index.is_held(record.location)
-            save.weights += items_to_write(subgroup.weight_tiles, version, gathered=True, home=False)
-        save.reserve = +slot_counts  # without zeros
+                    save.reserve[nbytes] += not self._index.is_held(record.location)
+            save.weights += self._unheld_items(save, whole, subgroup.weight_tiles, version, is_gathered=True)
+        save.reserve = +save.reserve  # without zeros
         if not self._index.reserve(save.reserve):
             self.finished_save = request, no_room(save.reserve)
             return False
@@ -181,6 +165,27 @@ class Saver:
         for tile, record in whole:
             self._hold_tile(save, tile, record)
         return True
+
+    def _unheld_items(
+        self,
+        save: RunningSave,
+        whole: list[tuple[TileId, TileRecord]],
+        tiles: Iterable[tuple[TileId, int, int]],
+        version: int,
+        *,
+        is_gathered: bool,
+        is_home: bool = False,
+    ) -> list[_SaveItem]:
+        """Return the tiles that no checkpoint holds in this version, counted for `reserve`; add others to `whole`."""
+        items = []
+        for tile, offset, nbytes in tiles:
+            record = self._held_record(tile, version)
+            if record is not None:
+                whole.append((tile, record))
+                continue
+            items.append(_SaveItem(tile, offset, nbytes, version, is_gathered=is_gathered, is_home=is_home))
+            save.reserve[nbytes] += save.request.sink is None  # a sink takes no room on the paths
+        return items
 
     def _hold_tile(self, save: RunningSave, tile: TileId, record: TileRecord) -> None:
         """Hold a tile that is whole on storage; with a sink, only until it has been copied there."""

@@ -11,9 +11,9 @@ So the owner that was filled first is written to the paths first, and the one th
 Scratch on the paths is in no checkpoint and is not synced. Its slots are freed as soon as its content is in memory
 and about to change.
 
-How the kinds differ is said by the plan (`offload.plan.budget.ScratchBuffers`). For gradients the paths have promised
-room, so a write that finds none ends the session. Activations get room that state and checkpoints leave: a tile that
-no path takes stays in its buffer, and a caller that finds no buffer then keeps its tensors itself.
+How the kinds differ is said by the plan (`offload.plan.budget.ScratchBuffers`). It has slots for gradients on the
+paths, so a write that finds no room ends the session. Activations get room that state and checkpoints leave: a tile
+that no path takes stays in its buffer, and a caller that finds no buffer then keeps its tensors itself.
 
 A *round* (one forward pass) starts with the first fill after all was discarded. The round before says how many tiles
 will be filled: those that will not fit are written at once, while buffers are free. In backward, tiles are read from
@@ -94,7 +94,7 @@ class Scratch:
     """The scratch of one kind of one session.
 
     Attributes:
-        unplaced_tile: A tile that no path has room for, where room was promised.
+        unplaced_tile: A tile that no path has room for, where room was planned.
         is_full: Whether no path takes any more; until the next round.
         moved: Number of tiles that were read, and written, in this round; by the class of the operation.
     """
@@ -137,9 +137,9 @@ class Scratch:
     # What the outside sees
 
     @property
-    def is_promised(self) -> bool:
-        """Whether the paths have promised room for all of it, so that a write without room ends the session."""
-        return self._buffers.is_promised
+    def is_planned(self) -> bool:
+        """Whether the plan has slots for all of it on the paths, so that a write without room ends the session."""
+        return self._buffers.is_planned
 
     @property
     def owners(self) -> Collection[int]:
@@ -310,7 +310,7 @@ class Scratch:
         return True
 
     def transfer_failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
-        """Handle a failed transfer of a kind without promised room: a tile is written to another path, or stays."""
+        """Handle a failed transfer of a kind without planned room: a tile is written to another path, or stays."""
         if isinstance(operation, WriteTile):
             location = operation.record.location
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
@@ -340,7 +340,7 @@ class Scratch:
         if entry.is_idle:
             for _, record in entry.written:
                 self._index.abandon(record.location)
-                if not self.is_promised:  # promised room stays planned
+                if not self.is_planned:  # else its room stays planned
                     self._index.unreserve({record.location.nbytes: 1}, lent=True)
             self._free_path_slots(owner, entry)
             self._remove(owner, entry)
@@ -375,7 +375,6 @@ class Scratch:
         self._read_ahead()
 
     def _in_buffers(self) -> list[ScratchEntry]:
-        """Return the entries of all owners that have a buffer."""
         return [self._entries[owner] for owner in self._owners if owner is not None]
 
     def _has_room(self) -> bool:
@@ -439,7 +438,7 @@ class Scratch:
                 return
             owner = queue.popleft()
             unplaced_tile = self._write_owner(owner)
-            if unplaced_tile is not None and self.is_promised:
+            if unplaced_tile is not None and self.is_planned:
                 self.unplaced_tile = unplaced_tile
                 return
             if unplaced_tile is not None:
@@ -467,8 +466,8 @@ class Scratch:
         return True
 
     def _claim(self, nbytes: int) -> Location | None:
-        """Claim a slot: of the promised room, or else one that state and checkpoints can do without."""
-        if self.is_promised:
+        """Claim a slot: of the planned room, or else one that state and checkpoints can do without."""
+        if self.is_planned:
             return self._index.claim(nbytes)
         if not self._index.reserve({nbytes: 1}, lent=True):
             return None
@@ -484,10 +483,10 @@ class Scratch:
         self.is_full = True
 
     def _free_path_slots(self, owner: int, entry: ScratchEntry) -> None:
-        """Free the slots of an owner's data on the paths, if there is any; promised room stays planned."""
+        """Free the slots of an owner's data on the paths, if there is any."""
         if entry.is_stored:
             entry.is_stored = False
-            free = self._index.free_discarded if self.is_promised else self._index.free_and_unreserve
+            free = self._index.free_discarded if self.is_planned else self._index.free_and_unreserve
             for tile, _, _ in self._tiles(owner):
                 free(tile)
 
@@ -513,7 +512,6 @@ class Scratch:
         return loser is not None and loser <= owner
 
     def _owner(self, number: int) -> ScratchOwner:
-        """Return an owner by its number."""
         return ScratchOwner(self._kind, number)
 
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:

@@ -95,7 +95,9 @@ def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int)
         of_lane.sort(key=lambda interval: (interval.started_s, interval.finished_s))
         threads = [first_thread + track for track in tracks(of_lane)]
         first_free = max(threads) + 1
-        shown_name = f"{lane}{_path_in_brackets(lane, paths)}"
+        number = lane.partition(":")[2]
+        is_known_path = number.isdecimal() and int(number) < len(paths)
+        shown_name = f"{lane} ({paths[int(number)]})" if is_known_path else lane
         for thread in range(first_thread, first_free):
             args = {"name": shown_name}
             events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": args})
@@ -103,12 +105,6 @@ def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int)
             events.append(_trace_event(interval, thread, start_s))
         first_thread = first_free
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _path_in_brackets(lane: str, paths: Sequence[str]) -> str:
-    """Return the name of a lane's path for a thread's name; "" if the lane is of no known path."""
-    number = lane.partition(":")[2]
-    return f" ({paths[int(number)]})" if number.isdecimal() and int(number) < len(paths) else ""
 
 
 def _trace_event(interval: Interval, thread: int, start_s: float) -> dict[str, Any]:

@@ -22,11 +22,7 @@ from offload import combinations, metrics
 from offload.errors import ConfigError, InfeasiblePlanError, known
 from offload.layout import round_up
 from offload.memory.arenas import available_bytes
-from offload.plan.budget import (
-    LEAST_ACTIVATION_BUFFERS,
-    LEAST_ACTIVATION_TILE_BYTES,
-    MOST_ACTIVATION_TILE_BYTES,
-)
+from offload.plan.budget import LEAST_ACTIVATION_BUFFERS, LEAST_ACTIVATION_TILE_BYTES, MOST_ACTIVATION_TILE_BYTES
 from offload.protocols import Mark, ScratchOwner
 from offload.schedule.operations import Discard, Extend, ReadTile, WriteTile
 from offload.session.parts import SessionParts

@@ -190,7 +190,7 @@ class Parking:
         return tuple(leaving), tuple(staying)
 
     def _check_room(self, leaving: Sequence[int]) -> None:
-        """Refuse to write subgroups to the paths if these have no room for them beside promised checkpoints."""
+        """Refuse to write subgroups to the paths if these have no room for them beside planned checkpoints."""
         parts = self._parts
         tiles = [tile for number in leaving for tile in parts.plan.layout.subgroups[number].tiles]
         needed = sum(nbytes for _, _, nbytes in tiles)
@@ -246,7 +246,9 @@ class Parking:
         pending = self._pending
         if pending is None:
             return
-        error = self._take_error()
+        machine, finished = self._parts.machine, self._finished_batch
+        machine.take_finished_eviction()
+        error = machine.broken if machine.broken is not None or finished is None else finished[1]
         if error is None:
             try:
                 if pending.batches:
@@ -258,12 +260,6 @@ class Parking:
             except OffloadError as failed:
                 error = failed
         self.end(error)
-
-    def _take_error(self) -> BaseException | None:
-        """Take the batch that has ended, if any; return its error or what has broken the machine."""
-        machine, finished = self._parts.machine, self._finished_batch
-        machine.take_finished_eviction()
-        return machine.broken if machine.broken is not None or finished is None else finished[1]
 
     def _begin_eviction(self, pending: PendingPark) -> None:
         """Begin to write the next batch to the paths."""

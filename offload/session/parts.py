@@ -98,6 +98,7 @@ class SessionParts:
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
         check_nodes("host_memory", config.node_bytes)
+
         self.lanes = Lanes(device)
         self._make_store: Callable[..., GradientStore] = HostGradients
         has_gpu = not isinstance(device, NoDevice)
@@ -113,6 +114,7 @@ class SessionParts:
             )
             self._make_store = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True  # gradients on a GPU reach the CPU's updates through slots
+
         self.memory = HostMemory(self.lanes)
         self.closing: list[Tier] = []
         """Tiers that are being closed."""
@@ -123,6 +125,7 @@ class SessionParts:
             needs_buffers=not config.keep_grads,
             passing_bytes=passing_bytes,
         )
+
         near_cpus = cpus_near(config.node_bytes)
         most_threads = default_threads(self.lanes, rank_count)
         # By default no more threads than there are CPUs near the memory nodes that the config names, if it does.

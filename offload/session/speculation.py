@@ -180,21 +180,18 @@ class Speculation:
     def _count_arrivals(self) -> None:
         """Count posted arrivals, and queue the subgroups whose gradients are all final with them.
 
-        Then set how many posted arrivals wake this thread. Arrivals that were posted while that number was still the
-        old, higher one have woken nobody, so count again until fewer than that number are left.
+        Then set how many posted arrivals wake this thread: as many as miss in the subgroup that misses fewest. Those
+        that were posted while that number was still the old, higher one have woken nobody, so count again until fewer
+        than that number are left.
         """
         while True:
             while self.arrivals:
                 self._count_arrival(self.arrivals[0])
                 self.arrivals.popleft()  # after counting: `drop_arrivals` looks at arrivals, then at counts
-            self._wakes_at = self._fewest_useful_arrivals()
+            counts = self._missing_gradients.values() if self._is_armed else ()
+            self._wakes_at = min((count for count in counts if count > 0), default=MOST_WAITING)
             if len(self.arrivals) < self._wakes_at:
                 return
-
-    def _fewest_useful_arrivals(self) -> int:
-        """Return how many gradients the subgroup that misses fewest still misses."""
-        counts = self._missing_gradients.values() if self._is_armed else ()
-        return min((count for count in counts if count > 0), default=MOST_WAITING)
 
     def _count_arrival(self, arrival: _Arrival) -> None:
         """Count one arrival; if its gradient is final now, queue the subgroups that missed only this gradient."""

@@ -184,7 +184,7 @@ def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Se
     Space that the plan still needs on a disk, for tiles and checkpoints that are not allocated yet, is not counted.
     The arguments are the session's; `tiers` are those of its paths.
     """
-    promised_bytes = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
+    planned_bytes = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
     most_bytes: dict[str, int] = {}  # by directory
     missing_bytes = Counter[int]()  # what the plan still needs, by disk
     for path, tier, share in zip(config.path_configs, tiers, plan.path_shares(rates), strict=True):
@@ -195,7 +195,7 @@ def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Se
         with contextlib.suppress(OSError):  # if the directory was deleted, updates go on in the open files
             status = os.stat(data_path)
             allocated_bytes = status.st_blocks * 512  # the unit of st_blocks, whatever the disk
-            missing_bytes[status.st_dev] += max(0, int(promised_bytes * share) - allocated_bytes)
+            missing_bytes[status.st_dev] += max(0, int(planned_bytes * share) - allocated_bytes)
             limit_bytes = UNLIMITED_BYTES if path.max_bytes is None else path.max_bytes - allocated_bytes
             most_bytes[directory] = limit_bytes
     with contextlib.suppress(OSError):  # there is no temporary directory

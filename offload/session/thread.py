@@ -226,7 +226,7 @@ class EngineThread(MachineListener):
         lanes = self._parts.lanes
         with contextlib.suppress(OffloadError):  # a device that has failed: the step's own error is raised below
             if not self.closed:
-                lanes.lead_caller()
+                lanes.order_caller()
                 for tensor in pending.kept_tensors:  # their memory must not be reused before the lanes are done
                     lanes.device.record_use(tensor)
         self.pending = None
@@ -289,19 +289,19 @@ class EngineThread(MachineListener):
     def _exchange(self, request: _Request) -> None:
         """Post a request and wait for its answer; lanes follow the caller's work, and its later work follows them."""
         self.check_usable()
-        self._next = request
+        self._next = request  # which the engine thread takes when it gets `REQUEST`
         lanes = self._parts.lanes
         lanes.follow_caller()
         try:
-            self._parts.queue.exchange(REQUEST, self._reply, waits.QUIET_S, INTERRUPT)
+            self._parts.queue.exchange(REQUEST, self._reply, quiet_s=waits.QUIET_S, interrupt_op=INTERRUPT)
             if request.error is not None:
                 raise request.error
         except BaseException:  # weights may still be on their way to the device: the caller's stream waits for them
             with contextlib.suppress(OffloadError):
-                lanes.lead_caller()
+                lanes.order_caller()
             raise
-        if request.pending is None:
-            lanes.lead_caller()
+        if request.pending is None:  # else those who wait for the pending step do that
+            lanes.order_caller()
 
     def wait_for_buffer(self, request: BufferRequest) -> None:
         """Wait until the engine thread has answered a request for a buffer, or the session cannot be used."""

@@ -57,7 +57,7 @@ class SweepRequests:
             return
         subgroups = self.subgroups_of(map(self._parts.position, parameters))
         if self._thread.wait_for(subgroups) or on_any_stream:
-            self._parts.lanes.lead_caller_to(subgroups)
+            self._parts.lanes.order_caller_after(subgroups)
 
     def sweep_segments(
         self,

@@ -151,7 +151,7 @@ class StoreDirectory:
         """Return the status of each file in the directory, by name."""
         status_by_name = {}
         for name in sorted(os.listdir(self._descriptor)):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 status_by_name[name] = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         return status_by_name
 

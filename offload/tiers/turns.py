@@ -263,6 +263,14 @@ class TakingTurns(Owned):
             if candidates is self._turns:
                 self._line.release()
 
+    def _start(self, request: _Request) -> None:
+        """Start a request's operation, which is completed whatever happens."""
+        try:
+            request.start()
+        except Exception as cause:
+            _log.error("%s: %r", self.path, cause)
+            self._inner_queue.post(request.op, errno.ECANCELED)
+
     def _use_turn(self) -> None:
         """Pass requests on, and completions back, until the turn is over."""
         bytes_in_flight: dict[int, int] = {}  # by operation
@@ -278,15 +286,12 @@ class TakingTurns(Owned):
                 request = self._requests.popleft()
                 bytes_in_flight[request.op] = request.nbytes
                 moved_bytes += request.nbytes
-                try:
-                    request.start()
-                except Exception as cause:  # every operation is completed, whatever happens
-                    _log.error("%s: %r", self.path, cause)
-                    self._inner_queue.post(request.op, errno.ECANCELED)
-            if not bytes_in_flight and is_over:
+                self._start(request)
+            is_idle = not bytes_in_flight
+            if is_idle and is_over:
                 return
-            completions = self._inner_queue.wait(-1.0 if bytes_in_flight else LINGER_S)
-            if not bytes_in_flight and (self._closed or not completions) and not self._requests:
+            completions = self._inner_queue.wait(LINGER_S if is_idle else -1.0)
+            if is_idle and (self._closed or not completions) and not self._requests:
                 return
             for completion in completions:
                 op = completion[0]

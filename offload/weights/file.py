@@ -179,17 +179,17 @@ class WeightsInFile:
     @_disable_dynamo
     def _before_forward(self, number: int, *of_forward: Any) -> None:
         """Have a unit's weights in memory; a hook before its forward."""
-        self._bring_unit_into_memory(number)
+        self._have_unit_in_memory(number)
 
     @_disable_dynamo
     def _after_forward(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Hook one of a layer's outputs: its gradient begins the layer's backward pass, which reads it again."""
         for output in _pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
-                output.register_hook(lambda gradient: self._bring_unit_into_memory(number))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda gradient: self._have_unit_in_memory(number))  # type: ignore[no-untyped-call]
                 return
 
-    def _bring_unit_into_memory(self, number: int) -> None:
+    def _have_unit_in_memory(self, number: int) -> None:
         """Check that a unit's weights lie in the file, and wait until they are in memory, to be used now."""
         if not self._units or torch.compiler.is_compiling():  # in a copy of the model, or while it is exported
             return

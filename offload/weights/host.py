@@ -113,6 +113,7 @@ class WeightsInHostMemory:
         """Offset and size of each group's weights in the file."""
         self._layer_numbers: dict[Any, int] = {}
         """By group its index into `_ranges`."""
+
         if path is not None:
             weights_bytes = sum(up(weight.nbytes) for weight in model.parameters() if weight not in stays)
             padding_bytes = len(modules) * PAGE_BYTES  # at most: each group begins on a page
@@ -126,6 +127,7 @@ class WeightsInHostMemory:
             self._groups = shards.fsdp_groups(model)
             layer_bytes = {group: self._move_group(group, originals) for group in self._groups}
             _state_of(model)._lazy_init()
+
         self.nbytes = sum(layer_bytes.values())
         self.pinned_bytes = self._pinned.pinned_bytes
         self._layers = None if self.file is None else LayerReadAhead(self.file, [[place] for place in self._ranges])

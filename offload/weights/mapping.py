@@ -221,7 +221,7 @@ class ReadAheadThread:
     """A thread that reads ahead. An error there is ignored, as it comes again when the range is used.
 
     The kernel's own hint (`MADV_WILLNEED`) reads into single pages, each of which costs again when it is mapped,
-    written to or let go of: 8 times the processor time (Linux 6.18, 512 MiB brought to be written: 0.53 s for 0.07).
+    written to or let go of: 8 times the processor time (Linux 6.18, 512 MiB read to be written: 0.53 s for 0.07).
     """
 
     _pid = 0  # of the process that has the thread

@@ -81,12 +81,7 @@ def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors over a mapping of the file, which is read from the drive as a tensor is read.
-
-    Args:
-        path: The file.
-        entries: Its tensors, by `entries_in`.
-    """
+    """Yield names and tensors of a file's `entries_in`; a tensor is read from the drive as it is used."""
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for begin, end, name, dtype, shape in entries:

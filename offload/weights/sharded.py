@@ -41,6 +41,7 @@ class ShardsInFile:
                 raise ConfigError(name, "not sharded", "have fully_shard take every weight, or none")
         check_weights(model, combinations.FILE_LATE)
         files = checked(model, safetensors)
+
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
         offsets = dict[Any, int]()
@@ -53,12 +54,14 @@ class ShardsInFile:
                 offsets[fsdp_param] = self.nbytes
                 self.nbytes += up(fsdp_param._sharded_param_data.nbytes)
             ranges.append((begin, self.nbytes - begin))
+
         self.file = MappedFile(path, up(max(self.nbytes, 1), PAGE_BYTES))
         for group, (begin, nbytes) in zip(self._groups, ranges, strict=True):
             for fsdp_param in group.fsdp_params:
                 name = names[id(fsdp_param.sharded_param)]
                 self._places[fsdp_param] = name, self._move_shard(fsdp_param, offsets[fsdp_param])
             self.file.advise_unneeded(begin, nbytes, was_written=True)
+
         self._layer_numbers = {group: number for number, group in enumerate(self._groups)}
         self._layers = LayerReadAhead(self.file, [[each] for each in ranges])
         give_buffers(model, self._groups[0].device)

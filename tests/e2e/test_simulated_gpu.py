@@ -196,7 +196,7 @@ def train_behind(
     [
         *itertools.product([None], [False, True], [False, True]),
         *(
-            pytest.param("lead_caller", *settings, marks=pytest.mark.not_overlapped("who waits leads the caller"))
+            pytest.param("order_caller", *settings, marks=pytest.mark.not_overlapped("who waits orders the caller"))
             for settings in itertools.product([False, True], [False, True])
         ),
         # Clipping waits for the gradients, and those that leave have been waited for.

@@ -269,7 +269,7 @@ class Forwards(Saves):
         self.machine.handle(BeginSweep(sweep))
         return sweep
 
-    def exchange(self, request: int, reply: Any, quiet_s: float, interrupt: int) -> None:
+    def exchange(self, op: int, reply: Any, quiet_s: float, interrupt_op: int) -> None:
         self.executor.requests += 1
         self.go_on_until(lambda: reply.wait(0.0))
 

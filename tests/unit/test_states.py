@@ -144,16 +144,16 @@ def scratch_state(held: ScratchEntry | None) -> str:
 def drive(seed: int, kind: Any) -> set[Row]:
     """Return the rows that random callers and lanes make."""
     draw, issued, taken = random.Random(seed), Issued(), set()
-    promised = kind == "gradients"
+    planned = kind == "gradients"
     count = draw.choice((2, 3))
-    buffers = ScratchBuffers(count, count if promised else count - 1, draw.choice((0, 1)), 1, is_promised=promised)
+    buffers = ScratchBuffers(count, count if planned else count - 1, draw.choice((0, 1)), 1, is_planned=planned)
     owners = range(4)
     tiles = {n: tuple((TileId(0, 9, 2 * n + i), i * SECTOR_BYTES, SECTOR_BYTES) for i in (0, 1)) for n in owners}
-    if not promised:
+    if not planned:
         tiles = {n: parts[:1] for n, parts in tiles.items()}
     plan: Any = SimpleNamespace(scratch={kind: buffers}, scratch_tiles=lambda owner: tiles[owner.number])
-    room = draw.choice((3, 64)) if not promised else 64
-    stores = TileIndex([(room * WHOLE, 1.0)], {SECTOR_BYTES: 8} if promised else {})
+    room = draw.choice((3, 64)) if not planned else 64
+    stores = TileIndex([(room * WHOLE, 1.0)], {SECTOR_BYTES: 8} if planned else {})
     machine = Scratch(kind, plan, stores, issued)
     flying: list[Operation] = []
     readers: dict[int, int] = dict.fromkeys(owners, 0)
@@ -177,14 +177,14 @@ def drive(seed: int, kind: Any) -> set[Row]:
             flying.remove(end)
             issued.end(end.op)
             name = "read" if isinstance(end, ReadTile) else "written"
-            if not promised and draw.random() < 0.3:
+            if not planned and draw.random() < 0.3:
                 failed = "read has failed" if name == "read" else "no path takes it"
                 event(failed, end.owner.number, machine.transfer_failed, end, OSError())
             else:
                 event(name, end.owner.number, machine.transfer_ended, end, None)
         elif draw.random() < 0.3:
             # Gradients are added to; a tile of activations is filled once.
-            if not readers[owner] and not machine.gets_no_buffer(owner) and (promised or before[owner] == "nothing"):
+            if not readers[owner] and not machine.gets_no_buffer(owner) and (planned or before[owner] == "nothing"):
                 event("request to fill", owner, machine.request, owner, fills=True)
         elif draw.random() < 0.4:
             event("release", owner, machine.release, owner, fills=True)

@@ -721,7 +721,7 @@ class ScratchBook:
     def request(self, owner: int, *, fills: bool, amid_a_sweep: bool) -> None:
         """Take in that a caller wants a buffer."""
         if fills:
-            may = not (self.buffers.is_promised and amid_a_sweep)
+            may = not (self.buffers.is_planned and amid_a_sweep)
             self._require(may, "what visits read is filled during a sweep", 29)
             self._filling[owner] = False
         else:
@@ -808,11 +808,11 @@ class ScratchBook:
         self._require(data.in_buffer == data.version, "a write of what is not whole in its buffer")
         self._require(data.stored_version != data.version, "a write of what is on storage")
         self._require(not (tile in data.writes or tile in data.arriving), "a second write of a tile")
-        if not self.buffers.is_promised:
+        if not self.buffers.is_planned:
             on_paths = 1 + sum(bool(each.stored or each.writes or each.reads) for each in self._known.values())
             nbytes = on_paths * (operation.record.location.nbytes + SECTOR_BYTES)
             self.storage.most_activation_bytes = max(self.storage.most_activation_bytes, nbytes)
-        self.storage.take(operation.record.location, lent=not self.buffers.is_promised)
+        self.storage.take(operation.record.location, lent=not self.buffers.is_planned)
         data.writes[tile] = operation.op
 
     def done(self, operation: ReadTile | WriteTile, written: TileRecord | None) -> None:
@@ -834,24 +834,24 @@ class ScratchBook:
     def failed(self, operation: ReadTile | WriteTile) -> bool:
         """Take in that a transfer has failed; return whether a write has to be issued again.
 
-        Without promised room, what cannot be read has no buffer, and what no path takes stays in its buffer.
+        Without planned room, what cannot be read has no buffer, and what no path takes stays in its buffer.
         """
         owner, location = known(operation.owner, "a transfer of state").number, operation.record.location
         data = self.of(owner)
         if isinstance(operation, ReadTile):
-            if not self.buffers.is_promised and data.buffer is not None:
+            if not self.buffers.is_planned and data.buffer is not None:
                 del self._owners[data.buffer]
                 data.buffer = None
             del data.reads[operation.tile]
             return False
-        if not self.buffers.is_promised:
+        if not self.buffers.is_planned:
             self.storage.give_up(location)
         self.storage.extents[location.path].leave(location.offset)
         self.storage.grown.discard(location)
         if self._is_useless(owner, operation):
             return False
         del data.writes[operation.tile]
-        return self.buffers.is_promised
+        return self.buffers.is_planned
 
     def _is_useless(self, owner: int, write: WriteTile) -> bool:
         if write.op not in self.useless:

@@ -62,7 +62,7 @@ Rules:
      as moved, and does not visit it.
  24. No version is made under the step of a version that was made by an open sweep before, whatever became of that.
  25. The bytes that versions beside the live ones may take, for the subgroups of one sweep, come on top of those of
-     rule 8; what they take leaves what the plan promises to checkpoints (while no path has failed and no store was
+     rule 8; what they take leaves what the plan has for checkpoints (while no path has failed and no store was
      taken up).
  26. Weights are published of confirmed versions only, of each once, and before what is left of their step begins.
 
@@ -83,7 +83,7 @@ Rules:
      of what is about to be changed.
  29. What visits read is filled between sweeps. A visit that reads it runs when it is whole in its buffer; then it is
      of no use.
- 30. Where no room was promised (activations), tiles take bytes beyond those of rule 8. A write that has failed is
+ 30. Where no room was planned (activations), tiles take bytes beyond those of rule 8. A write that has failed is
      issued again elsewhere, or the tile stays in its buffer; no failure of these ends a session.
 
 Room that is there:
@@ -388,7 +388,7 @@ class CheckedExecutor:
             self._require(not self._again, "9: an operation before a failed write is issued again")
         if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
             book = self.scratch[operation.owner.kind]
-            if book.buffers.is_promised:
+            if book.buffers.is_planned:
                 self._again.pop(operation.tile, None)
                 if isinstance(operation, ReadTile):
                     self._issued_in_order(operation)
@@ -614,9 +614,9 @@ class CheckedExecutor:
         if self._taken_up or any(path.failed for path in self._storage.extents):
             return
         taken = sum((size + SECTOR_BYTES) * count for size, count in self._beside_slots.items())
-        promised = self._plan.checkpoint_bytes if self._plan.has_room_for_checkpoints else 0
+        planned = self._plan.checkpoint_bytes if self._plan.has_room_for_checkpoints else 0
         room = sum(path.limit for path in self._storage.extents) - self._plan.storage_bytes - self._storage.lost_bytes
-        self._require(taken + promised <= room, "25: a version beside the live one takes room of checkpoints")
+        self._require(taken + planned <= room, "25: a version beside the live one takes room of checkpoints")
 
     def _take_slot(self, number: int, slot: int) -> None:
         subgroup = self._subgroups[number]
@@ -840,7 +840,7 @@ class CheckedExecutor:
                 self._saves.failed(operation)
             case ReadTile(owner=ScratchOwner() as owner) | WriteTile(owner=ScratchOwner() as owner):
                 goes_elsewhere = self.scratch[owner.kind].failed(operation)
-                if not self.scratch[owner.kind].buffers.is_promised:
+                if not self.scratch[owner.kind].buffers.is_planned:
                     return
                 if isinstance(operation, WriteTile) and isinstance(error, TierError):
                     self._storage.fail(operation.record.location)

@@ -69,10 +69,7 @@ class SegmentTensors:
         state: fp32, or what `state_format` says, shape [numel] each, in the order of `rule.state`.
         gradient: bf16, fp16 or fp32, shape [numel]; may be None if the segment is not active.
         weight: bf16 or fp16, shape [numel]; None where the weight is fp32.
-        flags: What to do.
         scalars: What `rule.row` returns; may be None if the segment is not active.
-        rule: The update rule.
-        state_format: How the state is stored.
         rounding_key: Of this update, from `rounding_keys`; used, as the index, where the format rounds.
         first_index: Index of the first element in the unsharded parameter.
         master_low: The lower plane of a master in two: uint8, shape [numel].
