@@ -111,7 +111,9 @@ LANE_PREDICTED_S = _metric("lane/<lane>/predicted_s", "s", ALWAYS, "in which a l
 FIRST_OF_OPTIMIZER = LANE_PREDICTED_S  # docs/metrics.md has the figures from here on in another table
 PREDICTED_STEP_S = _metric("predicted_step_s", "s", ALWAYS, "what the step was expected to take")
 PREDICTED_GRADIENTS_S = _metric("predicted_gradients_s", "s", LEFT, "what writing those of one backward pass takes")
-GRADIENT_NORM = _metric("gradient_norm", "", ALWAYS, "norm of the gradients, of the last `clip_grad_norm_`; else NaN")
+GRADIENT_NORM = _metric(
+    "gradient_norm", "", ALWAYS, "norm of the gradients, of the last `clip_grad_norm_` or by DeepSpeed; else NaN"
+)
 HIDDEN_S = _metric("hidden_s", "s", ALWAYS, "what of the step ran beside forward and backward; else 0")
 FORWARD_S = _metric("forward_s", "s", HIDDEN, "what forward takes in the last iterations")
 BACKWARD_S = _metric("backward_s", "s", HIDDEN, "what backward takes in the last iterations")

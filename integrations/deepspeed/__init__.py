@@ -15,8 +15,8 @@ script makes the call in place of the launcher:
 Without either, DeepSpeed ignores the object; where this package is imported, that is said. With the environment
 variable `OFFLOAD_DEEPSPEED_CONFIG`, which names a file of the object, the import makes the call.
 
-ZeRO 1 to 3; Adam, AdamW and Lion. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
-`offload` (the `offload.Engine`).
+ZeRO 1 to 3; Adam, AdamW and Lion. Besides what it has in DeepSpeed, `engine.optimizer` has `offload` (the
+`offload.Engine`), and says what it does as `offload.AdamW` does: `plan`, `metrics()`, `explain()`, `report()`, ...
 """
 
 import os

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ from offload.integrations.deepspeed.ranks import exchange_device, max_over_ranks
 from offload.integrations.deepspeed.settings import Saving, naming_object_in_errors
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
+from offload.optim.figures import StepFigures
 from offload.optim.hiding import Announcer, AutoOverlap
 from offload.optim.preemption import SigtermHandler
 from offload.rules import UpdateRule
@@ -110,7 +112,7 @@ class UnnamedModel:
     identity: tuple[int, ...]
 
 
-class OffloadedOptimizer:
+class OffloadedOptimizer(StepFigures):
     """Mixed into DeepSpeed's optimizer: its state is in `shard`.
 
     State is *lent* to DeepSpeed while its flat masters and the torch optimizer have all of it in memory, where
@@ -137,6 +139,7 @@ class OffloadedOptimizer:
     _flats: list[torch.Tensor]  # DeepSpeed's flat masters
     _lent: list[FlatState] | None = None  # the state that DeepSpeed has now; None if it is the shard's
     loss_scale: Any
+    _global_grad_norm: Any
     overflow: bool
     _gradient_factor = 1.0  # of loss scale and clipping, as DeepSpeed has computed it
     _saved_steps: Mapping[str, int] | None = None  # in the file that is being loaded; None if it has none
@@ -160,6 +163,7 @@ class OffloadedOptimizer:
         self._offload_config = offload_config
         self._names = names
         self._auto = AutoOverlap()
+        self._begin_figures()
         super().__init__(*arguments, **keywords)
         self._announcer = Announcer(self.optimizer, group_values, self.shard, self._auto.pace)
 
@@ -172,14 +176,20 @@ class OffloadedOptimizer:
         return engine
 
     @property
-    def plan(self) -> Any:
-        """What lives where; print it."""
-        return self.shard.engine.plan
+    def _engine(self) -> Engine:
+        """The engine, for figures: those of this rank."""
+        return self.offload
 
-    def metrics(self) -> dict[str, float]:
-        """Return this rank's last step as a flat dict; see `offload.Engine.metrics`."""
-        figures: dict[str, float] = self.shard.engine.metrics()
-        return figures
+    @property
+    def _gradient_norm(self) -> float:
+        """The norm of all ranks' gradients, before clipping, as DeepSpeed has computed it."""
+        norm = self._global_grad_norm
+        return math.nan if norm is None else float(norm)
+
+    @property
+    def _hidden_in(self) -> tuple[str, ...]:
+        """Where steps are hidden now; see `StepFigures`."""
+        return self._auto.hidden_in(self.offload, forward=self.may_overlap_forward)
 
     def report_to(self, engine: Any) -> None:
         """Write metrics to the monitor of a DeepSpeed engine after every step."""
@@ -190,6 +200,7 @@ class OffloadedOptimizer:
     def step(self, *arguments: Any, **keywords: Any) -> Any:
         """Make DeepSpeed's step, timed for `overlap="auto"`."""
         self._end_lending()  # in case an interrupt has left it with DeepSpeed
+        self.finish()
         began_s = self._auto.pace.begin_step()
         result = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
@@ -199,6 +210,8 @@ class OffloadedOptimizer:
             self._auto.after_step(self.offload, [group], exchange_device(group), **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights_are_rounded_masters()  # the step has just written them
+        if not self.offload.is_pending:  # else `finish` reports it
+            self._report_if_due()
         return result
 
     @property
@@ -233,11 +246,11 @@ class OffloadedOptimizer:
         return bool(max_over_ranks(flag, self.dp_process_group))
 
     def _run_engine_step(self) -> None:
-        """Run the engine's step over all of this rank's pieces, then report it. Collective."""
+        """Run the engine's step over all of this rank's pieces. Collective."""
         groups = group_values(self.optimizer)
         order = self._take_use_order()
         self._on_all_ranks(lambda: self.shard.step(groups, self._gradient_factor, float(self.loss_scale), order))
-        self._write_metrics()
+        self._is_reported = False
 
     def _take_use_order(self) -> Mapping[int, int] | None:
         """Return each piece's position in the last forward pass, if the step goes on into the next; else None."""
@@ -249,14 +262,18 @@ class OffloadedOptimizer:
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on into the next forward pass."""
         self.offload.finish()
+        self._report_if_due()
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """Return the norms of this rank's gradients by name, as DeepSpeed keeps them."""
         norms = self._on_all_ranks(self.shard.norms)
         return {name: torch.tensor(norm, dtype=torch.float64, device="cpu") for name, norm in norms.items()}
 
-    def _write_metrics(self) -> None:
-        """Write the step's metrics to the DeepSpeed engine's monitor, on rank 0."""
+    def _report_if_due(self) -> None:
+        """Report the last step, which is over, unless that was done; to the DeepSpeed engine's monitor on rank 0."""
+        if self._is_reported:
+            return
+        self._report_step()
         engine = self._monitored_engine()
         monitor = getattr(engine, "monitor", None)
         if monitor is not None and monitor.enabled and torch.distributed.get_rank() == 0:
@@ -296,7 +313,7 @@ class OffloadedOptimizer:
         """Return all trained weights if none has changed since `note_weights_are_rounded_masters`; else none."""
         return ()
 
-    def _all_parameters(self) -> Iterable[Any]:
+    def _parameters(self) -> Iterable[Any]:
         """Return the parameters of all groups, including those that other ranks update."""
         raise NotImplementedError
 
@@ -353,7 +370,7 @@ class OffloadedOptimizer:
                     raise CheckpointError(
                         f"{self._loading_folder} is not whole: its files are of several checkpoints"
                     )
-                trained = {self._names[parameter] for parameter in self._all_parameters()}
+                trained = {self._names[parameter] for parameter in self._parameters()}
                 untrained = [name for name in checkpoint.names if name not in trained]
                 lost = [name for name in untrained if checkpoint.step_of(name)]
                 if lost:

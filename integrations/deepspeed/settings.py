@@ -118,6 +118,20 @@ def refuse_mistyped_key(config: Mapping[str, Any]) -> None:
         raise ConfigError(key, config[key], f'unknown key; did you mean "{KEY}"?')
 
 
+def refuse_misplaced_object(config: Mapping[str, Any]) -> None:
+    """Check that no section of a DeepSpeed config has our object, which belongs beside them.
+
+    Raises:
+        ConfigError: One has it; names it.
+    """
+    sections = [(str(key), value) for key, value in config.items() if key != KEY and isinstance(value, Mapping)]
+    for name, section in sections:  # which grows
+        if KEY in section:
+            allowed = f'write it beside "{name.split(".")[0]}", not in it: it is an object of the config\'s top level'
+            raise ConfigError(f"{name}.{KEY}", section[KEY], allowed)
+        sections += [(f"{name}.{key}", value) for key, value in section.items() if isinstance(value, Mapping)]
+
+
 @contextlib.contextmanager
 def naming_object_in_errors() -> Iterator[None]:
     """Put `multi_tier_offload.` before the field of an `OffloadConfig` that a `ConfigError` names."""

@@ -106,7 +106,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     # State
 
-    def _all_parameters(self) -> Iterable[Any]:
+    def _parameters(self) -> Iterable[Any]:
         """Return all trained parameters."""
         return itertools.chain.from_iterable(self.bit16_groups)
 

@@ -84,7 +84,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         numbers_or_none = (self._numbers.get(parameter.ds_id) for parameter in parameters)  # None: frozen
         numbers = [number for number in numbers_or_none if number is not None]
         self._used.update(dict.fromkeys(numbers))
-        self.offload.wait_for(numbers, on_any_stream=True)
+        with self._auto.pace.timed_wait():
+            self.offload.wait_for(numbers, on_any_stream=True)
         if self._weights_file is not None:
             self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
@@ -123,7 +124,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     # State
 
-    def _all_parameters(self) -> Iterable[Any]:
+    def _parameters(self) -> Iterable[Any]:
         """Return all trained parameters."""
         return itertools.chain.from_iterable(self.fp16_groups)
 

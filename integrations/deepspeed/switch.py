@@ -208,7 +208,8 @@ def _configure_optimizer_of(
     optimizer.pass_on_include(engine)
     if engine.global_rank == 0:
         warn_of_large_buckets(engine, config)
-        log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", kind)
+        text = f"offload keeps the optimizer state of this engine ({kind}), on this rank:\n{optimizer.offload.plan}"
+        import_module("deepspeed.utils").log_dist(text, ranks=[0])
 
 
 def _ensure_client_optimizer(engine: Any, given: Any, model_parameters: list[Any]) -> torch.optim.Optimizer:

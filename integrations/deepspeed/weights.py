@@ -48,7 +48,8 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
 
     @functools.wraps(initialize)
     def initialize_params(deepspeed_config: Any, param_dict: Any) -> None:
-        """Tell DeepSpeed that weights are on the CPU where its config has them on NVMe."""
+        """Refuse a misplaced object; tell DeepSpeed that weights are on the CPU where its config has them on NVMe."""
+        settings.refuse_misplaced_object(param_dict)
         initialize(deepspeed_config, param_dict)
         if is_ours(deepspeed_config) and settings.weights_folder(deepspeed_config._param_dict) is not None:
             zero = deepspeed_config.zero_config

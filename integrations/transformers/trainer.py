@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import glob
 import logging
 import os
@@ -122,8 +123,15 @@ def disable() -> None:
 
 
 def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
-    """Replaces `OptimizerNames._missing_`, which is asked for values that it lacks: return a member for ours."""
+    """Replaces `OptimizerNames._missing_`, which is asked for values that it lacks: return a member for ours.
+
+    Raises:
+        ConfigError: Of all names, one of ours is the nearest.
+    """
     if value not in OPTIMIZERS:
+        for near in difflib.get_close_matches(str(value), [*OPTIMIZERS, *kind], 1):
+            if near in OPTIMIZERS:
+                raise ConfigError("optim", value, f'did you mean "{near}"? ours are {", ".join(OPTIMIZERS)}')
         return original(value)
     member = str.__new__(kind, value)
     member._name_, member._value_ = value.upper(), value

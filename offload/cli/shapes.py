@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -167,9 +168,13 @@ def parse_model(field: str, value: str) -> str:
     """
     name = value.strip().lower()
     if name not in MODELS:
-        published = re.fullmatch(r"(?:.*/)?(?:meta-)?([a-z]+)[\d.]*(?:-[\d.]+)?-([\d.]+b)\b.*", name)
-        short = f"{published[1]}-{published[2]}" if published else name  # Qwen/Qwen2.5-7B-Instruct: qwen-7b
-        similar = [short] if short in MODELS else difflib.get_close_matches(name, MODELS, n=1)
+        # Qwen/Qwen2.5-7B-Instruct: family qwen, 7 billion parameters.
+        published = re.fullmatch(r"(?:.*/)?(?:meta-)?([a-z]+)(?:[\d.]*(?:-[\d.]+)?-)?(\d+(?:\.\d+)?)b\b.*", name)
+        similar = difflib.get_close_matches(name, MODELS, n=1)
+        family = [known for known in MODELS if published and known.startswith(f"{published[1]}-")]
+        if published and family:  # the nearest in size, not in letters: llama-8b for llama-7b, not llama-70b
+            log_params = math.log(max(1.0, 1e9 * float(published[2])))
+            similar = [min(family, key=lambda known: abs(math.log(MODELS[known].params) - log_params))]
         guess = f"did you mean {similar[0]}? " if similar else ""
         advice = f"{guess}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
         raise ConfigError(field, value, advice)

@@ -8,20 +8,18 @@ optimizer.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, overload
 
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
-from offload import combinations, metrics
+from offload import combinations
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
@@ -29,10 +27,10 @@ from offload.errors import ConfigError, check_text, invariant
 from offload.kernels.reference import DTYPE_CODES
 from offload.layout import PARAMETER_NAMES, Parameter
 from offload.limits import Limits
-from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.activations import LEAST_BYTES, ActivationsOnPaths, check_model
 from offload.optim.buckets import CommHook, register_hook
+from offload.optim.figures import StepFigures
 from offload.optim.frozen import tell_little
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.hiding import Announcer, AutoOverlap
@@ -43,25 +41,17 @@ from offload.optim.routes import StepRoute, check_gradients_arrive_reduced, choo
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
-from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import UpdateRule, number
-from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
+from offload.session.engine import Engine
 from offload.session.parking import check_keep_host
 from offload.session.setup import with_gradients
 
-HEADLINES = (
-    *(metrics.STEP_S, metrics.PREDICTED_STEP_S, metrics.HIDDEN_S, metrics.RESIDENT_SHARE),
-    metrics.GRADIENT_NORM,
-)
-"""The metrics that `log_to` writes by default."""
 
-
-class OffloadedOptimizer(StatefulOptimizer):
+class OffloadedOptimizer(StepFigures, StatefulOptimizer):
     """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
-    _is_reported = True  # whether the last step's time and metrics have been given to forecast and writers
 
     def __init__(
         self,
@@ -93,8 +83,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
         self._auto = AutoOverlap(self._overlap.pace)
-        self._forecast = Forecast()
-        self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
+        self._begin_figures()
         self.preemption = Preemption()
         self._training_thread = threading.get_ident()  # the thread that took the last step
 
@@ -490,16 +479,6 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not self._is_reported and self.engine.broken is None:
             self._report_step()
 
-    def _report_step(self) -> None:
-        """Give the last step's time to the forecast, and its metrics to the writers that are due."""
-        self._is_reported = True
-        self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.last_step.step_s)
-        step = self.engine.step_number
-        due_writers = [write for every, write in self._writers if step % every == 0]
-        figures = self.metrics() if due_writers else {}
-        for write in due_writers:
-            write(figures, step)
-
     def _is_asked_for_state(self) -> bool:
         """Return whether torch takes this step so that the optimizer makes its state: rate and gradients are 0.
 
@@ -743,30 +722,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         return self.config.keeps_grads
 
     @property
-    def plan(self) -> PlanReport:
-        """A report: what lives where, how long a step should take, what bounds it, how long the last one took."""
-        explanation = self._explanation()
-        iteration = None
-        pace_s = self._overlap.pace.typical_s
-        if pace_s is not None and self._hidden_in:
-            forward_s, backward_s = pace_s
-            iteration = (forward_s, backward_s, self._iteration_s(forward_s, backward_s))
-        figures = self.engine.metrics()
-        parked = None
-        if self.engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
-            parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
-        plan = self.engine.plan
-        return PlanReport(
-            plan,
-            explanation,
-            unpinned_bytes=int(figures.get(metrics.UNPINNED_BYTES, 0)),
-            iteration=iteration,
-            hidden_in=" and ".join(self._hidden_in),
-            parked=parked,
-            borrowing=self._forecast.borrowing_s(plan, self.engine.rates),
-            borrowed_bytes=int(figures.get(metrics.BORROWED_BYTES, 0)),
-            frozen_bytes=self._frozen_bytes(),
-        )
+    def _engine(self) -> Engine:
+        """The engine, for figures."""
+        return self.engine
+
+    @property
+    def _gradient_norm(self) -> float:
+        """The norm of the last `clip_grad_norm_`; else NaN."""
+        return self._scaling.norm
 
     def _frozen_bytes(self) -> int:
         """Return the bytes of state of frozen parameters, but for those that the next step updates.
@@ -788,150 +751,6 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _hidden_in(self) -> tuple[str, ...]:
         """Where steps are hidden now: in "forward" (they go on into it), in "backward", in both or nowhere."""
         return self._auto.hidden_in(self.engine, forward=bool(self._overlap.models))
-
-    def _iteration_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the predicted seconds of an iteration, with the step hidden as it is now."""
-        plan, rates = self.engine.plan, self.engine.rates
-        hidden_in = self._hidden_in
-        if "backward" in hidden_in:
-            goes_on_in_forward = "forward" in hidden_in
-            return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows=goes_on_in_forward)
-        forward_and_step_s = self._forecast.with_forward_s(plan, rates, forward_s)
-        return backward_s + forward_and_step_s
-
-    def explain(self) -> Explanation:
-        """Return predicted and measured seconds of the last step, lane by lane; print it.
-
-        Warns, once a process, if weights on the CPU have a dtype with which forward and backward are slow there.
-        """
-        weights = (parameter for group in self.param_groups for parameter in group["params"])
-        tell_once(weight.dtype for weight in weights if weight.device.type == "cpu")
-        return self._explanation()
-
-    def _explanation(self) -> Explanation:
-        """Simulate a step; return predicted seconds beside the measured ones of the last step."""
-        return compare(self._forecast.simulated(self.engine.plan, self.engine.rates), self.engine.metrics())
-
-    def metrics(self) -> dict[str, float]:
-        """Return figures of the last step by name: those of `Engine.metrics`, and predictions.
-
-        docs/metrics.md explains each name. Predictions are those made before the step.
-        """
-        prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
-        figures = self.engine.metrics()
-        figures |= {metrics.of(metrics.LANE_PREDICTED_S, lane): busy_s for lane, busy_s in prediction.busy_s.items()}
-        figures[metrics.PREDICTED_STEP_S] = prediction.step_s
-        if self.engine.plan.gradient_buffers:
-            figures[metrics.PREDICTED_GRADIENTS_S] = prediction.gradients_s
-        figures |= {metrics.GRADIENT_NORM: self._scaling.norm, metrics.HIDDEN_S: 0.0}
-        if self._overlap.pace.typical_s is not None and self._hidden_in:
-            figures |= self._hidden_figures(figures[metrics.STEP_S], *self._overlap.pace.typical_s)
-        return figures
-
-    def _hidden_figures(self, step_s: float, forward_s: float, backward_s: float) -> dict[str, float]:
-        """Return the metrics that only a hidden step has; `step_s` is the time it took."""
-        waited_s = self._overlap.pace.waited_s
-        busy = (interval for interval in self.engine.last_step.timeline if interval.lane != ENGINE)
-        worked_s = max(step_s, covered_s(busy))  # the timeline has updates made in backward, too; `step_s` has not
-        return {
-            metrics.FORWARD_S: forward_s,
-            metrics.BACKWARD_S: backward_s,
-            metrics.WAITED_S: waited_s,
-            metrics.HIDDEN_S: max(worked_s - waited_s, 0.0),
-            metrics.PREDICTED_ITERATION_S: self._iteration_s(forward_s, backward_s),
-        }
-
-    def timeline(self) -> list[Interval]:
-        """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
-
-        If the step is hidden in forward or backward, lane "caller" has forward, backward and waits.
-        """
-        pace = self._overlap.pace
-        intervals = self.engine.timeline()
-        if "backward" in self._hidden_in:
-            intervals += pace.last_intervals  # the step began in the backward pass before it
-        if self._hidden_in:
-            intervals += pace.intervals
-        return intervals
-
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
-
-        Args:
-            path: The file; an existing one is replaced.
-        """
-        paths = [place.path for place in self.engine.config.path_configs]
-        document = trace(self.timeline(), paths, step=self.engine.step_number)
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write a report as one HTML file that needs no other file.
-
-        It shows the plan, what each lane did in the last step, that step beside its prediction, the last hundred
-        steps, memory beside the plan, checkpoints, and what would make a step shorter. Pictures need matplotlib;
-        without it there are tables alone.
-
-        Args:
-            path: The file; an existing one is replaced. A name without a suffix is a folder's, which is made:
-                `report.html` in it, beside what `offload report` and `offload trace` read.
-        """
-        from offload.optim.reporting import report_of
-        from offload.pictures.report import page, write_run
-
-        paths = [place.path for place in self.engine.config.path_configs]
-        timeline, step = self.timeline(), self.engine.step_number
-        report = report_of(self.engine, self.metrics(), self.plan)
-        if os.path.isdir(path) or not os.path.splitext(path)[1]:
-            os.makedirs(path, exist_ok=True)
-            write_run(path, report, timeline, paths, step=step)
-            return
-        text = page(report, timeline, paths, step=step)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-
-    def log_to(
-        self, writer: Any, *, every: int = 1, prefix: str = "offload/", names: str | Iterable[str] = HEADLINES
-    ) -> None:
-        """Log `metrics` after each step from now on; an error of the writer is raised by `step`, after the update.
-
-        Args:
-            writer: TensorBoard's `SummaryWriter` (anything with `add_scalar(name, value, step)`), a W&B run (anything
-                with `log(values, step=step)`), or a function of values and step.
-            every: Steps between two entries.
-            prefix: Before each name.
-            names: Which of `metrics`: names, or patterns of `fnmatch` such as "path/*"; "*" for all. Those that a
-                step does not have are left out. By default five: the step's time, its predicted time, how much of it
-                was hidden, the share of the state that is resident, and the norm of the gradients.
-
-        Raises:
-            ConfigError: `writer` is none of these, `every` is no count of steps, or `names` are no names.
-        """
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ConfigError("every", every, "log every step, or less often")
-        add_scalar, log = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
-        if not any(map(callable, (add_scalar, log, writer))):
-            raise ConfigError("writer", type(writer).__name__, "give a SummaryWriter, a W&B run, or a function")
-
-        if isinstance(names, str):
-            names = (names,)
-        patterns = tuple(names) if isinstance(names, Iterable) else ()
-        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ConfigError("names", names, 'give names of metrics, or "*" for all')
-
-        def write(figures: Mapping[str, float], step: int) -> None:
-            """Give the metrics whose names match to the writer; called after each step that is due."""
-            matching = (name for name in figures if any(fnmatchcase(name, pattern) for pattern in patterns))
-            values = {f"{prefix}{name}": figures[name] for name in matching}
-            if callable(add_scalar):
-                for name, value in values.items():
-                    add_scalar(name, value, step)
-            elif callable(log):
-                log(values, step=step)
-            else:
-                writer(values, step)
-
-        self._writers.append((every, write))
 
     def close(self) -> None:
         """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten.

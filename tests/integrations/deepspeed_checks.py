@@ -396,7 +396,7 @@ def pieces_know_their_place(folder: Path) -> None:
             with deepspeed.zero.GatheredParameters(list(weights.values()), enabled=stage == 3):
                 wholes = {name: weight.detach().reshape(-1).clone() for name, weight in weights.items()}
             shard = engine.optimizer.shard
-            assert engine.optimizer.plan.weights_on_gpu == ("PLACEMENT" in os.environ)
+            assert engine.optimizer.offload.plan.weights_on_gpu == ("PLACEMENT" in os.environ)
             found = []
             for number, parameter in enumerate(shard.engine.plan.layout.parameters):
                 piece, start, stop = shard.pieces[number], parameter.start, parameter.start + parameter.numel
@@ -499,6 +499,55 @@ def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
         written = list(folder.rglob("Train_Offload_step_s.csv"))
         assert written, sorted(folder.rglob("*.csv"))
         assert float(written[0].read_text().split()[-1].split(",")[-1]) > 0
+
+
+@check
+def what_a_step_did_can_be_seen_as_elsewhere(folder: Path) -> None:
+    """Figures, explanations, reports and traces, by each rank alone, in every stage and wherever steps are hidden."""
+    from offload.cli.__main__ import main as offload_main
+
+    (lines,) = re.findall(r"^```\n(engine\.save_checkpoint.*?)^```$", PAGE.read_text(), re.M | re.S)
+    for stage, overlap in ((1, "off"), (2, "off"), (2, "both"), (3, "off"), (3, "both")):
+        place, logged = below(folder, stage, overlap), []
+        case = Case(stage, clip=0.1, offload={**paths(place), "overlap": overlap})
+        lines_here = lines.replace('"checkpoints"', repr(f"{place}/saved")).replace("run/rank-", f"{place}/run-")
+        with training(case, ours=True) as engine:
+            optimizer = engine.optimizer
+            optimizer.log_to(lambda values, step, logged=logged: logged.append((step, values)), prefix="", names="*")
+            train(engine, case, 0, 4)
+            optimizer.finish()
+            assert [step for step, _ in logged] == [1, 2, 3, 4]
+            figures = logged[-1][1]
+            assert figures["gradient_norm"] == float(engine.get_global_grad_norm())
+            assert figures["predicted_step_s"] > 0
+            hidden_in = "forward and backward" if overlap == "both" else ""
+            assert optimizer.plan.hidden_in == hidden_in
+            assert ("predicted_iteration_s" in figures) == bool(hidden_in)
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                exec(lines_here.replace("every=100", ""), {"engine": engine})
+                train(engine, case, 4, 1)
+                optimizer.finish()
+            assert "write:0" in said.getvalue()
+            assert "offload/step_s" in said.getvalue()
+            run = place / f"run-{engine.global_rank}"
+            (run / "report.html").unlink()
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                assert offload_main(["report", str(run)]) == offload_main(["trace", str(run)]) == 0
+            assert "of step 4" in said.getvalue()
+            assert "write:0" in (run / "report.html").read_text()
+            optimizer.write_trace(run / "own.json")
+            for trace in ("trace.json", "own.json"):
+                assert '"cpu"' in (run / trace).read_text()
+
+
+@check
+def its_start_is_in_deepspeeds_log(folder: Path) -> None:
+    """Once, on rank 0, with its plan."""
+    with unittest.mock.patch.object(utils.logger, "log") as log, training(Case(3, offload=paths(folder)), ours=True):
+        pass
+    lines = [call.args[1] for call in log.call_args_list if "offload keeps" in call.args[1]]
+    assert len(lines) == (torch.distributed.get_rank() == 0)
+    assert all(re.search(r"\(OffloadedStage3\), on this rank:\n.*\n +host memory ", line) for line in lines)
 
 
 @check
@@ -1954,8 +2003,10 @@ def alone_on_an_accelerator(folder: Path) -> None:
         if zero.get("offload_param") == {"device": "nvme"}:
             case.zero, case.offload["gradient_memory"] = in_file(own), 0
         with training(case, ours=True) as engine, contextlib.ExitStack() as stack:
-            assert engine.optimizer.plan.weights_on_gpu == ("DELAYS" in os.environ and "offload_param" not in zero)
-            if engine.optimizer.plan.weights_on_gpu and number % 2:
+            assert engine.optimizer.offload.plan.weights_on_gpu == (
+                "DELAYS" in os.environ and "offload_param" not in zero
+            )
+            if engine.optimizer.offload.plan.weights_on_gpu and number % 2:
                 stack.enter_context(lanes_last(engine))
             seen = train(engine, case)
             engine.save_checkpoint(str(own), tag="saved")

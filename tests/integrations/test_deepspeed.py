@@ -338,6 +338,29 @@ def test_a_mistyped_name_of_the_object_is_refused(key: str) -> None:
         switch.add_object_for_all(engine_with({"zero_optimization": {"stage": 3}, key: {"host_memory": 0}}))
 
 
+@pytest.mark.parametrize(
+    ("section", "config"),
+    [
+        ("zero_optimization", {"zero_optimization": {"stage": 3, "multi_tier_offload": {}}}),
+        ("zero_optimization.offload_optimizer", optimizer(multi_tier_offload={})),
+        ("optimizer.params", {"optimizer": {"type": "AdamW", "params": {"multi_tier_offload": {}}}}),
+    ],
+)
+def test_an_object_in_a_section_is_refused(section: str, config: dict[str, Any]) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    import offload.integrations.deepspeed as offload_deepspeed
+
+    offload_deepspeed.enable()
+    try:
+        with pytest.raises(
+            ConfigError, match=rf'^{section}\.multi_tier_offload: .* beside "{section.split(".")[0]}"'
+        ):
+            DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
+    finally:
+        offload_deepspeed.disable()
+
+
 def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
     from deepspeed.runtime import config as sections
     from deepspeed.runtime import constants

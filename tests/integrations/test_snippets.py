@@ -69,7 +69,7 @@ RUN_BY = {
     r"from dataclasses import dataclass\n\nfrom torchtitan": DOORS,
     r"offload export \S+ --for ": BACK,
     r"offload export checkpoints/global_step500 ": "integrations/deepspeed_checks.py",
-    r"engine\.load_checkpoint\(": "integrations/deepspeed_checks.py",
+    r"engine\.(save|load)_checkpoint\(": "integrations/deepspeed_checks.py",
     r"(arguments = TrainingArguments|class WithTorch|model, optimizer = accelerator\.prepare\(model, torch)": BACK,
     r"with offload\.AdamW\(model\.named_parameters\(\)\) as ours:": BACK,
     r"optimizer\.log_to\(": HERE,

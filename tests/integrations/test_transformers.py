@@ -25,7 +25,7 @@ from transformers.training_args import OptimizerNames
 
 import offload
 import offload.integrations.transformers as offload_transformers
-from offload import cli
+from offload import ConfigError, cli
 from offload.checkpoint.marker import Mark, mark_of
 from offload.checkpoint.stores import find_stores
 
@@ -254,8 +254,12 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
         args = TrainingArguments(output_dir=str(tmp_path), optim="offload_lion", use_cpu=True)
         assert args.optim == "offload_lion"
         assert args.to_dict()["optim"] == "offload_lion"
-        with pytest.raises(ValueError, match="not a valid"):
-            OptimizerNames("offload_lbfgs")
+        for name, meant in (("offload_adam_w", "offload_adamw"), ("Offload_Lion", "offload_lion")):
+            with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
+                OptimizerNames(name)
+        for name in ("adamw_torhc", "lbfgs"):  # nearer to one of transformers', and to none
+            with pytest.raises(ValueError, match="not a valid"):
+                OptimizerNames(name)
     finally:
         offload_transformers.disable()
     offload_transformers.disable()

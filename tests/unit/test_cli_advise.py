@@ -376,6 +376,10 @@ def test_settings_that_round_are_marked(capsys: pytest.CaptureFixture[str]) -> N
         (["--model", "gpt-5"], "name one of llama-1b"),
         (["--model", "Qwen/Qwen2.5-7B"], "did you mean qwen-7b?"),
         (["--model", "meta-llama/Llama-3.1-8B-Instruct"], "did you mean llama-8b?"),
+        (["--model", "llama-7b"], "did you mean llama-8b?"),
+        (["--model", "Llama2-65b"], "did you mean llama-70b?"),
+        (["--model", "qwen2.5-0.5b"], "did you mean qwen-0.5b?"),
+        (["--model", "lama-8b"], "did you mean llama-8b?"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

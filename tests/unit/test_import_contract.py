@@ -44,6 +44,7 @@ PUBLIC = (
     "offload.combinations",
     "offload.optim.hiding",
     "offload.optim.exchange",
+    "offload.optim.figures",
     "offload.optim.folders",
     "offload.optim.frozen",
     "offload.optim.overlap",
