@@ -236,7 +236,7 @@ class FolderCopy:
         file = _File(self.whole.source(name))
         if name in self.whole.belongs.shared:
             file.read()
-        if len(self.files) >= most_open:
+        if file.content is None and len(self.files) >= most_open:
             file.state = _state_of(os.stat(file.path))  # `open_as_it_was` compares it
             self.files[name] = file
         elif file.open():

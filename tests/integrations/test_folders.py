@@ -22,6 +22,7 @@ from s3_server import BUCKET, S3Server
 
 import offload
 from offload import cli
+from offload.checkpoint import whole
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.fetch import find_whole
 from offload.checkpoint.marker import Mark, Marker, mark_begun, mark_of, set_aside
@@ -127,6 +128,22 @@ def test_what_others_write_over_is_copied_as_it_was(run: Path) -> None:
     copy.commit()
     assert fetch(run.parent / "mirror", run.parent / "fetched") == 0
     assert (run.parent / "fetched" / "latest").read_text() == "step-1"
+
+
+def test_what_others_write_over_is_noted_as_it_was_copied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside so many files that most are not open."""
+    stat = os.stat
+
+    def late(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(run / "latest"):
+            (run / "latest").write_text("step-1000")
+        return stat(path, *rest, **options)
+
+    monkeypatch.setattr(whole, "MOST_OPEN", 1)
+    monkeypatch.setattr(os, "stat", late)
+    copy = opened(run)
+    assert (copy.files["latest"].content, copy.files["latest"].state[0]) == (b"step-1", 6)
+    copy.close()
 
 
 def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
