@@ -147,12 +147,10 @@ def begin_saves(place: str, asked: Mapping[str, Any], ended: Collection[int] = (
                 mirrored=False,
                 copy=is_copy,
                 replica=distributed.distributed_optimizer_instance_id > 0,
-                on_done=functools.partial(_end, end),
+                on_done=functools.partial(_end, end, folder, None if is_copy else watched),
                 find_ended=lambda: ended,
             )
         )
-        if not is_copy:
-            watched[folder] = WatchedFolder(folder)
         ends.append(end)
     return ends
 
@@ -163,9 +161,13 @@ def _watch(watched: dict[str, WatchedFolder], folder: str) -> None:
         watched[folder] = WatchedFolder(folder)
 
 
-def _end(end: Future[None], error: BaseException | None) -> None:
-    """Note the outcome of a save."""
+def _end(
+    end: Future[None], folder: str, watched: dict[str, WatchedFolder] | None, error: BaseException | None
+) -> None:
+    """Note the outcome of a save to a folder, which is watched from then on if its state stays on the paths."""
     if error is None:
+        if watched is not None:  # a failed save has nothing on the paths
+            watched[folder] = WatchedFolder(folder)
         end.set_result(None)
     else:
         end.set_exception(error)

@@ -526,6 +526,8 @@ def test_a_rank_that_cannot_save_keeps_no_other_one_waiting(tmp_path: Path) -> N
     ended += [0, 1]
     with pytest.raises(CheckpointError):
         end.result(timeout=60)
+    open_files = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    assert str(tmp_path / "iter_1" / "offload") not in open_files
     save_in_place(one, tmp_path / "iter_2")
     one.optimizer.close()
 
