@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import OWN
+from offload.checkpoint.manifest import ID, OWN
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder, raising_checkpoint_error
@@ -32,6 +32,9 @@ UNFINISHED = ".offload-"
 
 SET_ASIDE = "incomplete-"
 """Prefix of the new name of a folder whose save was interrupted, once the process that began it has ended."""
+
+_UNWRITTEN = re.compile(re.escape(TEMPORARY) + ID)
+"""Names of files of this package that were not written whole."""
 
 log = logging.getLogger("offload")
 
@@ -180,8 +183,9 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
     """Rename folders whose save was interrupted, so that nobody takes them for checkpoints, and log that.
 
-    Only folders whose saving process is known to have ended are renamed; empty folders are deleted. Several processes
-    may call this at the same time: when one call returns, all of these folders have new names.
+    Only folders whose saving process is known to have ended are renamed; those in which not even a marker has been
+    written are deleted. Several processes may call this at the same time: when one call returns, all of these folders
+    have new names.
 
     Args:
         above: The folder that contains these folders. If it does not exist, nothing is done.
@@ -196,7 +200,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
             with contextlib.suppress(OSError):
-                os.rmdir(folder)  # succeeds for an empty one only: its save had not begun to write
+                _delete_unbegun(folder)
             if mark_of(folder) is Mark.BEGUN and _has_saver_ended(folder):
                 new_name = _rename_aside(folder, os.path.join(into or above, SET_ASIDE + name))
                 if new_name is not None:
@@ -204,6 +208,15 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
     for new_name in new_names:
         log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", new_name)
     return new_names
+
+
+def _delete_unbegun(folder: str) -> None:
+    """Delete a folder that is empty but for files that were to become markers, under their first names."""
+    names = os.listdir(folder)
+    if all(map(_UNWRITTEN.fullmatch, names)):
+        for name in names:
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _rename_aside(folder: str, wanted: str) -> str | None:

@@ -190,11 +190,15 @@ def test_a_copy_of_a_mirror_that_lacks_files_is_not_whole(
 
 
 def test_a_save_that_was_killed_before_it_wrote_anything_leaves_no_checkpoint(tmp_path: Path) -> None:
-    for name in ("checkpoint_1", "checkpoint_2"):
+    """The marker itself is written under another name at first."""
+    unfinished = f".tmp-{'0' * 32}"
+    for name in ("checkpoint_1", "checkpoint_2", "checkpoint_3"):
         (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint_1" / "somebody's").touch()
+    for name in ("checkpoint_1/somebody's", f"checkpoint_1/{unfinished}", f"checkpoint_3/{unfinished}"):
+        (tmp_path / name).touch()
     assert set_aside(str(tmp_path), re.compile(r"checkpoint_\d+")) == []
     assert os.listdir(tmp_path) == ["checkpoint_1"]
+    assert {*os.listdir(tmp_path / "checkpoint_1")} == {"somebody's", unfinished}
 
 
 # With an optimizer
