@@ -41,6 +41,9 @@ asked_states: dict[str, Any] = {}
 _read: dict[str, str] = {}
 """Checkpoints of Megatron's that have been read, by the ids of ours in them."""
 
+_unmarked: dict[str, list[str]] = {}
+"""The ids of ours in the newest save to each checkpoint of Megatron's that is not marked as whole yet."""
+
 _watched: weakref.WeakKeyDictionary[Any, dict[str, WatchedFolder]] = weakref.WeakKeyDictionary()
 """By engine, and by the name that they had, folders whose state stays on the paths until they are deleted."""
 
@@ -82,6 +85,7 @@ def save(
     if len({optimizer.folder for optimizer in inner}) < len(inner):
         raise CheckpointError("two optimizers would save to one folder: save each to a checkpoint of its own")
     begin_folder(place)
+    _unmarked[place] = ids
     ends, ended = list[Future[None]](), list[int]()
     try:
         on_all_ranks(lambda: ends.extend(begin_saves(place, asked, ended)), FAILED)
@@ -93,13 +97,20 @@ def save(
     if not options.get("async_sharded_save"):
         wait()
     request = original(sharded_state_dict, checkpoint_dir, *rest, **options)
-    end = functools.partial(end_folder, inner[0], place)
+    end = functools.partial(_end_folder, inner[0], place, ids)
     if request is None:
         end()
     else:
         # The last one writes `metadata.json`; those before take what Megatron's writers have left, also if ours fail.
         request.finalize_fns[-1:] = [wait, request.finalize_fns[-1], end]
     return request
+
+
+def _end_folder(optimizer: Any, place: str, ids: list[str]) -> None:
+    """Mark a checkpoint of Megatron's and mirror it, unless a newer save to it, which does, has begun. Collective."""
+    if _unmarked.get(place) == ids:
+        del _unmarked[place]
+        end_folder(optimizer, place)
 
 
 def _ids(state: Any) -> Iterator[str]:
@@ -147,12 +158,10 @@ def begin_saves(place: str, asked: Mapping[str, Any], ended: Collection[int] = (
                 mirrored=False,
                 copy=is_copy,
                 replica=distributed.distributed_optimizer_instance_id > 0,
-                on_done=functools.partial(_end, end),
+                on_done=functools.partial(_end, end, folder, None if is_copy else watched),
                 find_ended=lambda: ended,
             )
         )
-        if not is_copy:
-            watched[folder] = WatchedFolder(folder)
         ends.append(end)
     return ends
 
@@ -163,9 +172,13 @@ def _watch(watched: dict[str, WatchedFolder], folder: str) -> None:
         watched[folder] = WatchedFolder(folder)
 
 
-def _end(end: Future[None], error: BaseException | None) -> None:
-    """Note the outcome of a save."""
+def _end(
+    end: Future[None], folder: str, watched: dict[str, WatchedFolder] | None, error: BaseException | None
+) -> None:
+    """Note the outcome of a save to a folder, which is watched from then on if its state stays on the paths."""
     if error is None:
+        if watched is not None:  # a failed save has nothing on the paths
+            watched[folder] = WatchedFolder(folder)
         end.set_result(None)
     else:
         end.set_exception(error)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from offload.checkpoint.contents import is_checkpoint, read_commit
+from offload.checkpoint.contents import is_checkpoint, read_commit, some_of
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
 from offload.checkpoint.marker import BEGUN, DAMAGED, WHOLE, Mark, Marker, is_inside, mark_begun, mark_in, mark_whole
 from offload.checkpoint.mirror import RankPart, RankPartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
-from offload.checkpoint.whole import BESIDE
+from offload.checkpoint.whole import BESIDE, find_changed
 from offload.errors import CheckpointError
 from offload.tiers.place import TEMPORARY, raising_checkpoint_error
 
@@ -51,7 +51,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
 
     Raises:
         CheckpointError: The folder is not whole in the mirror, or a local file would be replaced, or cannot be
-            written; what has been copied is marked as not whole.
+            written; what has been copied is marked as not whole, and the same call goes on with it.
     """
     name = os.path.normpath(name)
     if os.path.isabs(name) or ".." in name.split("/"):
@@ -60,6 +60,8 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
     mark, marker = mark_in(source)
     if mark is not Mark.WHOLE:
         raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
+    if changed := find_changed(source):
+        raise CheckpointError(f"{source.path} is not whole: {some_of(changed)}")
     run.prepare()
     lock = FolderLock(run)
     if not lock.acquire():
@@ -73,10 +75,10 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         lock.release()
 
 
-def _check_free(folder: str, paths: Iterable[str]) -> None:
-    """Refuse paths of which one is there already, or a folder that is not empty."""
+def _check_free(folder: str, paths: Iterable[str], *, may_have_files: bool) -> None:
+    """Refuse paths of which one is there already, or a folder that has files and may not."""
     existing = [path for path in paths if os.path.lexists(path)]
-    if not existing and os.path.isdir(folder) and os.listdir(folder):
+    if not (existing or may_have_files) and os.path.isdir(folder) and os.listdir(folder):
         existing = [folder]
     if existing:
         raise CheckpointError(f"{existing[0]} is there already: name another folder, or delete it")
@@ -89,7 +91,11 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     # By its name in the mirror's folder, each file's name in the run's folder, and its path there.
     targets = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file in sizes}
     paths = {file: os.path.join(above, in_run) for file, in_run in targets.items()}
-    _check_free(target, paths.values())
+    mark, begun = mark_in(open_folder(target))
+    goes_on = mark is Mark.BEGUN and begun.whole_s == marker.whole_s > 0  # an earlier call has begun to copy this
+    copied = {file for file in sizes if goes_on and _is_as_noted(paths[file], marker.files.get(targets[file]))}
+    replaceable = {file for file in sizes if goes_on and (file in copied or not _is_beside(file))}
+    _check_free(target, [path for file, path in paths.items() if file not in replaceable], may_have_files=goes_on)
     if not all(map(is_inside, targets.values())):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
     with_commit = [file.removesuffix(COMMIT_NAME) for file in sizes if os.path.basename(file) == COMMIT_NAME]
@@ -104,12 +110,19 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     for file in sorted(sizes, key=_is_beside):  # those beside it last, as they were written
         if any(_belongs_to_checkpoint(prefix, file) for prefix in prefixes):
             continue
-        fetch_file(f"{source.path}/{file}", paths[file], sizes[file])
-        if targets[file] in marker.files:
-            _, changed_ns = marker.files[targets[file]]
-            os.utime(paths[file], ns=(changed_ns, changed_ns))  # a mirror knows by this time that it has the file
+        if file not in copied:
+            fetch_file(f"{source.path}/{file}", paths[file], sizes[file], marker.files.get(targets[file]))
         done_bytes += sizes[file]
         show(done_bytes, total_bytes)
+
+
+def _is_as_noted(path: str, noted: tuple[int, int] | None) -> bool:
+    """Return whether a file has the size, and the time of the last change, that a marker notes."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == noted
 
 
 def _belongs_to_checkpoint(prefix: str, file: str) -> bool:
@@ -122,8 +135,12 @@ def _is_beside(file: str) -> bool:
     return file.startswith(f"{BESIDE}/")
 
 
-def fetch_file(source: str, target: str, nbytes: int) -> None:
-    """Copy a file of `nbytes` from a mirror, under a temporary name until all of it is there."""
+def fetch_file(source: str, target: str, nbytes: int, noted: tuple[int, int] | None) -> None:
+    """Copy a file of `nbytes` from a mirror, under a temporary name until all of it is durable.
+
+    The copy gets the time of the last change that the marker has noted, by which the mirror and a call that goes on
+    with this one know that they have the file.
+    """
     folder, _, last = source.rpartition("/")
     with raising_checkpoint_error("write", target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -133,14 +150,21 @@ def fetch_file(source: str, target: str, nbytes: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # if the disk were full, a write to a map would kill us
                 with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
                     open_folder(folder).read_into(last, [whole])
+            if noted is not None:
+                _, changed_ns = noted
+                os.utime(file.fileno(), ns=(changed_ns, changed_ns))
+            os.fsync(file.fileno())
         os.rename(temporary, target)
 
 
 def _fetch_checkpoint(source: str, target: str) -> None:
     """Copy a checkpoint of the engine as a mirror's ranks do, one after the other, in this process.
 
-    All parts are committed together at the end, as the commit of each waits for the others'.
+    All parts are committed together at the end, as the commit of each waits for the others'. What an earlier call has
+    copied of it is not copied again.
     """
+    if is_checkpoint(target):
+        return
     commit = read_commit(open_folder(source))
     with ExitStack() as ends:
         copies = []

@@ -20,14 +20,21 @@ import msgspec
 from msgspec.structs import replace
 
 from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import ID, OWN
 from offload.errors import CheckpointError
 from offload.processes import Process
-from offload.tiers.place import Folder, raising_checkpoint_error
+from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder, raising_checkpoint_error
 
 BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
+UNFINISHED = ".offload-"
+"""Prefix of the names of folders with unfinished files, which are not copied."""
+
 SET_ASIDE = "incomplete-"
 """Prefix of the new name of a folder whose save was interrupted, once the process that began it has ended."""
+
+_UNWRITTEN = re.compile(re.escape(TEMPORARY) + ID)
+"""Names of files of this package that were not written whole."""
 
 log = logging.getLogger("offload")
 
@@ -48,7 +55,8 @@ class Marker(msgspec.Struct, omit_defaults=True):
         depth: How many of the last parts of the folder's path a mirror keeps. The run's folder is above these parts.
         beside: Files that belong to the folder but lie elsewhere in the run's folder; names relative to the latter.
         shared: Small files in the run's folder that every save overwrites.
-        files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
+        files: Files that are durable, by their names in the run's folder: size in bytes, and time of the last change
+            in ns. In a run's own folder they are noted once it is whole; the engine's checkpoint is not among them.
         whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
     """
 
@@ -60,8 +68,12 @@ class Marker(msgspec.Struct, omit_defaults=True):
     whole_s: float = 0.0
 
     def encode(self) -> bytes:
-        """Return the marker as JSON."""
-        return msgspec.json.encode(self)
+        """Return the marker as JSON; without `files` if that would be too long to be read, or a name is no text."""
+        with contextlib.suppress(UnicodeEncodeError):
+            content = msgspec.json.encode(self)
+            if len(content) <= MAX_RECORD_BYTES:
+                return content
+        return msgspec.json.encode(replace(self, files={}))
 
 
 ALONE = Marker()
@@ -84,24 +96,36 @@ def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
 
 
 def mark_whole(folder: str) -> None:
-    """Make everything in a folder durable, then mark it as whole.
+    """Make everything in a folder durable, then mark it as whole, noting the framework's files.
 
     Raises:
         CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
     """
+    files = dict[str, tuple[int, int]]()
     with raising_checkpoint_error("mark as whole", folder):
         for directory, _, names in os.walk(folder):
             for path in (*(os.path.join(directory, name) for name in names), directory):
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary file
-                    mode = os.lstat(path).st_mode
-                    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+                    status = os.lstat(path)
+                    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
                         _make_durable(path)
+                    if stat.S_ISREG(status.st_mode):
+                        files[os.path.relpath(path, folder)] = (status.st_size, status.st_mtime_ns)
         opened = open_folder(folder)
         mark, marker = mark_in(opened)
         if mark is Mark.BEGUN and marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
-            opened.write(BEGUN, replace(marker, whole_s=marker.whole_s or time.time()).encode())
+            in_run = "/".join(os.path.abspath(folder).split("/")[-marker.depth :])
+            noted = {f"{in_run}/{name}": state for name, state in files.items() if not _may_go(name)}
+            opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or time.time()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
+
+
+def _may_go(name: str) -> bool:
+    """Return whether a file in a whole folder may be deleted: it is a temporary one, a marker or the engine's."""
+    parts = name.split("/")
+    is_temporary = any(part.startswith((TEMPORARY, UNFINISHED)) for part in parts)
+    return is_temporary or parts[-1] in (BEGUN, WHOLE) or any(map(OWN.fullmatch, parts))
 
 
 def unmark(folder: str) -> None:
@@ -159,8 +183,9 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
     """Rename folders whose save was interrupted, so that nobody takes them for checkpoints, and log that.
 
-    Only folders whose saving process is known to have ended are renamed; empty folders are deleted. Several processes
-    may call this at the same time: when one call returns, all of these folders have new names.
+    Only folders whose saving process is known to have ended are renamed; those in which not even a marker has been
+    written are deleted. Several processes may call this at the same time: when one call returns, all of these folders
+    have new names.
 
     Args:
         above: The folder that contains these folders. If it does not exist, nothing is done.
@@ -175,7 +200,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
             with contextlib.suppress(OSError):
-                os.rmdir(folder)  # succeeds for an empty one only: its save had not begun to write
+                _delete_unbegun(folder)
             if mark_of(folder) is Mark.BEGUN and _has_saver_ended(folder):
                 new_name = _rename_aside(folder, os.path.join(into or above, SET_ASIDE + name))
                 if new_name is not None:
@@ -183,6 +208,15 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
     for new_name in new_names:
         log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", new_name)
     return new_names
+
+
+def _delete_unbegun(folder: str) -> None:
+    """Delete a folder that is empty but for files that were to become markers, under their first names."""
+    names = os.listdir(folder)
+    if all(map(_UNWRITTEN.fullmatch, names)):
+        for name in names:
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _rename_aside(folder: str, wanted: str) -> str | None:

@@ -477,10 +477,7 @@ class Saves:
         present = [kept for kept in candidates if standing(kept.pin, store="") is not Standing.MISSING]
         save_numbers = list[int]()
         for kept in present or candidates:
-            if after_mirror and self._must_wait_for_mirror(kept):
-                self.kept.remove(kept)
-                self._awaiting_mirror.append(kept)
-            elif not self._release_from(self.kept, kept, save_numbers, missing=not present):
+            if not self._release_from(self.kept, kept, save_numbers, missing=not present, after_mirror=after_mirror):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
         return save_numbers
 
@@ -499,11 +496,17 @@ class Saves:
         note: str = "released on request",
         *,
         missing: bool = False,
+        after_mirror: bool = False,
     ) -> bool:
         """Release a checkpoint of a list, unless it is in use; see `commit.release`. Return whether it is released.
 
-        Then it is removed from the list, and the number of its save, if it has one, is added to `save_numbers`.
+        Then it is removed from the list, and the number of its save, if it has one, is added to `save_numbers`. With
+        `after_mirror` a checkpoint that has to wait for the mirror counts as released: a later save releases it.
         """
+        if after_mirror and self._must_wait_for_mirror(kept):
+            checkpoints.remove(kept)
+            self._awaiting_mirror.append(kept)
+            return True
         is_released = release(kept, note, missing=missing, is_needed=self.mirror.is_needed)
         if is_released:
             checkpoints.remove(kept)
@@ -556,7 +559,7 @@ class Saves:
         return sorted(self.kept, key=lambda kept: kept.save_number not in self._interrupted_numbers)
 
     def release_older(self, before: PendingSave | None) -> list[int]:
-        """Release older checkpoints that a save under `keeping_all` has kept, except those in use.
+        """Release older checkpoints that a save under `keeping_all` has kept, except those in use or missing.
 
         Nothing is released unless the last save is newer than `before`, the last one before that context, has
         succeeded, and is not a `copy`. Return the numbers of the saves whose slots the machine is to release.
@@ -566,8 +569,8 @@ class Saves:
             return save_numbers
         excess = max(0, len(self.kept) - self._keep)
         for kept in self._by_release_order()[:excess]:
-            with contextlib.suppress(CheckpointError):  # as the log says
-                save_numbers += self.release(kept.folder, after_mirror=True)
+            is_missing = standing(kept.pin, store="") is Standing.MISSING  # it may have been moved, and is kept
+            self._release_from(self.kept, kept, save_numbers, after_mirror=not is_missing)
         return save_numbers
 
     def release_deleted(self) -> list[int]:

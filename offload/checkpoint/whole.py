@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
-from offload.checkpoint.marker import BEGUN, DAMAGED, WHOLE, Mark, Marker, mark_in
+from offload.checkpoint.marker import BEGUN, DAMAGED, UNFINISHED, WHOLE, Mark, Marker, mark_in
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.tiers.common import FileBytes
-from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder
+from offload.tiers.place import TEMPORARY, Folder
 
 MOST_OPEN = 256
 """Most files of a folder that are open at a time; further ones are opened when their turn comes.
@@ -41,9 +41,6 @@ BESIDE = "offload-beside"
 
 Each folder has its own copies, so that an incomplete one overwrites none that a whole folder needs.
 """
-
-UNFINISHED = ".offload-"
-"""Prefix of the names of folders with unfinished files, which are not copied."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +233,7 @@ class FolderCopy:
         file = _File(self.whole.source(name))
         if name in self.whole.belongs.shared:
             file.read()
-        if len(self.files) >= most_open:
+        if file.content is None and len(self.files) >= most_open:
             file.state = _state_of(os.stat(file.path))  # `open_as_it_was` compares it
             self.files[name] = file
         elif file.open():
@@ -284,10 +281,7 @@ class FolderCopy:
         marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or time.time())
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
-        content = marker.encode()
-        if len(content) > MAX_RECORD_BYTES:  # nobody could read it: whoever goes on copies all again
-            content = replace(marker, files={}).encode()
-        folder.write(mark, content)
+        folder.write(mark, marker.encode())  # without the files, whoever goes on copies all again
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
@@ -325,6 +319,28 @@ class FolderCopy:
         """Close the files; idempotent."""
         for file in self.files.values():
             file.close()
+
+
+def find_changed(folder: Folder) -> list[str]:
+    """Return, in words, which files of a whole folder, the run's or a mirror's, are not as its marker notes them.
+
+    An interrupted copy of the folder by other means may have brought the marker, and not all files. None is returned
+    for a folder that is not whole, and files that are not noted do not matter.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+    """
+    mark, marker = mark_in(folder)
+    if mark is not Mark.WHOLE or not marker.files:
+        return []
+    sizes, beside, changed = dict(folder.walk()), {*marker.beside, *marker.shared}, []
+    for name, (noted_bytes, _) in marker.files.items():
+        here = f"{BESIDE}/{name}" if name in beside else "/".join(name.split("/")[marker.depth :])
+        nbytes = sizes.get(here)
+        if nbytes != noted_bytes:
+            problem = "is missing" if nbytes is None else f"is of {nbytes} bytes, not of {noted_bytes}"
+            changed.append(f"{folder.path}/{here} {problem}")
+    return changed
 
 
 def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False) -> None:

@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         help="read a checkpoint whole and report what is damaged",
         description="Read every tile of a checkpoint (or of all in a run's folder, or of all that the stores on a "
         "path belong to), verify headers and checksums, and report damage by parameter. Files of a trainer's own "
-        "are not read; where its save was interrupted, that is said.",
+        "are not read, but missing ones, and other sizes, are told; where its save was interrupted, that is said.",
     )
     what = 'folder of a checkpoint, "s3://" too, or of a trainer\'s run; or a path with stores'
     add_value(parser, "PATH", parse_path, what)
@@ -79,13 +79,15 @@ def _checkpoints_of(path: str) -> list[str]:
 
 
 def _checkpoints_below(path: str) -> list[str]:
-    """Return our checkpoints in a run's folder, and frameworks' folders whose save has not ended."""
+    """Return our checkpoints in a run's folder, and frameworks' folders that are not whole, or not any more."""
+    from offload.checkpoint.folder import open_folder
     from offload.checkpoint.manifest import COMMIT_NAME
     from offload.checkpoint.marker import Mark, mark_of
+    from offload.checkpoint.whole import find_changed
 
     folders = []
     for folder, names, files in os.walk(path):
-        is_checkpoint = mark_of(folder) is Mark.BEGUN or COMMIT_NAME in files
+        is_checkpoint = mark_of(folder) is Mark.BEGUN or COMMIT_NAME in files or find_changed(open_folder(folder))
         if is_checkpoint:
             folders.append(folder)
         is_deepest = len(Path(folder).relative_to(path).parts) == DEPTH
@@ -100,18 +102,27 @@ def _natural_order_key(name: str) -> list[tuple[int, str]]:
 
 
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
-    """Read a checkpoint whole; return a row for `--json` with its damage, or that its save was interrupted."""
+    """Read a checkpoint whole; return a row for `--json` with its damage, or that its save was interrupted.
+
+    Of a framework's folder that is not whole any more, what has changed is all that is told.
+    """
+    from offload.checkpoint.contents import is_checkpoint
+    from offload.checkpoint.folder import open_folder
     from offload.checkpoint.manifest import MODEL_KEY
     from offload.checkpoint.marker import Mark, marked_around
     from offload.checkpoint.reader import Checkpoint
+    from offload.checkpoint.whole import find_changed
     from offload.optim.model import SavedRest
 
     problems: list[str] = []
     tiles = parameters = 0
-    _, mark = marked_around(folder)
+    marked_folder, mark = marked_around(folder)
     if mark is Mark.BEGUN:
         return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": [], "interrupted": True}
     try:
+        problems += find_changed(open_folder(marked_folder)) if mark is Mark.WHOLE else []
+        if problems and not is_checkpoint(folder):
+            return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": problems}
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
             total = sum(len(manifest.tiles) for manifest in checkpoint.manifests)

@@ -376,6 +376,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         files are durable, and a marker says that the folder is whole. Then `OffloadConfig.mirror` copies the folder
         in the background, with all that is in it; see `wait_mirror`. If an exception or a kill ends the context, the
         folder stays marked as not whole, as `offload verify` says. All ranks enter and leave the context together.
+        Save another optimizer elsewhere: its checkpoint would not be awaited here, and no mirror has folders of two.
 
         Args:
             folder: A directory, made if it is not there. Its name is that of its copy in the mirror.

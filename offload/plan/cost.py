@@ -282,7 +282,8 @@ def _on_fastest(mix: Mix, rates: Rates) -> Mix:
 def _traffic_by_direction(traffic: Mapping[str, LaneWork]) -> list[LaneWork]:
     """Return the memory traffic of all reads, of all writes, and of each direction of the link.
 
-    All reads count as one lane, which is busy for as long as the busiest of them; so do all writes.
+    All reads count as one lane, which is busy for as long as the busiest of them; so do all writes. Lanes that are
+    never busy are left out.
     """
     groups = [
         [work for lane, work in traffic.items() if lane.startswith(kind) and work.busy_s]
@@ -301,7 +302,7 @@ def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> flo
 
     Args:
         rates: Speed of every lane.
-        traffic: Bytes of memory traffic, and the seconds, not 0, in which lanes are busy with them.
+        traffic: Bytes of memory traffic, and the seconds, more than 0, in which lanes are busy with them.
         span_s: The time that all this takes.
     """
     combinations = [(1.0, 0.0)]  # probability and traffic per second

@@ -153,7 +153,7 @@ def _reserve(
 ) -> tuple[str, IO[bytes] | None]:
     """Return the first directory with room, and a file of `nbytes` allocated there; no file if only memory has room.
 
-    A copy in memory has to leave `left_bytes` of memory free.
+    A copy in memory has to leave `left_bytes` of memory free, which are not offered.
     """
     offers = {}
     for directory, free_bytes in free_bytes_by_directory.items():
@@ -170,8 +170,8 @@ def _reserve(
             else:
                 close_on_error.pop_all()
                 return directory, file
-    offers["host memory"] = available_bytes()
-    if nbytes + left_bytes > offers["host memory"]:
+    offers["host memory"] = max(0, available_bytes() - left_bytes)
+    if nbytes > offers["host memory"]:
         advice = "free some, or set TMPDIR to a directory on a disk with more; save_checkpoint needs none of it"
         raise InfeasiblePlanError("a copy of the state", nbytes, offers, advice)
     log.info("no disk has room for a copy of the state (%d bytes): it is in memory", nbytes)

@@ -165,6 +165,18 @@ def test_views_share_what_has_left_once(tmp_path: Path):
         assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
+def test_tensors_without_elements_stay(tmp_path: Path):
+    """Also views of what has left, and where the smallest are to leave."""
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    layers = nn.ParameterList([weight])
+    with optimizer_of(layers, tmp_path) as optimizer, optimizer.activations_on_paths(layers, SMALL, least_bytes=0):
+        x = data() * weight[0]
+        loss = x.square().sum() + x[:0].square().sum() + (torch.empty(0, WIDTH) * weight[0]).square().sum()
+        assert packed_bytes(optimizer) == 2 * ROWS * WIDTH * 4  # `data()` and `x`
+        loss.backward()
+        assert torch.equal(weight.grad[0], 2 * data().square().sum(0))
+
+
 def test_a_small_view_of_something_large_stays(tmp_path: Path):
     layers = model(1)
     dataset = torch.randn(100 * ROWS, WIDTH)

@@ -390,6 +390,23 @@ def test_a_folder_without_a_checkpoint_displaces_none(loop: Loop) -> None:
 # What a load may do to the mirror: go on with a copy, and nothing else
 
 
+def test_one_that_was_moved_keeps_its_state(loop: Loop) -> None:
+    """It may still be wanted; a save in its old place has nothing of it."""
+    loop.save("step-1")
+    loop.mirrored()
+    expected = loop.weight.detach().clone()
+    (loop.run / "step-1").rename(loop.run / "best")
+    for name in ("step-2", "step-3"):
+        loop.save(name)
+        loop.mirrored()
+    assert not is_checkpoint(loop.run / "step-2" / "optimizer")
+    loop.optimizer.close()
+    with offload.AdamW([("weight", torch.nn.Parameter(torch.zeros(64, 64)))], offload={}) as optimizer:
+        optimizer.load_checkpoint(loop.run / "best" / "optimizer")
+        (parameter,) = optimizer.param_groups[0]["params"]
+        assert torch.equal(parameter, expected)
+
+
 def test_a_load_deletes_nothing_and_displaces_nothing(loop: Loop) -> None:
     loop.save("step-1")
     loop.mirrored()

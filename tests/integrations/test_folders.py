@@ -22,12 +22,15 @@ from s3_server import BUCKET, S3Server
 
 import offload
 from offload import cli
+from offload.checkpoint import fetch as fetches
+from offload.checkpoint import whole
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.fetch import find_whole
 from offload.checkpoint.marker import Mark, Marker, mark_begun, mark_of, set_aside
 from offload.checkpoint.mirror import Mirror, Task
-from offload.checkpoint.whole import FolderCopy, WholeFolder
+from offload.checkpoint.whole import BESIDE, FolderCopy, WholeFolder
 from offload.optim import folders
+from offload.optim.folders import begin_folder, end_folder
 from offload.tiers.common import FileBytes
 from offload.tiers.directories import DirectoryFolder
 
@@ -129,6 +132,22 @@ def test_what_others_write_over_is_copied_as_it_was(run: Path) -> None:
     assert (run.parent / "fetched" / "latest").read_text() == "step-1"
 
 
+def test_what_others_write_over_is_noted_as_it_was_copied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside so many files that most are not open."""
+    stat = os.stat
+
+    def late(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(run / "latest"):
+            (run / "latest").write_text("step-1000")
+        return stat(path, *rest, **options)
+
+    monkeypatch.setattr(whole, "MOST_OPEN", 1)
+    monkeypatch.setattr(os, "stat", late)
+    copy = opened(run)
+    assert (copy.files["latest"].content, copy.files["latest"].state[0]) == (b"step-1", 6)
+    copy.close()
+
+
 def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,12 +172,33 @@ def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
     assert fetch(mirror, target) == 0
 
 
+@pytest.mark.parametrize("missing", ["step-1/inside/c", f"step-1/{BESIDE}/latest"])
+def test_a_copy_of_a_mirror_that_lacks_files_is_not_whole(
+    run: Path, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An interrupted rsync of a mirror may have brought the marker, and not all files, or not all of one."""
+    copy = opened(run)
+    copy.begin()
+    list(copy.copy())
+    copy.commit()
+    mirror, target = run.parent / "mirror", run.parent / "fetched"
+    for is_short in (True, False):
+        os.truncate(mirror / missing, 1) if is_short else (mirror / missing).unlink()
+        assert fetch(mirror, target) == 1
+        assert f"step-1 is not whole: {mirror / missing} is" in capsys.readouterr().err
+        assert not target.exists()
+
+
 def test_a_save_that_was_killed_before_it_wrote_anything_leaves_no_checkpoint(tmp_path: Path) -> None:
-    for name in ("checkpoint_1", "checkpoint_2"):
+    """The marker itself is written under another name at first."""
+    unfinished = f".tmp-{'0' * 32}"
+    for name in ("checkpoint_1", "checkpoint_2", "checkpoint_3"):
         (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint_1" / "somebody's").touch()
+    for name in ("checkpoint_1/somebody's", f"checkpoint_1/{unfinished}", f"checkpoint_3/{unfinished}"):
+        (tmp_path / name).touch()
     assert set_aside(str(tmp_path), re.compile(r"checkpoint_\d+")) == []
     assert os.listdir(tmp_path) == ["checkpoint_1"]
+    assert {*os.listdir(tmp_path / "checkpoint_1")} == {"somebody's", unfinished}
 
 
 # With an optimizer
@@ -204,6 +244,77 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
     found = Loop(tmp_path)
     yield found
     found.optimizer.close()
+
+
+def test_verify_says_which_files_of_a_framework_are_not_those_of_the_save(
+    loop: Loop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = loop.save("step-1")
+    for name in ("added", ".tmp-5"):
+        (folder / name).touch()
+    loop.optimizer.wait_mirror(60)
+    for place in (folder.parent, loop.mirror):
+        assert cli.main(["verify", str(place)]) == 0
+        capsys.readouterr()
+        (place / "step-1" / "model.pt").write_bytes(b"short")
+        assert cli.main(["verify", str(place)]) == 1
+        assert f"{place}/step-1/model.pt is of 5 bytes, not of" in capsys.readouterr().out
+        for name in ("model.pt", "optimizer/COMMIT"):
+            (place / "step-1" / name).unlink()
+        assert cli.main(["verify", str(place)]) == 1
+        assert capsys.readouterr().out == f"{place}/step-1/model.pt is missing\n"
+
+
+def test_a_fetch_that_was_cut_short_goes_on(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever file; what is there is not copied again, and nobody else's file is replaced."""
+    folder = loop.root / "run" / "step-1"
+    begin_folder(str(folder), Marker(beside=("step-1.ckpt",), shared=("latest",)))
+    for name in ("step-1/a", "step-1/b", "step-1.ckpt", "latest"):
+        (folder.parent / name).write_text(name)
+    loop.optimizer.save_checkpoint(folder / "optimizer")
+    loop.optimizer.wait_checkpoint()
+    end_folder(loop.optimizer, str(folder))
+    loop.optimizer.wait_mirror(60)
+    bring, copied, commit = fetches.fetch_file, list[str](), fetches.RankPartCopy.commit
+
+    def cut_short(source: Any, *rest: Any) -> None:
+        if len(copied) == max(count, 0):
+            raise KeyboardInterrupt
+        bring(source, *rest)
+        copied.append(os.path.basename(source))
+
+    for count in range(-1, 4):  # -1: before the checkpoint is committed
+        target = loop.root / f"fetched-{count}"
+        copied.clear()
+        monkeypatch.setattr(fetches, "fetch_file", cut_short)
+        monkeypatch.setattr(fetches.RankPartCopy, "commit", cut_short if count < 0 else commit)
+        with pytest.raises(KeyboardInterrupt):
+            fetches.fetch(str(loop.mirror), "step-1", str(target))
+        monkeypatch.setattr(fetches.RankPartCopy, "commit", commit)
+        monkeypatch.setattr(fetches, "fetch_file", lambda *given: (bring(*given), copied.append(given[0])))
+        if not (target / "latest").exists():
+            (target / "latest").write_text("mine")
+            with pytest.raises(offload.CheckpointError, match="latest is there already"):
+                fetches.fetch(str(loop.mirror), "step-1", str(target))
+            (target / "latest").unlink()
+        fetches.fetch(str(loop.mirror), "step-1", str(target))
+        assert len(copied) == 4
+        assert mark_of(str(target / "step-1")) is Mark.WHOLE
+        assert is_checkpoint(target / "step-1" / "optimizer")
+        expected = {name: content for name, content in contents(folder.parent).items() if "/optimizer/" not in name}
+        assert contents(target).items() >= expected.items()
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\r\n", "Umlaut ü", "no text \udcff", " ", "~", "offload-beside\n"])
+def test_files_may_be_called_anything(loop: Loop, name: str) -> None:
+    with loop.optimizer.checkpoint_folder(loop.root / "run" / "step-1"):
+        loop.optimizer.save_checkpoint(loop.root / "run" / "step-1" / "optimizer")
+        (loop.root / "run" / "step-1" / name).mkdir()
+        (loop.root / "run" / "step-1" / name / name).write_text("content")
+    loop.optimizer.wait_mirror(60)
+    assert cli.main(["verify", str(loop.root / "run")]) == 0
+    assert fetch(loop.mirror, loop.root / "fetched") == 0
+    assert (loop.root / "fetched" / "step-1" / name / name).read_text() == "content"
 
 
 def test_a_file_that_is_changed_while_it_is_copied_ends_that_mirror(

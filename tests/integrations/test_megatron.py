@@ -517,6 +517,28 @@ def test_a_save_in_place_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: 
     one.optimizer.close()
 
 
+def test_a_folder_that_is_saved_to_again_is_whole_after_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the save before is ended when the next one is under way."""
+    one, place, requests = over_a_shard(tmp_path / "paths"), tmp_path / "iter_1", []
+    one.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
+    one.optimizer.step()
+    for _ in range(2):
+        id = uuid.uuid4().hex
+        monkeypatch.setitem(in_place.asked_states, id, one)
+        state, request = {"state": {in_place.POINTER: id}}, SimpleNamespace(finalize_fns=[list])
+        requests.append(
+            in_place.save(lambda *_, request=request, **__: request, state, place, async_sharded_save=True)
+        )
+    for request in requests:
+        assert not (place / WHOLE).exists()
+        for finalize in request.finalize_fns:
+            finalize()
+    assert (place / WHOLE).exists()
+    one.optimizer.close()
+
+
 def test_a_rank_that_cannot_save_keeps_no_other_one_waiting(tmp_path: Path) -> None:
     """The others' saves end as failed, and the next one goes well."""
     one = over_a_shard(tmp_path / "paths")
@@ -526,6 +548,8 @@ def test_a_rank_that_cannot_save_keeps_no_other_one_waiting(tmp_path: Path) -> N
     ended += [0, 1]
     with pytest.raises(CheckpointError):
         end.result(timeout=60)
+    open_files = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    assert str(tmp_path / "iter_1" / "offload") not in open_files
     save_in_place(one, tmp_path / "iter_2")
     one.optimizer.close()
 
