@@ -85,7 +85,7 @@ def _parse_size(field: str, text: str) -> Decimal:
     size = number * _UNITS[unit]
     if not unit and 0 < size < LEAST_WITHOUT_UNIT:
         given = text.strip()
-        raise ConfigError(field, text, f'give it a unit, such as "{given}GiB"; "{given}B" if bytes are meant')
+        raise ConfigError(field, text, f'give it a unit, such as "{given}GiB"')
     return size
 
 
@@ -910,8 +910,7 @@ class OffloadConfig:
                 return {node: part_of(nbytes) for node, nbytes in budget.items()}
             if not isinstance(budget, int):
                 return budget
-            nbytes = budget * part // max(whole, 1)
-            return max(LEAST_BUDGET, nbytes) if nbytes else 0
+            return max(LEAST_BUDGET, budget * part // max(whole, 1)) if budget and part else 0
 
         paths = [dataclasses.replace(path, max_bytes=part_of(path.max_bytes)) for path in self.path_configs]
         budgets = {name: part_of(getattr(self, name)) for name in ("host_memory", "gpu_memory")}

@@ -14,6 +14,7 @@ from typing import Any
 from offload.cli.machine import STAND_IN
 from offload.cli.scenario import (
     ADVISED,
+    DOES_NOT_FIT,
     Answer,
     Scenario,
     ask,
@@ -197,8 +198,8 @@ class Choices:
                 yield answer
         if not fitting:
             why, leanest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
-            text = f"{misfit_text(why)} with the leanest of all settings ({leanest}); {why}"
-            raise PlanError(in_options(text, "plan")) from why
+            text = f"{misfit_text(why)} with the leanest of all settings ({leanest}); {in_options(str(why), 'plan')}"
+            raise PlanError(text) from why
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
         """Return the node's memory that a variant has to fit; None for no limit.
@@ -332,16 +333,23 @@ def _rounding_unit(budget: int) -> int:
 
 
 def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
-    """Return the fewest switches with which a model fits that does not, in words; "" if none help.
+    """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
 
+    It is "" if nothing can be planned.
     If those that are left open do not help, the user's own budgets and placement are given up, too.
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
+    lacking = ""
     for opened in (choices, all_computed):
-        with contextlib.suppress(ConfigError, PlanError):  # none fits: open more
+        try:
             first = next(opened.fitting_answers(scenario, leaves=False))
-            return " and ".join(switch_texts(scenario, first.scenario, choices))
-    return ""
+        except PlanError as error:  # none fits: open more
+            lacking = str(error).partition("; ")[0].removeprefix(f"{DOES_NOT_FIT} ")
+        except ConfigError:
+            pass
+        else:
+            return f"it fits with {' and '.join(switch_texts(scenario, first.scenario, choices))}"
+    return f"no settings help: {lacking}" if lacking else ""
 
 
 def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:

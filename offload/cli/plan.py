@@ -303,8 +303,9 @@ def _check_places(arguments: argparse.Namespace, rates: Rates) -> None:
     known_nodes = [f"node{node.node}" for node in rates.nodes]
     for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
         if name not in known_nodes:
-            measure = "" if is_described(arguments) else "; `offload probe` measures those of the machine it runs on"
-            advice = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}{measure}"
+            advice = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
+            if is_described(arguments):
+                advice = "a machine in words has no memory nodes: give one size, such as 2GiB"
             raise ConfigError("--host-memory", name, advice)
 
 
@@ -349,11 +350,10 @@ def _misfit(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choi
 
     Also the least host memory that would do, where that is what is lacking.
     """
-    switches = advise.fitting_switches_text(scenario, choices)
-    texts = [misfit_text(error), *([f"it fits with {switches}"] if switches else []), in_options(str(error), "plan")]
+    texts = [misfit_text(error), advise.fitting_switches_text(scenario, choices), in_options(str(error), "plan")]
     if not {GPU_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}:
         texts.append(_least_memory_text(scenario, choices))
-    return "; ".join(texts)
+    return "; ".join(filter(None, texts))
 
 
 def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:

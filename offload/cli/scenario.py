@@ -531,6 +531,9 @@ def _check_fits_gpu(scenario: Scenario, gpu_memory: int, use: MemoryUse, *, leav
     )
 
 
+DOES_NOT_FIT = "does not fit:"
+"""How an answer about a plan that does not fit begins."""
+
 _LACKED = {
     NODE_NAME: "host memory",
     GPU_NAME: "GPU memory",
@@ -555,7 +558,7 @@ def misfit_text(error: InfeasiblePlanError) -> str:
     usual = "memory for state" if BUDGET_NAMES.issuperset(offers) else "room on the drives"
     lacked = (words for name, words in _LACKED.items() if any(offer.startswith(name) for offer in offers))
     what = next(lacked, usual)
-    return f"does not fit: {format_bytes(lacking_bytes(error))} more of {what} needed"
+    return f"{DOES_NOT_FIT} {format_bytes(lacking_bytes(error))} more {what} needed"
 
 
 def fits_text(answer: Answer) -> str:

@@ -103,7 +103,7 @@ def test_without_paths_state_takes_what_it_needs(capsys: pytest.CaptureFixture[s
     said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--state-format", "exact")
     assert "the host memory of 1 rank (each 89.4 GiB state" in said
     assert "--host-memory" not in said  # which was not given
-    assert said.startswith("offload plan: does not fit: 41.0 GiB more of host memory needed; ")
+    assert said.startswith("offload plan: does not fit: 55.3 GiB more host memory needed; ")
     said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--host-memory", "1GiB")
     assert "--host-memory: 1.0 GiB" in said
     assert "raise --host-memory or give paths" in said
@@ -117,7 +117,7 @@ def test_without_paths_state_takes_what_it_needs(capsys: pytest.CaptureFixture[s
     [
         (
             "--model llama-3b --tokens 512 --accumulate 1",
-            ["keep_grads=False (--no-keep-grads, gradients leave the GPU during backward)"],
+            ["keep_grads=False (--no-keep-grads, gradients leave"],
         ),
         ("--model llama-3b --tokens 2048 --no-keep-grads", ["recomputation of activations (--recompute"]),
         ("--model llama-3b --tokens 2048", ["keep_grads=False", "recomputation"]),
@@ -132,9 +132,7 @@ def test_the_switch_that_makes_a_model_fit_is_named(
 ) -> None:
     words = ["--gpu", "12GiB", *SMALL[2:]]
     said = refused(capsys, *arguments.split(), *words)
-    assert re.match(
-        r"offload plan: does not fit: [\d.]+ [GM]iB more of (GPU|host) memory needed; it fits with ", said
-    )
+    assert re.match(r"offload plan: does not fit: [\d.]+ [GM]iB more (GPU|host) memory needed; it fits with ", said)
     fits = said.partition("it fits with ")[2].partition("; ")[0]
     assert all(switch in fits for switch in switches), said
     assert ("keep_grads" in fits) == any("keep_grads" in switch for switch in switches)
@@ -244,7 +242,7 @@ def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[s
     said = refused(capsys, *words, *more, *["--weights-on", "gpu"] * bool(more))
     if more:
         leanest = "with the leanest of all settings (state exact, keep_grads=False, placement cpu, recomputation)"
-        assert re.search(rf"does not fit: [\d.]+ GiB more of GPU memory needed {re.escape(leanest)}; ", said)
+        assert re.search(rf"does not fit: [\d.]+ GiB more GPU memory needed {re.escape(leanest)}; ", said)
         assert "27.5 GiB gradients" not in said
     else:
         assert "it fits with weights in host memory (--weights-on host, docs/weights.md) and" in said
@@ -267,7 +265,7 @@ def test_the_variant_without_budgets_is_named(
     monkeypatch.setattr(Choices, "fix_budgets", fix_most)
     words = ["--params", "70e9", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--weights-on", "cpu", "--advise"]
     said = refused(capsys, *words)
-    assert f"more of memory for staging slots needed with the leanest of all settings ({unfixed}" in said
+    assert f"more memory for staging slots needed with the leanest of all settings ({unfixed}" in said
 
 
 @pytest.mark.slow
@@ -377,26 +375,22 @@ WORDS = "--model qwen-0.5b --gpu 16GiB --host 16GiB --drive 3.5GB/s:2TB --tokens
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("arguments", "first", "says"),
     [
-        ("", "exact keeps every bit of state, 5.5 GiB; compact8 rounds it to "),
-        ("--drive 3.5GB/s:1GB --host 5GiB --weights-on cpu --gpus 0", "exact state does not fit here; compact"),
-        ("--state-format compact8", "\ncompact8 rounds state (docs/formats.md)\n"),
-        ("--state-format exact", ""),
+        (WORDS, "exact", "exact keeps every bit of state, 5.5 GiB; compact"),
+        ("--model qwen-0.5b --host 9GiB --weights-on cpu", "compact8", "exact state does not fit here; compact"),
+        (f"{WORDS} --state-format compact8", "compact8", "\ncompact8 rounds state (docs/formats.md)\n"),
+        (f"{WORDS} --state-format exact", "exact", ""),
     ],
 )
 def test_a_setting_with_exact_state_comes_first_where_one_fits(
-    capsys: pytest.CaptureFixture[str], more: str, says: str
+    capsys: pytest.CaptureFixture[str], arguments: str, first: str, says: str
 ) -> None:
-    words = WORDS.split()
-    if "--host" in more:
-        words = words[:2] + words[-2:]
-    assert cli.main(["plan", *words, *more.split(), "--advise"]) == 0
+    assert cli.main(["plan", *arguments.split(), "--advise"]) == 0
     printed = capsys.readouterr().out
-    (first,) = re.findall(r"^1 +state (\w+)", printed, re.MULTILINE)
-    assert (first == "exact") == (says in ("", "exact keeps every bit of state, 5.5 GiB; compact8 rounds it to "))
+    assert re.search(rf"^1 +state {first}", printed, re.MULTILINE)
     assert says in printed
-    assert ("rounds" in printed or "round it" in printed) == bool(says)
+    assert ("docs/formats.md" in printed) == bool(says)
     assert "offload probe" not in printed  # of a machine in words
 
 
@@ -444,18 +438,17 @@ def test_the_first_line_says_whether_it_fits(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--params 8e9 --host 64GiB --state-format exact", "41.0 GiB more of host memory needed"),
-        ("--params 8e9 --host 64GiB --host-memory 1GiB", "88.4 GiB more of memory for state needed"),
-        ("--model llama-8b --host 64GiB --drive 3GB/s:50GB --host-memory 0", "more of room on the drives needed"),
-        ("--model llama-8b --gpu 12GiB --host 64GiB --tokens 128", "more of GPU memory needed"),
-        ("--model llama-8b --gpu 8GiB --host 8GiB --drive 1GB/s:10GB --weights-on path", "room on the fastest drive"),
+        ("--params 8e9 --host 64GiB --state-format exact", "55.3 GiB more host memory needed"),
+        ("--params 8e9 --host 64GiB --host-memory 1GiB", "88.4 GiB more memory for state needed"),
+        ("--model llama-8b --host 64GiB --drive 3GB/s:50GB --host-memory 0", "more room on the drives needed"),
+        ("--model llama-8b --gpu 12GiB --host 64GiB --drive 3GB/s:2TB --tokens 128", "more GPU memory needed"),
         ("--model llama-8b --host 64GiB --drive 3GB/s:2TB --staging-memory 1MiB", "memory for staging slots needed"),
     ],
 )
 def test_what_is_lacking_comes_first(capsys: pytest.CaptureFixture[str], arguments: str, says: str) -> None:
     """And no option is advised that describes a machine by a file."""
     said = refused(capsys, *arguments.split())
-    assert re.match(r"offload plan: does not fit: [\d.]+ [KMGT]iB more of ", said)
+    assert re.match(r"offload plan: does not fit: [\d.]+ [KMGT]iB more ", said)
     assert says in said.partition(";")[0]
     for option in ("--node-memory", "--ranks", "--rates"):
         assert option not in said
