@@ -368,7 +368,8 @@ def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[st
         if value == before.value(name) or name in choices.computed:
             continue
         if name in COMPUTED_SETTINGS:  # the user's own, given up
-            asks_and_texts.append((1000, f"{name}={budget_text(value)} ({option_of(name)})"))
+            own = budget_text(value) if isinstance(value, int) else value
+            asks_and_texts.append((1000, f"{name}={own} ({option_of(name)} {own})"))
             continue
         advised = field.metadata["advised"]
         written = json.dumps(value) if isinstance(value, str) else value

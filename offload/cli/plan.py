@@ -17,6 +17,7 @@ from offload.cli.progress import Progress
 from offload.cli.scenario import (
     FASTEST_PATH_NAME,
     GPU_NAME,
+    GPU_STAGING_NAME,
     Answer,
     Scenario,
     ask,
@@ -351,7 +352,7 @@ def _misfit(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choi
     Also the least host memory that would do, where that is what is lacking.
     """
     texts = [misfit_text(error), advise.fitting_switches_text(scenario, choices), in_options(str(error), "plan")]
-    if not {GPU_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}:
+    if not {GPU_NAME, GPU_STAGING_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}:
         texts.append(_least_memory_text(scenario, choices))
     return "; ".join(filter(None, texts))
 

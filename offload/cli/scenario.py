@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 NODE_NAME = "the node"
 GPU_NAME = "the GPU"
+GPU_STAGING_NAME = "GPU staging"
 FASTEST_PATH_NAME = "the fastest path"
 """What `InfeasiblePlanError` calls them where they are too small, before any more words."""
 
@@ -539,7 +540,7 @@ _LACKED = {
     GPU_NAME: "GPU memory",
     FASTEST_PATH_NAME: "room on the fastest drive",
     "staging_memory": "memory for staging slots",
-    "GPU staging": "GPU memory for staging slots",
+    GPU_STAGING_NAME: "GPU memory for staging slots",
 }
 """In words, what is lacking by how an `InfeasiblePlanError` begins to call it."""
 
