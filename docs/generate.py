@@ -32,10 +32,11 @@ HEAD = """# Configuration
 Written by `python docs/generate.py` from `offload/config.py`; change that.
 
 Settings are given as `offload.OffloadConfig(...)`, as a mapping (`offload.AdamW(..., offload={...})`), or in a
-DeepSpeed config under `multi_tier_offload`, by the same names. Sizes are bytes or strings such as `"8GiB"`. Values
-are checked when the config is made: a wrong one is a `ConfigError` that names setting, value and what is allowed,
-before any file is touched. `host_memory`, `gpu_memory`, `staging_memory`, `paths` and `threads` are those of
-one process. Words such as subgroup, tier and home are explained in [step.md](step.md#words).
+DeepSpeed config under `multi_tier_offload`, by the same names. Sizes are bytes or strings such as `"8GiB"`, and 0 or
+at least 4 KiB: 64 bytes are no 64 GiB. Values are checked when the config is made: a wrong one is a `ConfigError`
+that names setting, value and what is allowed, before any file is touched. `host_memory`, `gpu_memory`,
+`staging_memory`, `paths` and `threads` are those of one process. Words such as subgroup, tier and home are explained
+in [step.md](step.md#words).
 """
 
 

@@ -19,7 +19,7 @@ from offload.errors import ConfigError, check_text
 from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.protocols import MAX_DEPTH, MAX_NODES
 from offload.rules import UpdateRule
-from offload.units import read_number
+from offload.units import format_count, read_number
 
 if TYPE_CHECKING:
     from offload.plan import Budgets, PathBudget
@@ -32,7 +32,9 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
 
 LEAST_WITHOUT_UNIT = 1 << 20
-"""Nobody gives so few bytes: whoever writes a smaller number has left out its unit."""
+"""Nobody writes so few bytes: whoever gives a smaller number as text has left out its unit."""
+LEAST_BUDGET = 1 << 12
+"""Fewest bytes of a budget that is not 0, a page of memory: also an integer below it has left out its unit."""
 
 MAX_BYTES = (1 << 63) - 1
 MAX_INTEGER = (1 << 62) - 1
@@ -83,8 +85,21 @@ def _parse_size(field: str, text: str) -> Decimal:
     size = number * _UNITS[unit]
     if not unit and 0 < size < LEAST_WITHOUT_UNIT:
         given = text.strip()
-        raise ConfigError(field, text, f'give it a unit, such as "{given}GiB"; "{given}B" if bytes are meant')
+        raise ConfigError(field, text, f'give it a unit, such as "{given}GiB"')
     return size
+
+
+def parse_budget(field: str, value: object) -> int:
+    """Return the bytes of a budget: a size (see `parse_bytes`) that is 0 or at least `LEAST_BUDGET`.
+
+    Raises:
+        ConfigError: If it is neither; names `field`.
+    """
+    nbytes = parse_bytes(field, value)
+    if 0 < nbytes < LEAST_BUDGET:
+        why = f"{nbytes} is {format_count(nbytes, 'byte')}, and a budget is 0 or at least {LEAST_BUDGET:,}"
+        raise ConfigError(field, value, f'{why}; write "{nbytes}GiB" if that is meant')
+    return nbytes
 
 
 _NODE = re.compile(r"node(0|[1-9]\d{0,3})", re.ASCII)
@@ -101,14 +116,14 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
         ConfigError: If it is neither; names `field`.
     """
     if not isinstance(value, Mapping):
-        return parse_bytes(field, value)
+        return parse_budget(field, value)
     for name in value:
         match = _NODE.fullmatch(name) if isinstance(name, str) else None
         if match is None or int(match[1]) >= MAX_NODES:
             raise ConfigError(field, name, 'name memory nodes as in {"node0": "200GiB", "node2": "400GiB"}')
     if not value:
         raise ConfigError(field, value, 'give a size, or one for each memory node: {"node0": "200GiB"}')
-    nbytes_by_node = {str(name): parse_bytes(f"{field}.{name}", size) for name, size in value.items()}
+    nbytes_by_node = {str(name): parse_budget(f"{field}.{name}", size) for name, size in value.items()}
     if sum(nbytes_by_node.values()) > MAX_BYTES:
         raise ConfigError(field, value, f"give {MAX_BYTES:,} bytes in all at most")
     return nbytes_by_node
@@ -118,13 +133,13 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
 
 
 class Size:
-    """Takes a size in bytes, or one of `words`."""
+    """Takes a budget in bytes, or one of `words`."""
 
     def __init__(self, *words: str) -> None:
         self.choices = words
 
     def __call__(self, field: str, value: Any) -> int | str:
-        return str(value) if value in self.choices else parse_bytes(field, value)
+        return str(value) if value in self.choices else parse_budget(field, value)
 
 
 class Count:
@@ -275,7 +290,7 @@ class Tried(NamedTuple):
 
     Attributes:
         values: What it tries; the first one asks least of the user. None where it computes the value.
-        why: What the other values do, in words that follow the setting.
+        why: What the other values do, in words that follow the setting's option.
         weights_on: "cpu" or "gpu" if it is tried only where weights lie there.
         asks: How much more each value asks of the user than the one before; most where results change.
     """
@@ -429,7 +444,7 @@ class PathConfig:
 class OffloadConfig:
     """Where optimizer state may live and how much of each tier it may use.
 
-    Sizes are integers (bytes) or strings such as "8GiB". Values are checked on construction.
+    Sizes are integers (bytes) or strings such as "8GiB", and 0 or at least 4 KiB. Values are checked on construction.
     """
 
     host_memory: int | str | Mapping[str, int | str] | None = setting(
@@ -443,8 +458,8 @@ class OffloadConfig:
         Homes then lie where the step is shortest, and all other memory of the session on the fastest of these nodes;
         memory is bound there.""",
         plan=Flag(
-            "for state at home there (default: what the node can spare, if that is known); of each memory node of "
-            "the rates as node0=200GiB,node2=400GiB"
+            "host memory of each rank for optimizer state (default: what the node can spare, if that is known); of "
+            "each memory node of the rates as node0=200GiB,node2=400GiB"
         ),
         train=Flag("budget for state that stays in host memory, such as 8GiB (default: a quarter of the state)"),
         advised=Tried(),
@@ -457,7 +472,7 @@ class OffloadConfig:
         what the step needs of it (staging slots, as many as pay of those that the first backward pass leaves room
         for) is taken when backward has ended, and given back to torch before the next forward pass; so "borrow" and
         `overlap` "forward" exclude each other. More than 0 is refused where weights lie on the CPU.""",
-        plan=Flag("for state at home on the GPU (default: what activations leave, if known)"),
+        plan=Flag("GPU memory for optimizer state (default: what activations leave, if known)"),
         train=None,
         advised=Tried(weights_on="gpu"),
     )
@@ -470,9 +485,9 @@ class OffloadConfig:
         for every parameter, and `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own;
         to drop gradients without a step, call `optimizer.zero_grad()`. A few buffers come on top, named in the plan.
         Excludes `overlap` "backward" and "both"; with weights on a GPU the CPU updates all.""",
-        plan=Flag("for gradients; beyond it they leave for the paths during backward (default: for all of them)"),
-        train=Flag("host memory for gradients, which leave it for the paths beyond (default: for all of them)"),
-        advised=Tried((None, 0), ": gradients leave for the paths during backward", "cpu", 2),
+        plan=Flag("host memory for gradients; others leave for the paths during backward (default: for all of them)"),
+        train=Flag("host memory for gradients; others leave for the paths (default: for all of them)"),
+        advised=Tried((None, 0), "gradients leave for the paths during backward", "cpu", 2),
     )
     paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = setting(
         (),
@@ -481,7 +496,7 @@ class OffloadConfig:
         "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the paths are seen to
         have, step by step, unless a `share` is given.""",
         plan=None,
-        train=Flag("where streamed state is stored, one for each disk (default: OUTPUT/state)", "DIR"),
+        train=Flag("directories for state beyond memory, one on each disk (default: OUTPUT/state)", "DIR"),
         advised=Tried(),
     )
     staging_memory: int | str | None = setting(
@@ -489,15 +504,15 @@ class OffloadConfig:
         Size(),
         """Bytes of host memory through which streamed state passes. None: four subgroups, or more where rates from a
         file say that they pay.""",
-        plan=Flag("that streamed state passes through (default: chosen)"),
-        train=Flag("buffers for state on its way (default: the engine's choice)"),
+        plan=Flag("host memory through which state from the paths passes (default: chosen)"),
+        train=Flag("host memory for state on its way to and from the paths (default: the engine's choice)"),
     )
     subgroup_numel: int | None = setting(
         None,
         Count(1024),
         """Most elements of a subgroup. None: chosen from the model's size.""",
-        plan=Flag("most elements of a subgroup (default: chosen)"),
-        train=Flag("parameters a subgroup (default: the engine's choice)", "COUNT"),
+        plan=Flag("most parameters of a subgroup, of which each is moved and updated as one (default: chosen)"),
+        train=Flag("most parameters of a subgroup (default: the engine's choice)", "COUNT"),
         alike=True,
     )
     threads: int | None = setting(
@@ -526,12 +541,12 @@ class OffloadConfig:
         step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them. Refused where weights lie on
         the CPU.""",
         plan=Flag(
-            "gradients on the GPU stay until the step, as OffloadConfig(keep_grads=...) says; with --no-keep-grads, "
-            "and under ZeRO, they leave during backward (default: they stay with one rank)"
+            "whether gradients stay on the GPU until the step; if not, they leave during backward, which takes less "
+            "of its memory (default: they stay with one rank, and leave with several, as under ZeRO)"
         ),
         train=None,
         deepspeed=combinations.DEEPSPEED_KEEPS,
-        advised=Tried((True, False), ": gradients leave the GPU during backward", "gpu", 4),
+        advised=Tried((True, False), "gradients leave the GPU during backward", "gpu", 4),
     )
     checksum: bool = setting(
         True,
@@ -590,7 +605,11 @@ class OffloadConfig:
         """The device that runs updates where weights lie on a GPU: "auto" for whatever the model finds fastest,
         chosen again by what the first steps show, "cpu", "gpu", or the GPU's share from 0 to 1. State at home on the
         GPU is updated there anyway. Where weights lie on the CPU, "auto" and "cpu" are all there is.""",
-        plan=Flag('updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)', "P"),
+        plan=Flag(
+            'where state is updated: "cpu", "gpu", the share of it on the GPU (0.5), "stride:<k>" for every k-th '
+            'subgroup there, or "auto", whatever is fastest (default: auto)',
+            "P",
+        ),
         train=None,
         advised=Tried(),
     )
@@ -611,9 +630,9 @@ class OffloadConfig:
         bf16; or "compact8": the upper 24 bits of the master, and 8-bit codes that share scales in blocks of 64. Both
         are rounded stochastically. With Adam and 16-bit weights they take 8 and 5.03 bytes a parameter and not 12.
         The same seed gives the same bits on every placement.""",
-        plan=Flag("how state is stored (default: exact)"),
-        train=Flag("how state is stored (default: exact)"),
-        advised=Tried(tuple(STATE_FORMATS), ", which rounds state", asks=100),
+        plan=Flag("how state is stored: in fp32, or rounded to 16 or 8 bits, docs/formats.md (default: exact)"),
+        train=Flag("how state is stored: in fp32, or rounded to 16 or 8 bits, docs/formats.md (default: exact)"),
+        advised=Tried(tuple(STATE_FORMATS), "which rounds state", asks=100),
         alike=True,
     )
     exact_names: Sequence[str] = setting(
@@ -881,14 +900,17 @@ class OffloadConfig:
     def for_part(self, part: int, whole: int) -> OffloadConfig:
         """Return this config for one of several engines in a process, which has `part` of `whole` of their state.
 
-        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`; all else is each one's own.
+        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`, and `LEAST_BUDGET` where
+        that would be less; all else is each one's own.
         """
 
         def part_of(budget: Any) -> Any:
             """Return this engine's part of a size, or of each node's; words and None stay."""
             if isinstance(budget, dict):
                 return {node: part_of(nbytes) for node, nbytes in budget.items()}
-            return budget * part // max(whole, 1) if isinstance(budget, int) else budget
+            if not isinstance(budget, int):
+                return budget
+            return max(LEAST_BUDGET, budget * part // max(whole, 1)) if budget and part else 0
 
         paths = [dataclasses.replace(path, max_bytes=part_of(path.max_bytes)) for path in self.path_configs]
         budgets = {name: part_of(getattr(self, name)) for name in ("host_memory", "gpu_memory")}

@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="offload",
         description="Trains models whose optimizer state does not fit in memory, without changing the numbers.",
+        epilog="Begin with `offload plan --help`: does it fit, and which lines go into your script? `offload COMMAND "
+        "--help` says what a command takes.",
     )
     parser.add_argument("--version", action="version", version=f"offload {version('offload')}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")

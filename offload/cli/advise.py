@@ -14,20 +14,26 @@ from typing import Any
 from offload.cli.machine import STAND_IN
 from offload.cli.scenario import (
     ADVISED,
+    DOES_NOT_FIT,
     Answer,
     Scenario,
     ask,
     budget_text,
     check_fits,
+    fits_text,
     gpu_room,
+    lacking_bytes,
     memory_use,
+    misfit_text,
     missing_option_line,
     rank_rates,
     reserved_bytes,
 )
 from offload.cli.streamed import path_of
 from offload.cli.values import in_columns, in_options, option_of
+from offload.config import LEAST_BUDGET
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
+from offload.formats import EXACT, StateFormat
 from offload.units import format_bytes, format_seconds
 
 Report = Callable[[int, int, str], None]
@@ -52,7 +58,7 @@ GPU_UPDATE_SHARES = (0.5, 0.25, 0.125)
 MOST_SHOWN = 3
 """Settings that `--advise` shows."""
 MOST_SIMULATED = 5
-"""Settings that are simulated: those that the closed form finds best."""
+"""Settings that are simulated: those that the closed form finds best, and the best `MOST_SHOWN` with exact state."""
 
 WORTH_HIDING = 0.02
 """Fraction of an iteration that hiding the step has to save, to be worth its setting."""
@@ -76,6 +82,15 @@ GPU_SETTINGS = frozenset(name for name, one in ADVISED.items() if one.metadata["
 
 COMPUTED_SETTINGS = frozenset(name for name, one in ADVISED.items() if not one.metadata["advised"].values)
 """Settings whose values are computed, and not tried."""
+
+
+FRAMEWORKS = {
+    "torch": "Python",
+    "json": "JSON",
+    "deepspeed": "DeepSpeed, in its config",
+    "transformers": "Trainer",
+}
+"""For what a setting is written, by the words of `--for`, and what its lines begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +180,11 @@ class Choices:
         """
         variants = self.variants(scenario)
         misfits: list[tuple[InfeasiblePlanError, Scenario]] = []
-        any_fits = False
+        fitting: list[StateFormat] = []
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
-            if any_fits and variant.model.weights_on == "path":
+            least_rounding = min((state_format.code for state_format in fitting), default=math.inf)
+            if variant.model.weights_on == "path" and least_rounding <= variant.config.format.code:
                 continue  # slower, and a drive is worn
             planned = variant  # which the error names if no budgets can be fixed
             try:
@@ -178,11 +194,12 @@ class Choices:
             except InfeasiblePlanError as error:
                 misfits.append((error, planned))
             else:
-                any_fits = True
+                fitting.append(variant.config.format)
                 yield answer
-        if not any_fits:
-            why, leanest = min(misfits, key=lambda misfit: _lacking_bytes(misfit[0]))
-            raise PlanError(f"no setting fits; with the leanest ({leanest}), {in_options(str(why), 'plan')}") from why
+        if not fitting:
+            why, leanest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
+            text = f"{misfit_text(why)} with the leanest of all settings ({leanest}); {in_options(str(why), 'plan')}"
+            raise PlanError(text) from why
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
         """Return the node's memory that a variant has to fit; None for no limit.
@@ -257,11 +274,6 @@ class Choices:
         return 0 if memory is None else max(0, memory - reserved_bytes(memory, ranks)) // ranks
 
 
-def _lacking_bytes(error: InfeasiblePlanError) -> int:
-    """Return how many bytes more a plan needed that does not fit."""
-    return error.needed_bytes - sum(error.available_bytes.values())
-
-
 def _with_largest_host_memory(scenario: Scenario, room: int) -> Scenario:
     """Return a scenario with the most host memory for state with which a rank takes no more than `room`."""
     return scenario.with_settings(host_memory=_largest_fitting_budget(scenario, "host_memory", room))
@@ -285,7 +297,7 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
             if budget >= room:
                 return 0
             fits = budget
-            budget = _round_down((fits + too_much) // 2) if budget else room
+            budget = _round_down((fits + too_much) // 2) if budget else room // LEAST_BUDGET * LEAST_BUDGET
             continue
         bytes_by_purpose = use.host if field == "host_memory" else use.gpu
         excess = sum(bytes_by_purpose.values()) - room
@@ -316,21 +328,28 @@ def _with_spare(state_bytes: int, most: int = 1 << 62) -> int:
 
 
 def _rounding_unit(budget: int) -> int:
-    """Return the unit of `ROUNDING_UNITS` that a budget is a multiple of; 1 for small ones."""
-    return next((unit for unit in ROUNDING_UNITS if budget >= 8 * unit), 1)
+    """Return the unit of `ROUNDING_UNITS` that a budget is a multiple of; `LEAST_BUDGET` for small ones."""
+    return next((unit for unit in ROUNDING_UNITS if budget >= 8 * unit), LEAST_BUDGET)
 
 
 def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
-    """Return the fewest switches with which a model fits that does not, in words; "" if none help.
+    """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
 
+    It is "" if nothing can be planned.
     If those that are left open do not help, the user's own budgets and placement are given up, too.
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
+    lacking = ""
     for opened in (choices, all_computed):
-        with contextlib.suppress(ConfigError, PlanError):  # none fits: open more
+        try:
             first = next(opened.fitting_answers(scenario, leaves=False))
-            return " and ".join(switch_texts(scenario, first.scenario, choices))
-    return ""
+        except PlanError as error:  # none fits: open more
+            lacking = str(error).partition("; ")[0].removeprefix(f"{DOES_NOT_FIT} ")
+        except ConfigError:
+            pass
+        else:
+            return f"it fits with {' and '.join(switch_texts(scenario, first.scenario, choices))}"
+    return f"no settings help: {lacking}" if lacking else ""
 
 
 def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
@@ -349,21 +368,22 @@ def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[st
         if value == before.value(name) or name in choices.computed:
             continue
         if name in COMPUTED_SETTINGS:  # the user's own, given up
-            asks_and_texts.append((1000, f"{name}={budget_text(value)} ({option_of(name)})"))
+            own = budget_text(value) if isinstance(value, int) else value
+            asks_and_texts.append((1000, f"{name}={own} ({option_of(name)} {own})"))
             continue
         advised = field.metadata["advised"]
         written = json.dumps(value) if isinstance(value, str) else value
-        text = f"{name}={written} ({_option_with_value(name, value)}){advised.why}"
-        asks_and_texts.append((advised.asks, text))
+        why = f", {advised.why}" if advised.why else ""
+        asks_and_texts.append((advised.asks, f"{name}={written} ({_option_with_value(name, value)}{why})"))
     return [text for _, text in sorted(asks_and_texts, key=lambda each: each[0])]
 
 
 def _option_with_value(name: str, value: Any) -> str:
-    """Return how an option is written on the command line; one of several words without the word."""
+    """Return how an option is written on the command line."""
     option = option_of(name)
     if isinstance(value, bool):
         return option if value else option.replace("--", "--no-", 1)
-    return option if isinstance(value, str) else f"{option} {value}"
+    return f"{option} {value}"
 
 
 # Settings
@@ -400,6 +420,11 @@ class Setting:
         if overlap != "off" and hidden_s[overlap] < worthwhile_s:
             return cls(answer, overlap, iteration_s=hidden_s[overlap])
         return cls(answer, overlap="off", iteration_s=answer.iteration_s)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its state is rounded."""
+        return self.answer.scenario.config.format.rounds
 
     @property
     def config(self) -> dict[str, Any]:
@@ -451,27 +476,28 @@ def _used_of_budget(answer: Answer, *, home: str, budget: int, used: int) -> int
 
 
 def best_settings(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
-    """Return the settings with the shortest iterations, the shortest first.
+    """Return the best settings: one with exact state, if that fits, then others by the length of their iterations.
 
-    Those that another beats (as good in every way, and better in one) come last, but the first stays first.
+    Those that another beats (as good in every way, and better in one) come last.
 
     Raises:
         PlanError: None fits.
         ConfigError: None can be planned.
     """
     answers = sorted(choices.fitting_answers(scenario, report), key=lambda answer: answer.iteration_s)
+    exact = [answer for answer in answers if not answer.scenario.config.format.rounds]
+    simulated = answers[:MOST_SIMULATED]
+    simulated += [answer for answer in exact[:MOST_SHOWN] if all(answer is not other for other in simulated)]
     settings = []
-    for number, answer in enumerate(answers[:MOST_SIMULATED]):
-        report(number, len(answers[:MOST_SIMULATED]), "simulated")
+    for number, answer in enumerate(simulated):
+        report(number, len(simulated), "simulated")
         settings.append(Setting.of(ask(answer.scenario)))
     settings.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
-    shown: list[Setting] = []
-    for setting in settings:
-        is_beaten = any(_beats(other, setting) for other in settings if other is not setting)
-        if not is_beaten or not shown:
-            shown.append(setting)
-    shown += [setting for setting in settings if setting not in shown]
-    return shown[:MOST_SHOWN]
+    first = next((setting for setting in settings if not setting.rounds), settings[0])
+    others = [setting for setting in settings if setting is not first]
+    beaten = [one for one in others if any(_beats(other, one) for other in settings if other is not one)]
+    unbeaten = [setting for setting in others if setting not in beaten]
+    return [first, *unbeaten, *beaten][:MOST_SHOWN]
 
 
 def _beats(one: Setting, other: Setting) -> bool:
@@ -566,8 +592,20 @@ def settings_table(settings: list[Setting]) -> str:
     return in_columns(rows, right=(2, 3, 4, 5))  # the figures
 
 
-def to_paste(setting: Setting) -> str:
-    """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer.
+def to_paste(setting: Setting, framework: str | None = None) -> str:
+    """Return a setting as one would write it for one of `FRAMEWORKS`, or for each that can have it."""
+    lines_by_framework = _lines_to_paste(setting)
+    if framework is None:
+        return "\n".join(itertools.chain.from_iterable(lines_by_framework.values()))
+    if framework not in lines_by_framework:
+        is_in_file = setting.answer.scenario.model.weights_on == "path"
+        where = "in a file" if is_in_file else "in host memory, of several ranks"
+        return f"{FRAMEWORKS[framework]}: not with weights {where} (docs/weights.md)"
+    return "\n".join(lines_by_framework[framework])
+
+
+def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
+    """Return a setting as one would write it, by the `FRAMEWORKS` that can have it.
 
     Weights that lie elsewhere than where they are computed: for the Trainer in host memory and of one rank, and in a
     file not for DeepSpeed.
@@ -577,32 +615,40 @@ def to_paste(setting: Setting) -> str:
     in_host = model.weights_on == "host"
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     settings = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
-    lines = [
-        f"Python{on_gpu}:",
-        *([f"    model.{_checkpointing_name()}_enable()"] if model.recompute else []),
+    recompute = f"model.{_checkpointing_name()}_enable()"
+    # Where a block is no code, its head says what the script does beside it.
+    after = f", after {recompute} in the script" if model.recompute else ""
+    lines: dict[str, list[str]] = {}
+    lines["torch"] = [
+        f"{FRAMEWORKS['torch']}{on_gpu}:",
+        *([f"    {recompute}"] if model.recompute else []),
         *_weight_lines(setting.answer),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({settings}))",
     ]
     if setting.overlap in ("forward", "both"):
-        lines.append("    optimizer.overlap_forward(model)")
-        lines.append("    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own")
-    lines += ["JSON:", f"    {json.dumps(config)}"]
+        lines["torch"] += [
+            "    optimizer.overlap_forward(model)",
+            "    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own",
+        ]
+    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
     if model.weights_on != "path":
-        lines += [
-            f"DeepSpeed, in its config{on_gpu}:",
+        zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        if in_host:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+        lines["deepspeed"] = [
+            f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
+            f'    "zero_optimization": {json.dumps(zero)},',
             f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
         ]
-    if in_host:
-        lines.append('    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}')
     if not model.is_streamed or (in_host and scenario.machine.all_ranks == 1):
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
-        lines += [
-            f"Trainer{on_gpu}{launcher}:",
+        lines["transformers"] = [
+            f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",
             "    import offload.integrations.transformers as offload_transformers",
             f"    offload_transformers.enable({_python_dict(config)})",
             f"    arguments = TrainingArguments({_trainer_arguments(scenario)})",
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def _trainer_arguments(scenario: Scenario) -> str:
@@ -685,6 +731,25 @@ def _python_dict(config: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f'"{name}": {value!r}' for name, value in config.items()).replace("'", '"') + "}"
 
 
+def _rounding_lines(settings: list[Setting], without_exact: str) -> list[str]:
+    """Return a line that says which settings round state, and what that saves beside one that does not."""
+    state_bytes = {}
+    for setting in settings:
+        scenario = setting.answer.scenario
+        state_bytes[scenario.config.format] = scenario.machine.ranks * setting.answer.plan.state_bytes
+    rounding = [state_format for state_format in state_bytes if state_format.rounds]
+    if not rounding:
+        return []
+    verb = "rounds" if len(rounding) == 1 else "round"
+    names = f"{' and '.join(state_format.name for state_format in rounding)} {verb}"
+    if EXACT in state_bytes:
+        sizes = " and ".join(format_bytes(state_bytes[state_format]) for state_format in rounding)
+        exact = f"exact keeps every bit of state, {format_bytes(state_bytes[EXACT])}"
+        return [f"{exact}; {names} it to {sizes}, so that less has to be moved (docs/formats.md)"]
+    exact = f"{without_exact}; " if without_exact else ""
+    return [f"{exact}{names} state (docs/formats.md)"]
+
+
 def as_dict(setting: Setting) -> dict[str, Any]:
     """Return a setting for `--json`."""
     answer = setting.answer
@@ -702,19 +767,20 @@ def as_dict(setting: Setting) -> dict[str, Any]:
     }
 
 
-def describe(settings: list[Setting]) -> str:
-    """Return settings as a table, and each as the config to paste."""
+def describe(settings: list[Setting], framework: str | None = None, without_exact: str = "") -> str:
+    """Return settings as a table, and each as the config to paste for a framework, or for all.
+
+    Args:
+        settings: The best first.
+        framework: One of `FRAMEWORKS`; None for all.
+        without_exact: What it means if all settings round state; "" if it means nothing.
+    """
     scenarios = [setting.answer.scenario for setting in settings]
-    lines = [settings_table(settings)]
-    formats = dict.fromkeys(scenario.config.format for scenario in scenarios)
-    rounding = [state_format.name for state_format in formats if state_format.rounds]
-    if rounding:
-        verb = "rounds" if len(rounding) == 1 else "round"
-        lines.append(f"{' and '.join(rounding)} {verb} state; exact does not (docs/formats.md)")
+    lines = [fits_text(settings[0].answer), settings_table(settings), *_rounding_lines(settings, without_exact)]
     lines += dict.fromkeys(f"* {scenario.guess_warning}" for scenario in scenarios if scenario.guess_warning)
     lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
-        lines += ["", f"{number}. {setting}", to_paste(setting)]
+        lines += ["", f"{number}. {setting}", to_paste(setting, framework)]
     return "\n".join(lines)
 
 

@@ -36,7 +36,13 @@ def add_parser(commands: Any) -> None:
     folders = "a new folder (distributed, transformers, accelerate; deepspeed, best beside the other tags)"
     add_value(parser, "OUT", parse_path, f"what to write: a file (safetensors, torch, lightning) or {folders}")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="(default: %(default)s)")
+    kinds.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="one file of tensors by parameter name, or a folder of torch.distributed.checkpoint (default: "
+        "%(default)s)",
+    )
     kinds.add_argument(
         "--for",
         dest="framework",

@@ -143,7 +143,7 @@ def add_machine_options(options: Any) -> None:
     add_value(options, "--link", parse_speed, "what the link to each GPU moves, each way: 25GB/s", metavar="SPEED")
     host = 'host memory, as "64GiB", or "80GB/s:64GiB" with its bandwidth'
     add_value(options, "--host", _parse_memory, host, metavar="[SPEED:]SIZE")
-    drive = "a drive, once for each: 3.5GB/s:2TB; 7GB/s,5GB/s:2TB where it reads and writes at other speeds"
+    drive = "drives for state: 3.5GB/s:2TB for each; 7GB/s,5GB/s:2TB for one that reads and writes at other speeds"
     add_value(options, "--drive", _parse_drive, drive, metavar="SPEED[,SPEED]:SIZE", nargs="+", default=[])
     add_value(options, "--cores", _parse_cores, f"CPU cores (default: {USUAL_CORES})")
 
@@ -399,6 +399,7 @@ class Machine:
         memory_bytes: Host memory of a node; None if that is not known.
         gpus: Of a node; None likewise.
         file: Where the rates are from; None if only they are known.
+        in_words: Whether the command's options describe it, so that they can describe another.
     """
 
     rates: Rates
@@ -407,11 +408,27 @@ class Machine:
     memory_bytes: int | None = None
     gpus: int | None = None
     file: RatesFile | None = None
+    in_words: bool = False
 
     @property
     def all_ranks(self) -> int:
         """Ranks of all nodes: each has its part of the model's state."""
         return self.nodes * self.ranks
+
+    @property
+    def advice(self) -> Mapping[str, str]:
+        """How `offload plan` is told of a machine with more memory, GPUs or drives: words with an option."""
+        if self.in_words:
+            return {
+                "memory": "have more host memory (--host)",
+                "gpus": "use more GPUs, with a rank for each (--gpu 2x...)",
+                "drives": "a drive for state (--drive)",
+            }
+        return {
+            "memory": "have more host memory (--node-memory says how much a node has)",
+            "gpus": "use more GPUs, with a rank for each (--ranks; --gpus says how many a node has)",
+            "drives": "a path for state (other --rates)",
+        }
 
     def _path(self, number: int) -> Mapping[str, Any]:
         """Return what the rates file says about a path; empty if nothing."""
@@ -471,6 +488,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
         memory_bytes=memory_bytes,
         gpus=gpus,
         file=file,
+        in_words=is_described(arguments),
     )
 
 
@@ -535,7 +553,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_machine_options(parser)
-    add_value(parser, "--out", parse_output, "rates file to write (default: none)")
+    add_value(parser, "--out", parse_output, "rates file to write (default: none, the rates are only shown)")
     add_output(parser, "print the file's content on stdout, and nothing else there", "print nothing")
 
 

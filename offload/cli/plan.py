@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import advise
-from offload.cli.machine import add_machine_options, machine_of
+from offload.cli.machine import add_machine_options, is_described, machine_of
 from offload.cli.progress import Progress
 from offload.cli.scenario import (
     FASTEST_PATH_NAME,
     GPU_NAME,
+    GPU_STAGING_NAME,
     Answer,
     Scenario,
     ask,
     compute_s,
+    fits_text,
     least_memory_use,
+    misfit_text,
     missing_option_line,
     node_lines,
     uses_text,
@@ -80,21 +83,31 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand `plan` to what `ArgumentParser.add_subparsers` returned."""
     parser = commands.add_parser(
         "plan",
-        help="predict an iteration: where state lives, how long a step takes, what bounds it",
-        description="Predict an iteration for a model size, rates and budgets, and say where time and memory go.",
+        help="say whether a model's training fits a machine, how long an iteration takes, and what bounds it",
+        description="Say whether the training of a model fits a machine, where its bytes lie, how long an iteration "
+        "takes and\nwhat bounds it. Nothing is trained, and the machine need not be there.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_mutually_exclusive_group()
+    about_model = parser.add_argument_group("the model, by one of the first three")
+    model = about_model.add_mutually_exclusive_group()
     add_value(model, "--params", parse_count, "parameters of the model: 70e9, 70B")
     add_value(model, "--config", parse_path, "a Hugging Face config.json, or the directory it lies in")
     add_value(model, "--model", parse_model, f"a well-known model: {', '.join(MODELS)}", metavar="NAME")
-    parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
-    add_machine_options(parser.add_argument_group("the machine, in words"))
-    add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine")
-    add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1; one for each of --gpu)")
-    add_value(parser, "--nodes", _parse_ranks, "such nodes, which share the model (default: 1)", default=1)
-    parser.add_argument(
+    about_model.add_argument(
+        "--rule",
+        choices=tuple(RULES),
+        default="adam",
+        help="the optimizer's update rule; adam stands for AdamW, too (default: %(default)s)",
+    )
+    words = parser.add_argument_group("the machine, in words (--host at least)")
+    add_machine_options(words)
+    machine = parser.add_argument_group("the machine, by a file; ranks and nodes")
+    rates = "instead of words: a file that `offload probe` or `offload machine` wrote, or a name (see below)"
+    add_value(machine, "--rates", parse_path, rates)
+    add_value(machine, "--ranks", _parse_ranks, "processes that share a node (default: 1; one for each of --gpu)")
+    add_value(machine, "--nodes", _parse_ranks, "nodes like this one, which share the model (default: 1)", default=1)
+    machine.add_argument(
         "--shared-path",
         metavar="N[=SIZE]",
         action="append",
@@ -105,36 +118,57 @@ def add_parser(commands: Any) -> None:
     add_settings(parser.add_argument_group("settings of each rank's session"), "plan", placement=_parse_placement)
     offers = parser.add_argument_group("what else a rank has")
     add_value(
-        offers, "--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)"
+        offers,
+        "--gpu-staging",
+        parse_bytes,
+        "GPU memory through which state that is at home elsewhere passes to be updated there (default: 4 subgroups)",
     )
-    offers.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
-    add_value(
-        offers, "--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60
-    )
-    parser.add_argument(
+    offers.add_argument("--path-count", metavar="N", help="use only the first N paths (drives) (default: all)")
+    path_bytes = "most bytes of each path (drive) for a rank (default: all of it)"
+    add_value(offers, "--path-bytes", parse_bytes, path_bytes, default=1 << 60)
+    offers.add_argument(
         "--weights-on",
         choices=("cpu", "gpu", "host", "path"),
-        help="where they lie: host, in host memory, computed on the GPU; path, in a file on a drive; cpu, where the "
-        "CPU computes (default: gpu, if there is one)",
+        help="where weights lie: gpu; host, in host memory, computed on the GPU; path, in a file on a drive; cpu, "
+        "where the CPU computes (default: gpu, if there is one)",
     )
-    node = parser.add_argument_group("each node, where it is another than that of the rates")
-    add_value(node, "--node-memory", parse_bytes, "host memory that all ranks have together")
+    node = parser.add_argument_group("each node, where it has other memory or GPUs than its rates say")
+    add_value(node, "--node-memory", parse_bytes, "host memory of a node, which its ranks share")
     gpus = partial(parse_count, least=0, most=MAX_RANKS)
-    add_value(node, "--gpus", gpus, "number of GPUs; 0: the CPU computes, as --flops says")
+    add_value(node, "--gpus", gpus, "number of a node's GPUs; 0: the CPU computes, as --flops says")
     work = parser.add_argument_group("the rest of the iteration")
-    add_value(work, "--tokens", parse_count, "tokens of each rank in an iteration: predicts forward and backward")
+    tokens = "tokens of each rank in an iteration, rows times length: what forward and backward take depends on them"
+    add_value(work, "--tokens", parse_count, tokens)
     parse_flops = partial(parse_number, least=1, most=1e24, what="operations a second")
-    add_value(work, "--flops", parse_flops, "FLOP/s they reach (default: that of the rates)", metavar="F")
-    work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
+    flops = "FLOP/s that forward and backward reach (default: by the machine)"
+    add_value(work, "--flops", parse_flops, flops, metavar="F")
+    work.add_argument(
+        "--recompute",
+        action="store_true",
+        help="activations are recomputed in backward (gradient checkpointing): less memory, more to compute",
+    )
     add_value(work, "--accumulate", parse_count, "micro-steps that the tokens come in (default: 1)", default=1)
-    search = parser.add_argument_group("search, of what is not given")
-    add_value(search, "--target", parse_seconds, "find the cheapest setting whose iteration takes no longer: 10s")
-    search.add_argument("--advise", action="store_true", help="show the three best settings, and their config")
+    search = parser.add_argument_group("search for settings that are not given")
+    target = "show the cheapest setting whose iteration takes no longer, such as 10s"
+    add_value(search, "--target", parse_seconds, target, metavar="TIME")
+    search.add_argument(
+        "--advise",
+        action="store_true",
+        help="show the best settings that fit, three at most (one with exact state first), and the lines to paste",
+    )
+    search.add_argument(
+        "--for",
+        dest="framework",
+        choices=tuple(advise.FRAMEWORKS),
+        help="show these lines alone: torch, a loop of your own (Lightning and Accelerate, too); json, a file of "
+        "settings; deepspeed; transformers, its Trainer (default: all of them)",
+    )
     wear = parser.add_argument_group("wear of the drives")
-    add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet")
+    add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet (TBW)")
     parse_steps = partial(parse_number, least=1e-3, most=1e9)
-    add_value(wear, "--steps-per-day", parse_steps, "(default: one iteration after the other)")
-    add_value(parser, "--picture", parse_output, "where the plan's picture goes: tiers and lanes, as .png or .html")
+    add_value(wear, "--steps-per-day", parse_steps, "optimizer steps a day (default: one iteration after the other)")
+    picture = "draw the plan, memory and what happens when, to this .png, .svg or .html file"
+    add_value(parser, "--picture", parse_output, picture)
     add_output(parser, "print everything as JSON on stdout, and nothing else there")
 
 
@@ -232,6 +266,8 @@ def _check_options(arguments: argparse.Namespace) -> bool:
     searches = [name for name, value in search_options.items() if value not in (None, False)]
     if len(searches) > 1:
         arguments.refuse(f"give {searches[0]} or {searches[1]}, not both")
+    if arguments.framework is not None and not searches:
+        arguments.refuse("--for says which of the lines that --advise or --target print are shown: give one of these")
     if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
         raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
     if arguments.picture is not None and searches:
@@ -269,6 +305,8 @@ def _check_places(arguments: argparse.Namespace, rates: Rates) -> None:
     for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
         if name not in known_nodes:
             advice = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
+            if is_described(arguments):
+                advice = "a machine in words has no memory nodes: give one size, such as 2GiB"
             raise ConfigError("--host-memory", name, advice)
 
 
@@ -281,7 +319,9 @@ def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.C
             settings = [advise.cheapest_setting(scenario, choices, arguments.target, progress.show)]
     outcome = {"params": scenario.model.params, "settings": [advise.as_dict(setting) for setting in settings]}
     notes = "".join(f"\n{text}" for text in scenario.warnings if text != scenario.guess_warning)
-    tell(arguments, outcome, f"{advise.describe(settings)}{notes}")
+    is_left_open = arguments.advise and "state_format" not in choices.given
+    without_exact = "exact state does not fit here" if is_left_open else ""
+    tell(arguments, outcome, f"{advise.describe(settings, arguments.framework, without_exact)}{notes}")
 
 
 def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
@@ -297,7 +337,7 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
         try:
             answer = ask(planned, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
         except InfeasiblePlanError as error:
-            raise PlanError(f"{in_options(str(error), 'plan')}{_remedies(error, planned, choices)}") from error
+            raise PlanError(_misfit(error, planned, choices)) from error
         wear = _path_wear(answer, arguments.endurance, arguments.steps_per_day)
         advice = advise.advice(answer)
     text = "" if arguments.json and not draws else _describe(answer, wear, advice)
@@ -306,12 +346,15 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
         _draw_picture(answer, text, arguments.picture)
 
 
-def _remedies(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choices) -> str:
-    """Return what to add to the error of a plan that does not fit: the least host memory, and options that help."""
-    lacks_host_memory = not {GPU_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}
-    least = f"; {_least_memory_text(scenario, choices)}" if lacks_host_memory else ""
-    switches = advise.fitting_switches_text(scenario, choices)
-    return least + (f"; it fits with {switches}" if switches else "")
+def _misfit(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choices) -> str:
+    """Return what to say of a plan that does not fit: how much is lacking, what would help, and what takes how much.
+
+    Also the least host memory that would do, where that is what is lacking.
+    """
+    texts = [misfit_text(error), advise.fitting_switches_text(scenario, choices), in_options(str(error), "plan")]
+    if not {GPU_NAME, GPU_STAGING_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}:
+        texts.append(_least_memory_text(scenario, choices))
+    return "; ".join(filter(None, texts))
 
 
 def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
@@ -320,11 +363,11 @@ def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
     uses = [(least_memory_use(variant), variant) for variant in choices.variants(scenario)]
     planned = [(use, variant) for use, variant in uses if use is not None]
     if not planned:
-        return "no --host-memory would be enough"
+        return "no memory for state (--host-memory) would be enough"
     # Of variants with about the least memory, the first asks least of the user.
     near_least = (1 + WORTH_SWITCHING) * min(use.host_bytes for use, _ in planned)
     least, leanest = next((use, variant) for use, variant in planned if use.host_bytes <= near_least)
-    why = "" if machine.rates.paths else "these rates have no paths (--rates, --drive), so "
+    why = "" if machine.rates.paths else f"without {machine.advice['drives']} "
     text = f"{why}at the least a rank takes {format_bytes(least.host_bytes)} of host memory ({uses_text(least.host)})"
     if switches := advise.switch_texts(scenario, leanest, choices):
         text += f", with {' and '.join(switches)}"
@@ -426,7 +469,8 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Seque
     machine = answer.scenario.machine
     on_nodes = f" on each of {machine.nodes:,} nodes" if machine.nodes > 1 else ""
     on_ranks = f"{format_count(machine.ranks, 'rank')}{on_nodes}"
-    lines = [f"{answer.scenario.model.params:,} parameters on {on_ranks}; each rank has:", str(answer.plan)]
+    lines = [fits_text(answer), f"{answer.scenario.model.params:,} parameters on {on_ranks}; each rank has:"]
+    lines.append(str(answer.plan))
     lines += ["", *node_lines(answer), *answer.scenario.mark_guess_warning(answer.warnings), ""]
     lines += _time_lines(answer)
     lines += _activation_lines(answer)

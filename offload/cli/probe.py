@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    where = "paths to measure, beside each update"
+    where = "directories to measure, one on each drive, while state is updated beside (default: no drive is measured)"
     add_value(parser, "--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
     add_value(parser, "--out", parse_output, "rates file to write (default: this machine's, below ~/.cache)")
     seconds = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")

@@ -23,7 +23,7 @@ from offload.cli.streamed import (
     window_bytes,
 )
 from offload.cli.values import settings_of
-from offload.config import OffloadConfig, PathConfig, Size
+from offload.config import LEAST_BUDGET, OffloadConfig, PathConfig, Size
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.formats import EXACT, StateFormat
 from offload.rules import RULES
@@ -34,9 +34,14 @@ if TYPE_CHECKING:
     from offload.plan import Budgets, Estimate, GpuRates, Plan, Rates
     from offload.predict import Prediction
 
+NODE_NAME = "the node"
 GPU_NAME = "the GPU"
+GPU_STAGING_NAME = "GPU staging"
 FASTEST_PATH_NAME = "the fastest path"
-"""What `InfeasiblePlanError` calls them where they are too small."""
+"""What `InfeasiblePlanError` calls them where they are too small, before any more words."""
+
+BUDGET_NAMES = frozenset({"host_memory", "gpu_memory"})
+"""What it calls memory for state that is at home there."""
 
 SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
 """Part, and least bytes, of host memory left to the system and its page cache."""
@@ -44,9 +49,9 @@ PROCESS_BYTES = 3 << 29
 """Host memory of a rank beside its plan: Python, torch, the host's side of a GPU's driver."""
 GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
 """Part, and least bytes, of a GPU's memory left free, as `gpu_memory="auto"` leaves it."""
-STREAMED_WEIGHTS = "use more ranks on more GPUs, or have weights in host memory (--weights-on host; docs/weights.md)"
-FEWER_TOKENS = "take tokens in more micro-steps (--accumulate), or use more ranks on more GPUs"
-"""Advice of errors about what does not fit a GPU."""
+STREAMED_WEIGHTS = "have weights in host memory (--weights-on host, docs/weights.md)"
+FEWER_TOKENS = "take tokens in more micro-steps (--accumulate)"
+"""Advice of errors about what does not fit a GPU, beside more GPUs."""
 DRIVER_BYTES = 1 << 29
 """GPU memory of a context and its kernels."""
 
@@ -173,7 +178,8 @@ class Scenario:
         left = nbytes
         sizes: dict[int, int] = {}
         for number in fastest_first:
-            sizes[number] = min(left, node_bytes[number])
+            size = min(left, node_bytes[number])
+            sizes[number] = size if size >= LEAST_BUDGET else 0
             left -= sizes[number]
         if fastest_first:  # else no nodes are configured, and `sizes` is empty
             sizes[fastest_first[0]] += left
@@ -490,7 +496,7 @@ def check_fits(scenario: Scenario, node_memory: int | None, use: MemoryUse, *, l
     if node_memory is not None:
         _check_fits_host(scenario, node_memory, use, leaves=leaves)
     if gpu_memory := scenario.machine.rates.gpu.memory_bytes:
-        _check_fits_gpu(gpu_memory, use, leaves=leaves)
+        _check_fits_gpu(scenario, gpu_memory, use, leaves=leaves)
 
 
 def _check_fits_host(scenario: Scenario, node_memory: int, use: MemoryUse, *, leaves: bool) -> None:
@@ -500,29 +506,73 @@ def _check_fits_host(scenario: Scenario, node_memory: int, use: MemoryUse, *, le
     if ranks * use.host_bytes <= room:
         return
     can_stream_more = use.host["state"] and scenario.machine.rates.paths
-    less = "lower --host-memory, or " if can_stream_more else ""
+    less = "give less of it to state (--host-memory), or " if can_stream_more else ""
     reserve = ", less the part of the system" if leaves else ""
     raise InfeasiblePlanError(
         f"the host memory of {format_count(ranks, 'rank')} (each {uses_text(use.host)})",
         ranks * use.host_bytes,
-        {f"the node{reserve}": room},
-        f"{less}give --node-memory for another node",
+        {f"{NODE_NAME}{reserve}": room},
+        f"{less}{scenario.machine.advice['memory']}",
     )
 
 
-def _check_fits_gpu(gpu_memory: int, use: MemoryUse, *, leaves: bool) -> None:
+def _check_fits_gpu(scenario: Scenario, gpu_memory: int, use: MemoryUse, *, leaves: bool) -> None:
     """Raise if a rank uses more of its GPU's memory than there is; see `check_fits`."""
     room = gpu_room(gpu_memory) if leaves else gpu_memory
     if use.gpu_bytes <= room:
         return
-    less = "lower --gpu-memory, or " if use.gpu.get("state") else ""
+    less = "give less of it to state (--gpu-memory), or " if use.gpu.get("state") else ""
+    gpus = scenario.machine.advice["gpus"]
     reserve = ", less what has to stay free" if leaves else ""
     raise InfeasiblePlanError(
         f"a rank's GPU memory ({uses_text(use.gpu)})",
         use.gpu_bytes,
         {f"{GPU_NAME}{reserve}": room},
-        f"{less}{STREAMED_WEIGHTS if use.gpu.get('weights') else FEWER_TOKENS}",
+        f"{less}{gpus}, or {STREAMED_WEIGHTS if use.gpu.get('weights') else FEWER_TOKENS}",
     )
+
+
+DOES_NOT_FIT = "does not fit:"
+"""How an answer about a plan that does not fit begins."""
+
+_LACKED = {
+    NODE_NAME: "host memory",
+    GPU_NAME: "GPU memory",
+    FASTEST_PATH_NAME: "room on the fastest drive",
+    "staging_memory": "memory for staging slots",
+    GPU_STAGING_NAME: "GPU memory for staging slots",
+}
+"""In words, what is lacking by how an `InfeasiblePlanError` begins to call it."""
+
+
+def lacking_bytes(error: InfeasiblePlanError) -> int:
+    """Return how many bytes more a plan needed that does not fit."""
+    offers = dict(error.available_bytes)
+    if any(name not in BUDGET_NAMES for name in offers):  # what is lacking has to be stored: it is at home nowhere
+        offers = {name: nbytes for name, nbytes in offers.items() if name not in BUDGET_NAMES}
+    return error.needed_bytes - sum(offers.values())
+
+
+def misfit_text(error: InfeasiblePlanError) -> str:
+    """Return the short answer about a plan that does not fit: how much more of what it needs."""
+    offers = error.available_bytes
+    usual = "memory for state" if BUDGET_NAMES.issuperset(offers) else "room on the drives"
+    lacked = (words for name, words in _LACKED.items() if any(offer.startswith(name) for offer in offers))
+    what = next(lacked, usual)
+    return f"{DOES_NOT_FIT} {format_bytes(lacking_bytes(error))} more {what} needed"
+
+
+def fits_text(answer: Answer) -> str:
+    """Return the short answer about a plan that fits, as far as sizes are known."""
+    scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
+    unknown = []
+    if machine.memory_bytes is None:
+        unknown.append(f"if a node has {format_bytes(machine.ranks * use.host_bytes)} of host memory")
+    if use.gpu_bytes and not machine.rates.gpu.memory_bytes:
+        unknown.append(f"if each GPU has {format_bytes(use.gpu_bytes)}")
+    if not scenario.forward_backward_bytes:
+        unknown.append("without activations, whose size is not known (give --model or --config, and --tokens)")
+    return f"Fits{', ' if unknown else ''}{' and '.join(unknown)}."
 
 
 def uses_text(bytes_by_purpose: Mapping[str, int]) -> str:
@@ -595,7 +645,8 @@ class Answer:
             left = machine.memory_bytes - machine.ranks * use.host_bytes
             advisable = reserved_bytes(machine.memory_bytes, machine.ranks)
             if left < advisable:
-                how = "lower --host-memory" if self.rates.paths else "give paths that state streams from (--drive)"
+                give_less = "give less of it to state (--host-memory)"
+                how = give_less if self.rates.paths else f"have {machine.advice['drives']}"
                 warnings.append(
                     f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
                     f"{format_bytes(advisable)} are advisable: {how}"

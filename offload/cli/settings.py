@@ -68,13 +68,18 @@ def _add_training(model: Any, training: Any) -> None:
     add("--seq", _count(1 << 20), "bytes a sequence (default: %(default)s)", default=128)
     add("--batch", _count(1 << 20), "sequences a micro-step (default: %(default)s)", default=8)
     add("--accumulate", _count(1 << 20), "micro-steps a step (default: %(default)s)", default=1)
-    add("--steps", _count(10**9), "(default: %(default)s)", default=160)
+    add("--steps", _count(10**9), "optimizer steps (default: %(default)s)", default=160)
     peak = "peak learning rate; warms up over a tenth of the steps (100 at most), then falls to a tenth"
     rate = partial(parse_number, least=0, most=1e6)
     add("--lr", rate, f"{peak} along a cosine (default: 1e-3)", metavar="RATE", default=1e-3)
     norm = partial(parse_number, least=0, most=1e30, what="the largest gradient norm (0: no clipping)")
     add("--clip", norm, "largest gradient norm, 0 for any (default: 1)", metavar="NORM", default=1.0)
-    add("--seed", _count(2**63 - 1, least=0), "of weights and batches (default: %(default)s)", default=0)
+    add(
+        "--seed",
+        _count(2**63 - 1, least=0),
+        "of the first weights and the batches (default: %(default)s)",
+        default=0,
+    )
 
 
 def _add_checkpoints(checkpoints: Any) -> None:

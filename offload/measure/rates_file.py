@@ -122,7 +122,9 @@ class RatesFile:
         if not names:
             return ""
         what = f"there are no rates of the update of {' and '.join(names)} state"
-        return f"{what}: taken as fast, in parameters, as that of exact state; {_ADVICE}"
+        # Figures with a source are a data sheet's, or others': that machine may be elsewhere.
+        advice = "" if self.source else f"; {_ADVICE}"
+        return f"{what}: taken as fast, in parameters, as that of exact state{advice}"
 
     def misfit(self) -> str:
         """Return the differences between this file and the present machine and versions, in words; "" if it fits."""

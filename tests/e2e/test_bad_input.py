@@ -30,6 +30,7 @@ def make(parameters: Any = None, **settings: Any) -> None:
     [
         ({"host_memory": -1}, "host_memory"),
         ({"host_memory": "8 gigs"}, "8 gigs"),
+        ({"host_memory": 64}, 'write "64GiB" if that is meant'),
         ({"host_memory": True}, "host_memory"),
         ({"subgroup_numel": 0}, "subgroup_numel"),
         ({"subgroup_numel": 1.5}, "subgroup_numel"),
@@ -125,9 +126,9 @@ def test_two_paths_on_one_device_work_with_a_warning(tmp_path: Path, caplog: pyt
 
 def test_state_that_fits_nowhere(tmp_path: Path) -> None:
     with pytest.raises(offload.InfeasiblePlanError, match="paths") as caught:
-        make(host_memory=1000)
+        make(host_memory=5000)
     assert caught.value.needed_bytes >= 5000 * 12
-    assert caught.value.available_bytes == {"host_memory": 1000}
+    assert caught.value.available_bytes == {"host_memory": 5000}
     with pytest.raises(offload.InfeasiblePlanError, match="add a path"):
         make(host_memory=0, paths=[{"path": tmp_path, "max_bytes": "50KB"}])
     with pytest.raises(offload.InfeasiblePlanError, match="staging"):

@@ -486,7 +486,7 @@ def test_muon_sees_what_changes_between_ranks_meetings(folder: Path, dtype: torc
 def test_muon_is_refused_on_all_ranks(folder: Path) -> None:
     """What cannot be is refused on all ranks, and nobody waits for the others."""
     rank = dist.get_rank()
-    for settings, field in (({"gradient_memory": 200}, "gradient_memory"), ({"overlap": "forward"}, "overlap")):
+    for settings, field in (({"gradient_memory": 20000}, "gradient_memory"), ({"overlap": "forward"}, "overlap")):
         with pytest.raises(offload.ConfigError, match=field):
             offload.Muon(fully_shard(Net(torch.float32)).named_parameters(), offload=config(folder, **settings))
     model, optimizer, _, _ = muon_pair(folder, torch.float32)

@@ -360,14 +360,16 @@ def test_budgets_are_divided_among_experts_and_the_rest(
     opened: dict[str, OffloadConfig] = {}
     monkeypatch.setattr(switch, "open_engine", lambda each, config: opened.update({each.optimizer.folder: config}))
     members = [SimpleNamespace(optimizer=inner_of(torch.zeros(numel))) for numel in (300, 100)]
-    config = OffloadConfig(host_memory=4096, gpu_memory=400, paths=["."])
+    config = OffloadConfig(host_memory=40960, gpu_memory=40000, paths=["."])
     with caplog.at_level("INFO", "offload"):
         switch.init_chained(None, lambda *_: None, config, members)
     assert {name: (each.host_memory, each.gpu_memory) for name, each in opened.items()} == {
-        "offload": (3072, 300),
-        "offload-1": (1024, 100),
+        "offload": (30720, 30000),
+        "offload-1": (10240, 10000),
     }
-    assert "optimizer 2 of 2 has 100 of 400 parameters of this rank: host_memory 1024, gpu_memory 100" in caplog.text
+    assert (
+        "optimizer 2 of 2 has 100 of 400 parameters of this rank: host_memory 10240, gpu_memory 10000" in caplog.text
+    )
     caplog.clear()
     opened.clear()
     switch.init_chained(None, lambda *_: None, config, [*members[:1], SimpleNamespace(optimizer=None)])

@@ -92,17 +92,18 @@ def test_idle_memory_is_used_and_the_system_has_its_part(capsys: pytest.CaptureF
 
 def test_what_leaves_nothing_to_the_system_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-1b", "--host", "16GiB", "--drive", "3GB/s:1TB", "--host-memory", "9GiB")
-    assert any("advisable: lower --host-memory" in warning for warning in found["warnings"])
+    assert any("advisable: give less of it to state (--host-memory)" in warning for warning in found["warnings"])
 
 
 def test_without_paths_state_takes_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     """As that of a session does; what is given is called by its option where it is refused."""
     found = asked(capsys, "--params", "4e9", "--host", "64GiB")
     assert found["rank"]["host_bytes"] == found["rank"]["state_bytes"] > 44 * GIB
-    assert any("give paths that state streams from" in warning for warning in found["warnings"])
+    assert any("advisable: have a drive for state (--drive)" in warning for warning in found["warnings"])
     said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--state-format", "exact")
     assert "the host memory of 1 rank (each 89.4 GiB state" in said
-    assert "lower --host-memory" not in said
+    assert "--host-memory" not in said  # which was not given
+    assert said.startswith("offload plan: does not fit: 55.3 GiB more host memory needed; ")
     said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--host-memory", "1GiB")
     assert "--host-memory: 1.0 GiB" in said
     assert "raise --host-memory or give paths" in said
@@ -114,7 +115,10 @@ def test_without_paths_state_takes_what_it_needs(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "switches"),
     [
-        ("--model llama-3b --tokens 512 --accumulate 1", ["keep_grads=False (--no-keep-grads)"]),
+        (
+            "--model llama-3b --tokens 512 --accumulate 1",
+            ["keep_grads=False (--no-keep-grads, gradients leave"],
+        ),
         ("--model llama-3b --tokens 2048 --no-keep-grads", ["recomputation of activations (--recompute"]),
         ("--model llama-3b --tokens 2048", ["keep_grads=False", "recomputation"]),
         (
@@ -128,7 +132,8 @@ def test_the_switch_that_makes_a_model_fit_is_named(
 ) -> None:
     words = ["--gpu", "12GiB", *SMALL[2:]]
     said = refused(capsys, *arguments.split(), *words)
-    fits = said.partition("it fits with ")[2]
+    assert re.match(r"offload plan: does not fit: [\d.]+ [GM]iB more (GPU|host) memory needed; it fits with ", said)
+    fits = said.partition("it fits with ")[2].partition("; ")[0]
     assert all(switch in fits for switch in switches), said
     assert ("keep_grads" in fits) == any("keep_grads" in switch for switch in switches)
 
@@ -187,7 +192,8 @@ def test_sharded_weights_wait_for_no_module(capsys: pytest.CaptureFixture[str]) 
 def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-8b", *DESKTOP, "--tokens", "2048", "--advise")["settings"]
     assert len(found) == 3
-    seconds = [setting["iteration_s"] for setting in found]
+    assert ["state_format" in setting["config"] for setting in found] == [False, True, True]  # exact comes first
+    seconds = [setting["iteration_s"] for setting in found[1:]]
     assert seconds == sorted(seconds)
     for setting in found:
         assert sum(setting["host_memory_bytes"].values()) <= 64 * GIB - reserved_bytes(64 * GIB, 1)
@@ -235,13 +241,13 @@ def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[s
     words = ["--model", "qwen-14b", *DESKTOP, "--tokens", "2048"]
     said = refused(capsys, *words, *more, *["--weights-on", "gpu"] * bool(more))
     if more:
-        leanest = "no setting fits; with the leanest (state exact, keep_grads=False, placement cpu, recomputation)"
-        assert leanest in said
+        leanest = "with the leanest of all settings (state exact, keep_grads=False, placement cpu, recomputation)"
+        assert re.search(rf"does not fit: [\d.]+ GiB more GPU memory needed {re.escape(leanest)}; ", said)
         assert "27.5 GiB gradients" not in said
     else:
         assert "it fits with weights in host memory (--weights-on host, docs/weights.md) and" in said
     assert "27.5 GiB weights" in said
-    assert "or have weights in host memory (--weights-on host; docs/weights.md)" in said
+    assert "or have weights in host memory (--weights-on host, docs/weights.md)" in said
 
 
 @pytest.mark.parametrize("unfixed", ["state exact", "state compact8"])
@@ -258,7 +264,8 @@ def test_the_variant_without_budgets_is_named(
 
     monkeypatch.setattr(Choices, "fix_budgets", fix_most)
     words = ["--params", "70e9", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--weights-on", "cpu", "--advise"]
-    assert f"no setting fits; with the leanest ({unfixed}" in refused(capsys, *words)
+    said = refused(capsys, *words)
+    assert f"more memory for staging slots needed with the leanest of all settings ({unfixed}" in said
 
 
 @pytest.mark.slow
@@ -270,7 +277,7 @@ def test_the_least_is_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     least = refused(capsys, *words, "--weights-on", "cpu").partition("at the least a rank takes ")[2]
     assert "27.5 GiB weights" in least
     assert "27.5 GiB gradients" not in least
-    assert "gradient_memory=0 (--gradient-memory 0)" in least
+    assert "gradient_memory=0 (--gradient-memory 0, gradients leave for the paths during backward)" in least
     assert "recomputation" in least
     taken = float(least.split()[0])
     node = ["--node-memory", f"{taken + 0.2:.1f}GiB", "--host-memory", "0"]
@@ -323,6 +330,8 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     assert ast.literal_eval(trainer) == config
     (deepspeed, *_) = re.findall(r'^    ("multi_tier_offload": .*)$', printed, re.MULTILINE)
     inside = json.loads(f"{{{deepspeed}}}")["multi_tier_offload"]
+    (zero, *_) = re.findall(r'^    ("zero_optimization": .*),$', printed, re.MULTILINE)
+    assert json.loads(f"{{{zero}}}") == {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     assert not {"keep_grads"} & set(inside)  # which DeepSpeed's backend refuses
     assert {name: config[name] for name in inside} == inside
     (given, *_) = re.findall(r"^    arguments = (TrainingArguments\(.*\))$", printed, re.MULTILINE)
@@ -330,7 +339,8 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     assert isinstance(made, ast.Call)
     names = {keyword.arg for keyword in made.keywords}
     assert {"output_dir", "optim", "save_total_limit", "per_device_train_batch_size"} <= names
-    assert "setting" in printed.splitlines()[0]
+    assert printed.splitlines()[0] == "Fits."
+    assert "setting" in printed.splitlines()[1]
     assert "use_cpu" not in names
     lines = printed.splitlines()
     follows = [number for number, line in enumerate(lines) if "optimizer.overlap_forward(model)" in line]
@@ -346,7 +356,7 @@ def test_a_step_alone_is_no_iteration(capsys: pytest.CaptureFixture[str]) -> Non
     """Nothing is known of forward and backward on a card that is memory alone."""
     machine = SMALL[: SMALL.index("--flops")]
     assert cli.main(["plan", "--model", "qwen-0.5b", *machine, "--tokens", "2048", "--advise"]) == 0
-    head, first, *rest = capsys.readouterr().out.splitlines()
+    _, head, first, *rest = capsys.readouterr().out.splitlines()
     column = head.index("iteration") + len("iteration") - 1
     assert first[column - 1 : column + 1] == " -"
     assert "forward and backward: unknown (the rates know no FLOP/s; give --flops)" in rest
@@ -359,6 +369,89 @@ def test_settings_that_round_are_marked(capsys: pytest.CaptureFixture[str]) -> N
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d +state ", line)]
     assert len(rows) == 3
     assert all(("(rounded)" in row) == ("state exact" not in row) for row in rows)
+
+
+WORDS = "--model qwen-0.5b --gpu 16GiB --host 16GiB --drive 3.5GB/s:2TB --tokens 1024"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "says"),
+    [
+        (WORDS, "exact", "exact keeps every bit of state, 5.5 GiB; compact"),
+        ("--model qwen-0.5b --host 9GiB --weights-on cpu", "compact8", "exact state does not fit here; compact"),
+        (f"{WORDS} --state-format compact8", "compact8", "\ncompact8 rounds state (docs/formats.md)\n"),
+        (f"{WORDS} --state-format exact", "exact", ""),
+    ],
+)
+def test_a_setting_with_exact_state_comes_first_where_one_fits(
+    capsys: pytest.CaptureFixture[str], arguments: str, first: str, says: str
+) -> None:
+    assert cli.main(["plan", *arguments.split(), "--advise"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^1 +state {first}", printed, re.MULTILINE)
+    assert says in printed
+    assert ("docs/formats.md" in printed) == bool(says)
+    assert "offload probe" not in printed  # of a machine in words
+
+
+HEADS = {
+    "torch": "Python, for weights on a GPU:",
+    "json": "JSON, after model.",
+    "deepspeed": "DeepSpeed, in its config, for weights on a GPU, after model.",
+    "transformers": "Trainer, for weights on a GPU:",
+}
+
+
+@pytest.mark.parametrize("framework", HEADS)
+def test_lines_for_one_framework(capsys: pytest.CaptureFixture[str], framework: str) -> None:
+    words = [*WORDS.split(), "--state-format", "exact", "--recompute", "--keep-grads", "--weights-on", "gpu"]
+    assert cli.main(["plan", *words, "--advise", "--for", framework]) == 0
+    printed = capsys.readouterr().out
+    for name, head in HEADS.items():
+        assert (f"\n{head}" in printed) == (name == framework)
+    if framework in ("json", "deepspeed"):
+        assert re.search(r"after model\.\w+_enable\(\) in the script:$", printed, re.MULTILINE)
+
+
+def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
+    assert cli.main(["plan", *words]) == 0
+    assert "\nDeepSpeed, in its config: not with weights in a file (docs/weights.md)\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *WORDS.split(), "--for", "deepspeed"])
+    assert "--advise or --target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (f"{WORDS} --host-memory 1GiB", "Fits.\n"),
+        ("--params 1e8 --host 16GiB --drive 1GB/s:1TB", "Fits, without activations, whose size is not known"),
+        ("--params 1e8 --gpu 16GiB --host 16GiB --drive 1GB/s:1TB --tokens 8", "Fits, without activations"),
+    ],
+)
+def test_the_first_line_says_whether_it_fits(capsys: pytest.CaptureFixture[str], arguments: str, says: str) -> None:
+    assert cli.main(["plan", *arguments.split()]) == 0
+    assert capsys.readouterr().out.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--params 8e9 --host 64GiB --state-format exact", "55.3 GiB more host memory needed"),
+        ("--params 8e9 --host 64GiB --host-memory 1GiB", "88.4 GiB more memory for state needed"),
+        ("--model llama-8b --host 64GiB --drive 3GB/s:50GB --host-memory 0", "more room on the drives needed"),
+        ("--model llama-8b --gpu 12GiB --host 64GiB --drive 3GB/s:2TB --tokens 128", "more GPU memory needed"),
+        ("--model llama-8b --host 64GiB --drive 3GB/s:2TB --staging-memory 1MiB", "memory for staging slots needed"),
+    ],
+)
+def test_what_is_lacking_comes_first(capsys: pytest.CaptureFixture[str], arguments: str, says: str) -> None:
+    """And no option is advised that describes a machine by a file."""
+    said = refused(capsys, *arguments.split())
+    assert re.match(r"offload plan: does not fit: [\d.]+ [KMGT]iB more ", said)
+    assert says in said.partition(";")[0]
+    for option in ("--node-memory", "--ranks", "--rates"):
+        assert option not in said
 
 
 @pytest.mark.parametrize(

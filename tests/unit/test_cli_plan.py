@@ -360,7 +360,7 @@ def node(tmp_path: Path) -> str:
             [
                 "the host memory of 3 ranks",
                 "9.9 GiB weights",
-                "lower --host-memory",
+                "give less of it to state (--host-memory)",
                 "the least",
                 "9.9 GiB gradients",
             ],
@@ -375,7 +375,7 @@ def node(tmp_path: Path) -> str:
             "--params 1e10 --path-count 0 --host-memory 1GiB --gpus 0",
             [
                 "the optimizer state needs",
-                "no paths",
+                "without a path for state",
                 "the least a rank takes",
                 "46.9 GiB state",  # of compact8, which may be taken
                 'with state_format="compact8"',

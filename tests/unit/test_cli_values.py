@@ -14,7 +14,7 @@ from offload.cli.values import (
     parse_path,
     tell,
 )
-from offload.config import parse_bytes
+from offload.config import parse_budget, parse_bytes
 from offload.errors import ConfigError
 from offload.units import format_apart, format_seconds
 
@@ -106,6 +106,20 @@ def test_integers_are_exact_and_ranges_are_held() -> None:
     for text in ("\uff11GiB", "1\u212aiB", "1e300GiB", "9" * 31):
         with pytest.raises(ConfigError, match="field"):
             parse_bytes("field", text)
+
+
+@pytest.mark.parametrize(("value", "nbytes"), [(0, 0), ("0", 0), (4096, 4096), ("4KiB", 4096), ("64GiB", 64 << 30)])
+def test_a_budget_is_nothing_or_a_page_at_least(value: int | str, nbytes: int) -> None:
+    assert parse_budget("host_memory", value) == nbytes
+
+
+@pytest.mark.parametrize("name", ["host_memory", "gpu_memory", "gradient_memory", "staging_memory", "max_bytes"])
+@pytest.mark.parametrize("value", [1, 64, 4095, "64B"])
+def test_a_budget_without_its_unit_is_refused(tmp_path: Path, name: str, value: int | str) -> None:
+    place = {"path": tmp_path, **({name: value} if name == "max_bytes" else {})}
+    settings = {} if name == "max_bytes" else {name: value}
+    with pytest.raises(ConfigError, match=rf"{name}: .* write \"\d+GiB\" if that is meant"):
+        offload.OffloadConfig(paths=[place], **settings)
 
 
 def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

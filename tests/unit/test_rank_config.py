@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offload import ConfigError, OffloadConfig
+from offload.config import LEAST_BUDGET
 from offload.device.none import NO_LANES
 from offload.layout import build_layout
 from offload.session import setup
@@ -25,16 +26,17 @@ def test_each_rank_has_a_directory_of_its_own_and_shares_the_lock(tmp_path: Path
 
 
 def test_engines_of_one_process_divide_its_budgets() -> None:
-    paths = [{"path": "s3://bucket", "max_bytes": 4000}, "s3://other"]
+    paths = [{"path": "s3://bucket", "max_bytes": 40000}, "s3://other"]
     config = OffloadConfig(
-        host_memory={"node0": 1000, "node1": 3000}, gpu_memory="auto", staging_memory=10, paths=paths
+        host_memory={"node0": 20000, "node1": 30000}, gpu_memory="auto", staging_memory=9999, paths=paths
     )
     part = config.for_part(1, 4)
-    assert (part.host_memory, part.gpu_memory, part.staging_memory) == ({"node0": 250, "node1": 750}, "auto", 10)
-    assert [path.max_bytes for path in part.path_configs] == [1000, None]
+    assert (part.host_memory, part.gpu_memory, part.staging_memory) == ({"node0": 5000, "node1": 7500}, "auto", 9999)
+    assert [path.max_bytes for path in part.path_configs] == [10000, None]
     assert config.for_part(4, 4) == config
     assert OffloadConfig().for_part(1, 3) == OffloadConfig()
-    assert OffloadConfig(host_memory=7).for_part(0, 0).host_memory == 0
+    assert OffloadConfig(host_memory=7000).for_part(0, 0).host_memory == 0
+    assert OffloadConfig(host_memory=7000).for_part(1, 10**6).host_memory == LEAST_BUDGET
 
 
 def test_prefixes_of_a_bucket_are_cut_by_rank() -> None:
@@ -68,7 +70,7 @@ def test_ranks_of_a_node_divide_cores_and_memory(
     launcher: str,
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: is_initialized)
-    monkeypatch.setattr(setup, "available_bytes", lambda: 800)
+    monkeypatch.setattr(setup, "available_bytes", lambda: 80000)
     monkeypatch.setattr(setup.os, "sched_getaffinity", lambda pid: set(range(8)))
     for name in setup.LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
@@ -77,6 +79,6 @@ def test_ranks_of_a_node_divide_cores_and_memory(
     layout = build_layout([], 1024)
     assert setup.default_threads(NO_LANES) == 8 // sharing
     paths = [str(tmp_path)]
-    assert setup.first_budgets(OffloadConfig(paths=paths), layout, NO_LANES, 0, 0).host_bytes == 400 // sharing
-    given = OffloadConfig(paths=paths, host_memory=300)
-    assert setup.first_budgets(given, layout, NO_LANES, 0, 0).host_bytes == 300
+    assert setup.first_budgets(OffloadConfig(paths=paths), layout, NO_LANES, 0, 0).host_bytes == 40000 // sharing
+    given = OffloadConfig(paths=paths, host_memory=30000)
+    assert setup.first_budgets(given, layout, NO_LANES, 0, 0).host_bytes == 30000
