@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offload import metrics
 from offload.integrations.shared import LOGGED
-from offload.optim.optimizer import HEADLINES
+from offload.optim.figures import HEADLINES
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = {name for name in metrics.TABLE if "/" in name}
