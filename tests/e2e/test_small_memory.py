@@ -69,8 +69,11 @@ def step(optimizer: offload.AdamW) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("knows_rates", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "knows_rates"),
+    [*((settings, False) for settings in SETTINGS.values()), ({}, True), (SETTINGS["compact8"], True)],
+    ids=[*SETTINGS, "plain, rates", "compact8, rates"],
+)
 def test_whatever_trains_without_homes_trains_without_a_setting(
     tmp_path: Path, limited: Callable[[int], None], settings: dict[str, Any], knows_rates: bool
 ) -> None:

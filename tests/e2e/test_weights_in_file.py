@@ -98,12 +98,8 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     ("dtype", "recompute", "config"),
     [
         (torch.float32, False, {}),
-        (torch.float32, True, {"overlap": "forward"}),
-        (torch.bfloat16, True, {}),
-        (torch.bfloat16, False, {"overlap": "forward", "host_memory": "100KiB"}),
         (torch.bfloat16, False, {"overlap": "auto", "state_format": "compact8"}),
         (torch.float16, True, {"gradient_memory": 0}),
-        (torch.float32, False, {"host_memory": None, "checksum": False}),
     ],
 )
 def test_bits_are_those_of_weights_in_memory(

@@ -105,21 +105,6 @@ def test_a_run_whose_disk_is_not_mounted_empties_no_mirror(loop: Loop) -> None:
     assert loop.mirrored() == {"step-1", "step-2"}
 
 
-def test_what_is_deleted_stays_until_a_newer_one_is_whole(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror = type(loop.optimizer.engine.checkpoints._parts.saves.mirror)
-    work = mirror.mirror_task
-
-    def late(*arguments: object) -> None:
-        shutil.rmtree(loop.run / "step-1", ignore_errors=True)
-        work(*arguments)
-
-    monkeypatch.setattr(mirror, "mirror_task", late)
-    loop.save("step-1", None)
-    assert loop.mirrored() == {"step-1"}
-    loop.save("step-2", None)
-    assert loop.mirrored() == {"step-2"}
-
-
 @pytest.mark.parametrize("inside", ["", "optimizer", "deep/down/optimizer"])
 def test_all_is_copied_wherever_the_checkpoint_is(loop: Loop, inside: str) -> None:
     def more(folder: Path) -> None:
