@@ -118,7 +118,6 @@ KINDS = {
             "tests/tiers/test_io_backends.py",
             "tests/tiers/test_file_tier.py",
             "tests/e2e/test_optimizer.py",
-            "tests/e2e/test_overlap.py",
             "tests/e2e/test_checkpoint.py",
             "tests/e2e/test_lifetime.py",
         ],

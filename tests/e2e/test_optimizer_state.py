@@ -282,6 +282,8 @@ def test_state_before_the_first_step(make: Callable[..., Any]) -> None:
         optimizer.reset_state()
         optimizer.reset_state(parameters)
         assert not optimizer.state
+        with pytest.raises(KeyError):
+            optimizer.state[parameters[0]]
         step(optimizer, parameters, 1)
         assert len(optimizer.state) == 3
 

@@ -99,7 +99,7 @@ def beside_off(folder: Path, kind: str, steps: int) -> None:
     ],
 )
 def test_bits_are_those_without(tmp_path: Path, kind: str, ranks: int) -> None:
-    spawn(ranks, tmp_path, beside_off, kind, 24)
+    spawn(ranks, tmp_path, beside_off, kind, 14)
 
 
 @pytest.mark.full

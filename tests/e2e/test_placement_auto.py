@@ -57,9 +57,17 @@ def choice(plan: Plan, rates: Rates) -> tuple[Placement, ...]:
     return choose_plan(plan.layout, plan.budgets, known, kept=plan).placements
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("keep_grads", [False, True])
-@pytest.mark.parametrize(("probed", "right"), [(GPU, MIX), (CPU, MIX), (GPU, CPU), (CPU, GPU), (GPU, MOSTLY_CPU)])
+@pytest.mark.parametrize(
+    ("probed", "right", "keep_grads", "streams"),
+    [
+        (GPU, MIX, False, False),
+        (GPU, MIX, True, True),
+        (CPU, MIX, False, True),
+        (GPU, CPU, False, False),
+        (CPU, GPU, True, False),
+        (GPU, MOSTLY_CPU, False, True),
+    ],
+)
 def test_the_second_choice_is_that_of_the_right_rates(
     probed: Rates, right: Rates, keep_grads: bool, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,8 +143,10 @@ def test_a_choice_that_is_little_better_is_not_taken(monkeypatch: pytest.MonkeyP
         assert optimizer.engine.plan is before
 
 
-@pytest.mark.parametrize("keep_grads", [False, True])
-@pytest.mark.parametrize(("probed", "right", "lacks"), [(GPU, CPU, "available_bytes"), (CPU, GPU, "usable_bytes")])
+@pytest.mark.parametrize(
+    ("probed", "right", "lacks", "keep_grads"),
+    [(GPU, CPU, "available_bytes", False), (CPU, GPU, "usable_bytes", True)],
+)
 def test_without_memory_for_another_choice_the_old_one_stays(
     probed: Rates,
     right: Rates,
@@ -207,7 +217,7 @@ def test_nothing_changes_while_a_checkpoint_is_written(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@settings(max_examples=60, phases=(Phase.generate,), suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=25, phases=(Phase.generate,), suppress_health_check=list(HealthCheck), deadline=None)
 @given(
     keep_grads=st.booleans(),
     streams=st.booleans(),

@@ -9,6 +9,8 @@ from pathlib import Path
 import prepared
 import pytest
 
+from offload import cli
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PLANNING = (ROOT / "docs" / "planning.md").read_text()
@@ -30,14 +32,17 @@ def test_python_blocks_run(block: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_probe_runs_as_it_is_shown(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^\.venv/bin/(offload probe .*)$", PLANNING, re.MULTILINE)
+@pytest.mark.usefixtures("small_probe")
+def test_the_probe_runs_as_it_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (line,) = re.findall(r"^\.venv/bin/offload (probe .*)$", PLANNING, re.MULTILINE)
     for number, path in enumerate(re.findall(r" (/\S+)", line)):
         (tmp_path / str(number)).mkdir()
         line = line.replace(path, str(tmp_path / str(number)))
-    command = [str(Path(sys.executable).parent / "offload"), *line.split()[1:], "--seconds", "0.05"]
-    done = prepared.ran(command, cwd=tmp_path)
-    (file,) = re.findall(r"^written to (.*)$", done.stdout, re.MULTILINE)
+    assert cli.main([*line.split(), "--seconds", "0.05"]) == 0
+    (file,) = re.findall(r"^written to (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert Path(file).parent.name == "offload"
     Path(file).unlink()
 
@@ -55,8 +60,6 @@ SHOWN, *_ = re.findall(r"^offload (plan --model llama-8b .*)$", PLANNING, re.MUL
 def test_plans_are_made_as_they_are_shown(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from offload import cli
-
     monkeypatch.chdir(tmp_path)
     assert cli.main(line.split()) == 0
     printed = capsys.readouterr().out

@@ -15,7 +15,6 @@ import pytest
 import torch
 from devices import CUDA, LATE, LATE_FULL, the_device
 from mirror import Mirror
-from own_process import in_own_process
 
 import offload
 from offload.device import accelerator
@@ -74,7 +73,11 @@ def _defaults() -> dict[str, Any]:
     return {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
-@pytest.mark.parametrize("device", [LATE_FULL[0], CUDA[0]], indirect=True)
+as_in_training = pytest.mark.parametrize("device", [LATE_FULL[0], CUDA[0]], indirect=True)
+"""What `accelerator/test_training.py` shows of the test accelerator in less time."""
+
+
+@as_in_training
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -88,14 +91,7 @@ def test_recorded_gradients_give_the_bits_of_the_reference(
         expected(5, dtype, passes=2).assert_same(optimizer, parameters)
 
 
-@pytest.mark.parametrize("gpu_memory", [0, 4_000_000, "auto"])
-def test_homes_do_not_change_the_bits(device: torch.device, tmp_path: Path, gpu_memory: int | str) -> None:
-    parameters = weights(device)
-    with offload.AdamW(parameters, offload=config(tmp_path, gpu_memory=gpu_memory)) as optimizer:
-        train(optimizer, parameters, range(4))
-        expected(4, torch.bfloat16).assert_same(optimizer, parameters)
-
-
+@as_in_training
 def test_a_checkpoint_goes_to_the_cpu_and_back(device: torch.device, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     parameters = weights(device)
@@ -112,51 +108,6 @@ def test_a_checkpoint_goes_to_the_cpu_and_back(device: torch.device, tmp_path: P
             optimizer.load_checkpoint(tmp_path / "checkpoint")
             train(optimizer, again, range(2, 4))
             expected(4, torch.bfloat16).assert_same(optimizer, again)
-
-
-def _losses(device: torch.device, folder: Path, placement: str | float, *, keep_grads: bool) -> list[float]:
-    torch.manual_seed(0)
-    width = 256 if device.type == "cuda" else 32
-    layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-    model = torch.nn.Sequential(torch.nn.Embedding(512, width), layer, torch.nn.Linear(width, 512))
-    model.to(device, torch.bfloat16)
-    settings = config(folder, placement=placement, keep_grads=keep_grads, gpu_memory=0)
-    losses = []
-    generator = torch.Generator("cpu").manual_seed(1)
-    with offload.AdamW(model.parameters(), lr=1e-3, offload=settings) as optimizer:
-        for _ in range(20 if device.type == "cuda" else 4):
-            tokens = torch.randint(512, (8, 33), generator=generator).to(device)
-            logits = model(tokens[:, :-1]).float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
-def _all_losses(device: torch.device, folder: Path) -> list[list[float]]:
-    torch.use_deterministic_algorithms(True)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        places = PLACEMENTS if device.type == "cuda" else ("cpu", "gpu", 0.5)
-        return [_losses(device, folder, place, keep_grads=keep) for place in places for keep in (True, False)]
-
-
-def test_training_is_the_same_for_every_placement(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type == "cuda":
-        # Looked at once, at a process's first matrix product.
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        runs = in_own_process(_all_losses, device, tmp_path)
-    else:
-        try:
-            runs = _all_losses(device, tmp_path)
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert len({*runs[0]}) == len(runs[0])
-    assert all(run == runs[0] for run in runs)
 
 
 def test_gradients_that_leave_free_their_memory(device: torch.device, tmp_path: Path) -> None:
@@ -176,6 +127,7 @@ def test_gradients_that_leave_free_their_memory(device: torch.device, tmp_path: 
         assert torch.accelerator.memory_allocated(device) <= before + parameter.numel()
 
 
+@as_in_training
 def test_loss_scaling(device: torch.device, tmp_path: Path) -> None:
     parameters = weights(device, dtype=torch.float16)
     scaler = offload.GradScaler(device.type, init_scale=256.0, growth_interval=100)
@@ -223,11 +175,3 @@ def test_marks_tell_the_host_s_time(made: AcceleratorDevice, monkeypatch: pytest
         times.append(mark.time_s())
         assert before_s - 1e-3 <= times[-1] <= time.monotonic() + 1e-3
     assert times == sorted(times)
-
-
-def test_a_default_device_is_not_where_the_host_works(device: torch.device, tmp_path: Path) -> None:
-    with device:
-        parameters = weights(device)
-        with offload.AdamW(parameters, offload=config(tmp_path, keep_grads=False)) as optimizer:
-            train(optimizer, parameters, range(2), passes=2)
-            assert optimizer.state_for(parameters[0])["exp_avg"].device.type == "cpu"

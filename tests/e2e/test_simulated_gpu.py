@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from limited import limited
@@ -33,8 +32,7 @@ from offload.dtypes import DtypeCode
 from offload.formats import COMPACT8, EXACT
 from offload.plan import Home
 from offload.plan.budget import FETCHED_AHEAD, HIDDEN_PIECE_BYTES
-from offload.predict.streams import Order
-from offload.protocols import SEGMENT_DTYPE, DeviceLane
+from offload.protocols import DeviceLane
 from offload.schedule.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.session import setup
 
@@ -314,50 +312,6 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
             scaler.step(optimizer)
 
 
-class Noted(SimulatedDevice):
-    """Notes what is put on the lane of copies to the device."""
-
-    def __init__(self) -> None:
-        self.noted: list[str] = []
-        super().__init__()
-
-    def put(self, lane: Any, label: str, *arguments: Any, **options: Any) -> Any:
-        if lane is DeviceLane.H2D and label != "mark":
-            self.noted.append(label)
-        return super().put(lane, label, *arguments, **options)
-
-
-@pytest.mark.parametrize("at_home", [False, True])
-def test_the_table_of_an_update_is_copied_just_before_its_state(tmp_path: Path, at_home: bool) -> None:
-    """On the same lane: another one's copies might wait for all that this one still has."""
-    device, parameters = Noted(), weights()
-    where = {"gpu_memory": 1 << 20} if at_home else {"gpu_memory": 0, "host_memory": 1 << 20}
-    with OnDevice(parameters, device=device, offload=config(tmp_path, placement="gpu", **where)) as optimizer:
-        for step in range(3):
-            device.noted.clear()
-            train(optimizer, parameters, range(step, step + 1), clip=False)
-        visits = len(optimizer.engine._parts.plan.layout.subgroups)
-        assert visits > 2
-        kinds = [label.split(" of ")[0] for label in device.noted]
-    assert kinds == (["a table"] if at_home else ["a table", "a copy"]) * visits
-
-
-def test_one_engine_copies_to_the_device() -> None:
-    device = SimulatedDevice()
-    host, other = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
-    there, back = (device.allocate(16) for _ in range(2))
-    with device._engines[DeviceLane.H2D].held():
-        device.copy(DeviceLane.H2D, there, host.data_ptr(), 16)
-        device.update(device.send_table(np.zeros(1, SEGMENT_DTYPE)))
-        waiting = [device.mark(DeviceLane.H2D), device.mark(DeviceLane.UPDATE)]
-        device.copy(DeviceLane.D2H, other.data_ptr(), back, 16)
-        device.mark(DeviceLane.D2H).wait()
-        assert not any(mark.reached() for mark in waiting)
-    for mark in waiting:
-        mark.wait()
-    device.close()
-
-
 class Cut(SimulatedDevice):
     """Notes in what pieces something is copied."""
 
@@ -387,35 +341,6 @@ def test_copies_are_cut_while_a_step_is_hidden_and_at_no_other_time(tmp_path: Pa
                 assert {size for _, size in device.pieces} == ({HIDDEN_PIECE_BYTES} if hides else {0})
             optimizer.state_dict()
             assert device.pieces[-1][1] == 0
-
-
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("piece_bytes", [0, 16])
-def test_a_copy_of_the_user_s_gets_in_between_pieces(order: Order, piece_bytes: int) -> None:
-    """However engines choose between streams; it waits for all of a whole copy, and for those before it."""
-    device = SimulatedDevice(order=order)
-    host, other = torch.arange(48, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    there, inputs = device.allocate(48), device.allocate(8)
-    done: list[str] = []
-    plain = device.do
-
-    def do(work: Any) -> None:
-        plain(work)
-        if work.nbytes:
-            done.append("user" if work.lane == "user" else "state")
-
-    device.do = do  # type: ignore[method-assign]
-    with device._engines[DeviceLane.H2D].held():
-        for start in (0, 24):
-            device.copy(DeviceLane.H2D, there + start, host.data_ptr() + start, 24, piece_bytes)
-        device.copy_on("user", True, inputs, other.data_ptr(), 8)
-        waiting = device._engines[DeviceLane.H2D].waiting
-        while len(waiting) < 2:  # both ask for it
-            threading.Event().wait(1e-3)
-    for mark in (device.mark(DeviceLane.H2D), device.mark_caller("user")):
-        mark.wait()
-    device.close()
-    assert done == (["state", "user", "state", "state", "state"] if piece_bytes else ["state", "state", "user"])
 
 
 @pytest.mark.not_ahead("whoever waits for gradients to make updates from waits for their sums, too")
@@ -492,8 +417,7 @@ def test_memory_of_another_stream_is_not_used_again_before_its_gradient_has_been
         assert same(states(optimizer, parameters), on_cpu(range(1), clip=False))
 
 
-@pytest.mark.parametrize("fail_at", [3, 30, 60, 90])
-@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize(("fail_at", "keep_grads"), [(3, False), (30, True), (60, False), (90, True)])
 def test_a_gpu_that_fails_breaks_the_session(tmp_path: Path, fail_at: int, keep_grads: bool) -> None:
     parameters = weights()
     device = SimulatedDevice(fail_at=fail_at)
@@ -617,8 +541,7 @@ def test_every_thread_works_for_its_own_device(tmp_path: Path, keep_grads: bool)
     assert not device.pinned
 
 
-@pytest.mark.parametrize("gpu_memory", ["auto", 40_000])
-@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize(("keep_grads", "gpu_memory"), [(False, "auto"), (False, 40_000), (True, "auto")])
 def test_what_a_cuda_graph_would_not_repeat_is_refused_while_it_is_captured(
     tmp_path: Path, keep_grads: bool, gpu_memory: int | str
 ) -> None:
@@ -952,16 +875,6 @@ def test_what_cannot_be_opened_stays_closed(tmp_path: Path) -> None:
     with pytest.raises(offload.SessionBrokenError, match="make a new optimizer"):
         optimizer.step()
     optimizer.close()
-
-
-def test_a_default_device_is_not_where_the_host_works(tmp_path: Path) -> None:
-    parameters = weights()
-    with torch.device("meta"), OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:
-        drawn = [torch.full(p.shape, 0.5, dtype=p.dtype, device="cpu") for p in parameters]
-        torch.autograd.backward(parameters, drawn)
-        optimizer.step()
-        assert optimizer.state_for(parameters[0])["exp_avg"].device.type == "cpu"
-        optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])

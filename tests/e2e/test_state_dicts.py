@@ -64,7 +64,7 @@ TIERS: dict[str, dict[str, Any]] = {
 ON_LATE = pytest.mark.late(shared=True)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=ON_LATE) if "gpu" in name else name for name in TIERS])
+@pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Model], Any]:
     """Return a function that makes an optimizer over a model, with its state on one tier."""
     settings = TIERS[request.param]
@@ -88,7 +88,14 @@ def file_of(saved: Any, **options: Any) -> Any:
         return torch.load(file.name, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[ON_LATE] if "gpu" in name else [])
+        for name, dtype in zip(TIERS, itertools.cycle([torch.float32, torch.bfloat16]), strict=False)
+    ],
+    indirect=["make"],
+)
 def test_a_large_state_dict_is_what_a_small_one_is(make: Callable[[Model], Any], dtype: torch.dtype) -> None:
     model = Model(dtype)
     with make(model) as optimizer:

@@ -43,16 +43,6 @@ def named(parameters: list[torch.nn.Parameter]) -> list[tuple[str, torch.nn.Para
     return [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
 
 
-def run(
-    config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, form: str = "compact16", steps: int = STEPS
-) -> list[torch.Tensor]:
-    parameters = weights(dtype)
-    settings = offload.OffloadConfig(state_format=form, **config)
-    with offload.AdamW(named(parameters), lr=1e-2, offload=settings) as optimizer:
-        train(optimizer, parameters, range(steps))
-        return states(optimizer, parameters)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_that_is_read_and_written_back_is_the_same(form: str, dtype: torch.dtype) -> None:

@@ -110,8 +110,9 @@ def run(default: torch.dtype | str | None, dtype: torch.dtype, folder: Path, **s
     return after
 
 
-@pytest.mark.parametrize("settings", [{}, {"host_memory": 0}], ids=["memory", "disk"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "settings"), [(torch.float32, {}), (torch.bfloat16, {"host_memory": 0})], ids=["memory", "disk"]
+)
 @pytest.mark.parametrize("default", DEFAULTS, ids=str)
 def test_the_defaults_change_nothing(
     tmp_path: Path, default: torch.dtype | str, dtype: torch.dtype, settings: dict[str, Any]

@@ -31,7 +31,7 @@ overlapping = pytest.mark.parametrize(
 @pytest.mark.slow
 def test_killed_lives_lose_nothing(tmp_path: Path) -> None:
     """Random programs are killed in all ways (`test_programs`); here stores do not pile up."""
-    figures = run(10, 1, 400, tmp_path / "figures.json", "--parks", "--overlap", "both")
+    figures = run(6, 1, 300, tmp_path / "figures.json", "--parks", "--overlap", "both")
     assert figures["kills"] > 0
     assert figures["stores left"] < 20
 
@@ -47,7 +47,7 @@ def test_many_killed_lives_lose_nothing(tmp_path: Path, seed: int, more: list[st
 
 @pytest.mark.slow
 def test_a_killed_rank_keeps_nobody(tmp_path: Path) -> None:
-    figures = run(3, 1, 120, tmp_path / "figures.json", ranks=2)
+    figures = run(2, 1, 120, tmp_path / "figures.json", ranks=2)
     assert figures["kills"] > 0
 
 

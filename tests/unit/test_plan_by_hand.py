@@ -1,4 +1,4 @@
-"""What `offload plan` answers for twenty machines and models, by hand: bytes, and bytes over rates.
+"""What `offload plan` answers for machines and models, by hand: bytes, and bytes over rates.
 
 A row says what state a model has, what of it lies on drives, and what its step is bound by, for how long. State that
 is streamed passes its drive once each way, less what the staging slots keep; an update passes over 28 bytes of memory
@@ -44,9 +44,7 @@ GPU = "--gpu 700GB/s:24GiB --link 20GB/s --host 280GB/s:256GiB --cores 64"  # 30
 CASES = {
     # All in memory: 12 bytes a parameter, at memory over 28 bytes for each 12.
     "1e9 in memory": Case(f"--params 1e9 {CPU} --host-memory 20GiB", 12 * GB, 0, "cpu", 28 * GB / (60 * GB)),
-    "2e9 in memory": Case(f"--params 2e9 {CPU} --host-memory 40GiB", 24 * GB, 0, "cpu", 2 * 28 / 60),
     "8e9 on a server": Case(f"--params 8e9 {BIG} --host-memory 200GiB", 96 * GB, 0, "cpu", 8 * 28 / 280),
-    "40e9 on a server": Case(f"--params 40e9 {BIG} --host-memory 500GiB", 480 * GB, 0, "cpu", 40 * 28 / 280),
     # 2 cores update 21.2 GB/s of state, which is less than memory gives.
     "2 cores": Case(
         "--params 1e9 --host 280GB/s:64GiB --cores 2 --weights-on cpu --host-memory 20GiB",
@@ -65,10 +63,6 @@ CASES = {
         f"--params 8e9 {CPU} --drive 4GB/s:2TB --host-memory 0", 96 * GB, 96 * GB, "path:0",
         2 * (96 - 4 * 0.2012) / 4,
     ),
-    "8e9 on a slow drive": Case(
-        f"--params 8e9 {CPU} --drive 0.5GB/s:2TB --host-memory 0", 96 * GB, 96 * GB, "path:0",
-        2 * (96 - 4 * 0.2012) / 0.5,
-    ),
     # Reads at 6 and writes at 3 GB/s, each half as fast beside the other: reads that end leave the drive to writes.
     "reads and writes differ": Case(
         f"--params 8e9 {CPU} --drive 6GB/s,3GB/s:2TB --host-memory 0", 96 * GB, 96 * GB, "path:0",
@@ -79,11 +73,7 @@ CASES = {
         f"--params 8e9 {CPU} --drive 4GB/s:2TB --host-memory 25GiB", 96 * GB, 96 * GB - 25 * GIB, "path:0",
         2 * (96 - 25 * GIB / GB - 4 * 0.2012) / 4,
     ),
-    # Two alike: half on each; another one of half the speed takes a third.
-    "two drives": Case(
-        f"--params 8e9 {CPU} --drive 4GB/s:2TB 4GB/s:2TB --host-memory 0", 96 * GB, 96 * GB, "path:0",
-        2 * (96 - 4 * 0.2012) / 8,
-    ),
+    # Another one of half the speed takes a third.
     "two drives that differ": Case(
         f"--params 8e9 {CPU} --drive 4GB/s:2TB 2GB/s:2TB --host-memory 0", 96 * GB, 96 * GB, "path:0",
         2 * (96 - 4 * 0.2012) / 6,
@@ -119,10 +109,6 @@ CASES = {
         2 * (48 - 4 * 0.2012) / 3,
     ),
 }  # fmt: skip
-
-
-def test_there_are_twenty() -> None:
-    assert len(CASES) == 20
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,15 +34,16 @@ OTHERS = {
 MOST = 48
 
 
-def sources(*folders: str) -> dict[Path, ast.Module]:
-    """Return the modules of folders."""
-    return {path: ast.parse(path.read_text()) for name in folders for path in sorted((ROOT / name).rglob("*.py"))}
+def sources(*folders: str) -> dict[Path, list[ast.AST]]:
+    """Return the modules of folders, each as all of its nodes."""
+    files = [path for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
+    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in files}
 
 
-def given(tree: ast.AST) -> set[str]:
+def given(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the private names that something gives: of functions, classes, variables, and what is its own."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -60,34 +61,34 @@ def is_self(node: ast.AST) -> bool:
 class Classes:
     """Classes of the package and of its tests, by their names."""
 
-    def __init__(self, package: dict[Path, ast.Module], tests: dict[Path, ast.Module]) -> None:
+    def __init__(self, package: dict[Path, list[ast.AST]], tests: dict[Path, list[ast.AST]]) -> None:
         self.own: dict[str, set[str]] = defaultdict(set)
         self.bases: dict[str, set[str]] = defaultdict(set)
-        for tree in (*package.values(), *tests.values()):
-            for node in ast.walk(tree):
+        for nodes in (*package.values(), *tests.values()):
+            for node in nodes:
                 if isinstance(node, ast.ClassDef):
                     self.bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-        for tree in package.values():
-            for node in ast.walk(tree):
+        for nodes in package.values():
+            for node in nodes:
                 if isinstance(node, ast.ClassDef):
-                    self.own[node.name] |= given(node)
+                    self.own[node.name] |= given(ast.walk(node))
 
     def inherited(self, name: str) -> set[str]:
         """Return the private names that a class has of the package."""
         return self.own[name].union(*(self.inherited(base) for base in self.bases[name] - {name}))
 
 
-def reached(tree: ast.Module, package: set[str], classes: Classes) -> Iterator[tuple[str, int]]:
+def reached(nodes: list[ast.AST], package: set[str], classes: Classes) -> Iterator[tuple[str, int]]:
     """Return the private names of the package that a test reaches for, with the lines."""
     inside: dict[ast.AST, set[str]] = {}  # what a class has of the package, for all that is in it
     own: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
-            names = classes.inherited(node.name)
-            inside |= dict.fromkeys(ast.walk(node), names)
-            own |= given(node) - names
-    formatted = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+            names, parts = classes.inherited(node.name), [*ast.walk(node)]
+            inside |= dict.fromkeys(parts, names)
+            own |= given(parts) - names
+    formatted = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         found: list[str] = []
         if isinstance(node, ast.Attribute):
             ours = inside[node] if is_self(node.value) and node in inside else package - own
@@ -107,8 +108,8 @@ def test_tests_reach_for_few_private_names() -> None:
     package, tests = sources("offload", "integrations"), sources("tests")
     classes, names = Classes(package, tests), set().union(*map(given, package.values()))
     places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in tests.items():
-        for name, line in reached(tree, names, classes):
+    for path, nodes in tests.items():
+        for name, line in reached(nodes, names, classes):
             places[name].append(f"{path.relative_to(ROOT)}:{line}")
     for name, where in sorted(places.items()):
         print(f"{name}: {', '.join(where)}")

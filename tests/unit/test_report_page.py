@@ -44,11 +44,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_has_a_page_in_which_all_is_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_a_page_in_which_all_is_text_and_nothing_is_loaded_from_elsewhere(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["report", str(folder), "--json"]) == 0
     page = Path(json.loads(capsys.readouterr().out)["page"])
     assert page == folder / "report.html"
-    reader = Reader(page.read_text())
+    reader = Reader(content := page.read_text())
     assert not reader.open
     assert not {"script", "img", "iframe", "object", "a"} & set(reader.tags)
     assert reader.tags.count("svg") == 3
@@ -57,13 +59,8 @@ def test_a_run_has_a_page_in_which_all_is_text(folder: Path, capsys: pytest.Capt
     assert said.count(EVIL) >= 7  # pictures have the ends of long names
     assert "2 times as long" in said
     assert "-250 ms" in said
-    assert "default-src 'none'" in page.read_text()
-
-
-def test_nothing_is_loaded_from_elsewhere(folder: Path) -> None:
-    assert cli.main(["report", str(folder), "--quiet"]) == 0
-    page = (folder / "report.html").read_text()
-    sources = [part.partition('"')[0] for part in page.split('href="')[1:] + page.split('src="')[1:]]
+    assert "default-src 'none'" in content
+    sources = [part.partition('"')[0] for part in content.split('href="')[1:] + content.split('src="')[1:]]
     assert all(source.startswith(("#", "data:image/png;base64,")) for source in sources)
 
 
