@@ -80,7 +80,10 @@ def _joined(stream: torch.Stream) -> Iterator[None]:
         outside.wait_stream(stream)
 
 
-@pytest.fixture(params=["simulated", LATE[0], LATE_FULL[1], *CUDA], name="place")
+PLACES = [LATE[0], LATE_FULL[1], *CUDA]
+
+
+@pytest.fixture(params=PLACES, name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
     return Place(request.param)
 
@@ -189,6 +192,7 @@ def test_a_compiled_model(place: Place, tmp_path: Path, keep_grads: bool) -> Non
         check(optimizer, parameters, 3)
 
 
+@pytest.mark.parametrize("place", ["simulated", *PLACES], indirect=True)
 @pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("longer", [True, False])
 def test_backward_and_the_link(place: Place, tmp_path: Path, keep_grads: bool, longer: bool) -> None:
