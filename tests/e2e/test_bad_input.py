@@ -50,6 +50,7 @@ def make(parameters: Any = None, **settings: Any) -> None:
         ({"keep_grads": "no"}, "keep_grads"),
         ({"checkpoints_kept": -1}, "checkpoints_kept"),
         ({"checksum": "yes"}, "checksum"),
+        ({"shard": 2}, "shard: 2 .* true or false"),
     ],
 )
 def test_config_errors_name_the_field(settings: dict[str, Any], words: str) -> None:

@@ -36,18 +36,16 @@ class Weights(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(drawn))
 
 
-KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "AdamW": (offload.AdamW, {}),
-    "compact8": (offload.AdamW, {"state_format": "compact8", "exact_names": ()}),
-    "SGD": (partial(offload.SGD, momentum=0.9), {}),
-    "Muon": (offload.Muon, {}),
-    "wrapped": (partial(offload.wrap, torch.optim.NAdam), {}),
+KINDS: dict[str, Callable[..., Any]] = {
+    "SGD": partial(offload.SGD, momentum=0.9),
+    "Muon": offload.Muon,
+    "wrapped": partial(offload.wrap, torch.optim.NAdam),
 }
+"""What `test_programs.py` does not draw, and one that files of state have."""
 
 
 def made(kind: str, params: Any, **settings: Any) -> Any:
-    make, own = KINDS[kind]
-    return make(params, lr=1e-2, offload=offload.OffloadConfig(**own, **settings))
+    return KINDS[kind](params, lr=1e-2, offload=offload.OffloadConfig(**settings))
 
 
 def state_of(optimizer: Any, model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
@@ -55,10 +53,10 @@ def state_of(optimizer: Any, model: torch.nn.Module) -> dict[str, dict[str, torc
 
 
 def same(left: dict[str, dict[str, Any]], right: dict[str, dict[str, Any]]) -> bool:
-    def flat(states: dict[str, dict[str, Any]]) -> dict[tuple[str, str], torch.Tensor]:
-        return {(name, key): torch.as_tensor(v) for name, entry in states.items() for key, v in entry.items()}
-
-    ones, others = flat(left), flat(right)
+    ones, others = (
+        {(name, key): torch.as_tensor(value) for name, entry in states.items() for key, value in entry.items()}
+        for states in (left, right)
+    )
     return ones.keys() == others.keys() and all(torch.equal(value, others[key]) for key, value in ones.items())
 
 
@@ -347,7 +345,7 @@ def run(seed: int, folder: Path) -> None:
     """Freeze, thaw, train, save and resume at random, and compare with the history alone."""
     chance = random.Random(seed)
     kind, place = chance.choice([*KINDS]), PLACES[chance.choice([*PLACES])](folder)
-    ways = [way for way in WAYS if way != "file" or kind in ("AdamW", "SGD")]
+    ways = [way for way in WAYS if way != "file" or kind == "SGD"]
     model, history, saves = Weights(), History(), []
     if kind == "wrapped":
         del model.none  # of which a class keeps nothing
@@ -401,6 +399,6 @@ def run(seed: int, folder: Path) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.full) for n in range(12, 120))])
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 120))])
 def test_programs(seed: int, tmp_path: Path) -> None:
     run(seed, tmp_path)

@@ -93,9 +93,10 @@ def test_what_found_no_memory_leaves_no_trace(
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("first_numel", [3000, 8192])
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("state_format", ["exact", "compact16", "compact8"])
+@pytest.mark.parametrize(
+    ("state_format", "slots", "first_numel"),
+    [("exact", 1, 8192), ("compact16", 1, 3000), ("compact8", 3, 8192), ("compact8", 1, 3000)],
+)
 def test_parameters_come_later_whatever_staging_slots_there_are(
     tmp_path: Path, state_format: str, slots: int, first_numel: int
 ) -> None:
@@ -260,8 +261,9 @@ def test_what_a_system_refuses_costs_the_checkpoint_alone(tmp_path: Path, monkey
     parameter.grad = None
 
 
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize("reaches", ["the end", "COMMIT", "nothing"])
+@pytest.mark.parametrize(
+    ("reaches", "copy"), [("the end", False), ("the end", True), ("COMMIT", False), ("nothing", True)]
+)
 def test_a_session_that_breaks_while_it_commits_loses_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: bool, reaches: str
 ) -> None:

@@ -102,15 +102,8 @@ def test_a_run_leaves_its_files_and_prints_plan_and_table(
     assert "the plan" in printed.out
     assert "2 times as long" in printed.out
     assert "step 3/3" in printed.err
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "metrics.jsonl",
-        "summary.json",
-        "loss.png",
-        "lanes.png",
-        "timeline.json",
-        "report.json",
-        "report.html",
-    }
+    names = {"metrics.jsonl", "summary.json", "loss.png", "lanes.png", "timeline.json", "report.json", "report.html"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "3 steps in" in page
     assert "<td>3</td><td>100 ms</td><td>200 ms</td><td>2 times as long</td>" in page
@@ -142,12 +135,8 @@ def test_options_reach_the_engine(train: Callable[..., int], tmp_path: Path, sta
     config = standin.made[0].config
     assert [path.path for path in config.paths] == paths
     assert config.rates == "node.json"
-    assert (config.host_memory, config.staging_memory, config.subgroup_numel, config.threads) == (
-        2**20,
-        4096,
-        2000,
-        1,
-    )
+    given = config.host_memory, config.staging_memory, config.subgroup_numel, config.threads
+    assert given == (2**20, 4096, 2000, 1)
     assert not (tmp_path / "run/state").exists()
 
 
@@ -279,7 +268,6 @@ def test_a_bug_of_ours_keeps_its_traceback(
     [
         (["--steps", "few"], "--steps: 'few' cannot be used"),
         (["--batch", "1000000", "--seq", "1000000"], "--params"),
-        (["--params", "many"], "--params: 'many' cannot be used"),
         (["--seq", "0"], "--seq: '0' cannot be used"),
         (["--batch", "-1"], "--batch: '-1'"),
         (["--accumulate", "0"], "--accumulate: '0'"),
@@ -291,8 +279,6 @@ def test_a_bug_of_ours_keeps_its_traceback(
         (["--hidden", "20"], "--hidden: 20"),
         (["--layers", "0"], "--layers: '0'"),
         (["--host-memory", "much"], "--host-memory: 'much'"),
-        (["--staging-memory", "-1"], "--staging-memory: '-1'"),
-        (["--subgroup-numel", "0"], "--subgroup-numel: '0'"),
         (["--subgroup-numel", "12"], "--subgroup-numel: '12'"),
         (["--data", "/there/is/no/such/folder"], "--data: '/there/is/no/such/folder'"),
         (["--seq", "5000"], "--data"),
