@@ -514,15 +514,6 @@ def test_homes_are_dealt_to_memory_nodes(with_nodes, capsys):
     assert "of that on node2, of 100.0 GiB" in capsys.readouterr().out
 
 
-def test_the_fastest_nodes_are_given_the_most(with_nodes, capsys):
-    steps = [
-        plan_json(capsys, *with_nodes, "--host-memory", f"node0={first}GiB,node2={second}GiB")["step_s"]
-        for first, second in ((30, 60), (30, 70), (80, 70))
-    ]
-    assert steps[0] == pytest.approx(steps[1])
-    assert steps[2] == pytest.approx(steps[1] - 50 * GIB * (1 / 20 - 1 / 60) / GB, rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("memory", "words"),
     [

@@ -16,7 +16,7 @@ from offload.cli.record import OPTIMIZERS, Comparison, RunRecord
 from offload.cli.trace import trace
 from offload.cli.values import in_columns, to_json
 from offload.pictures import draw
-from offload.schedule.timeline import Interval, lane_order, tracks
+from offload.schedule.timeline import Interval, lane_order
 
 PNG = b"\x89PNG"
 
@@ -140,10 +140,6 @@ def test_json_has_no_numbers_that_parsers_refuse() -> None:
 
 def _interval(began_s: float, ended_s: float, nbytes: int = 0, lane: str = "cpu") -> Interval:
     return Interval(lane, "tile", began_s, ended_s, nbytes)
-
-
-def test_overlapping_operations_get_tracks_of_their_own() -> None:
-    assert tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
 
 
 def test_busy_time_counts_overlaps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,24 +175,18 @@ def test_every_module_is_in_a_layer():
     [
         ("offload.plan.homes", "from offload.tiers.file import FileTier"),
         ("offload.tiers.file", "from offload.plan import Plan"),
-        ("offload.schedule.loop", "import offload.session.engine"),
         (
             "offload.schedule.machine",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from offload import predict",
         ),
-        ("offload.measure.probe", "from offload.session.engine import Engine"),
         ("offload.world.executor", "def late():\n    from offload.session.engine import Engine"),
-        ("offload.world.executor", "from offload import session"),
         ("offload.checkpoint.saves", "from offload.session.parts import SessionParts"),
         ("offload.measure.probe", "from offload.checkpoint.stores import Pin"),
         ("offload.errors", "from offload.protocols import TileId"),
-        ("offload.layout", "import offload"),
         ("offload.layout", "from . import errors"),
         ("offload.plan", "from offload._native import queue"),
         ("offload.integrations.deepspeed", "from offload.session.engine import Engine"),
-        ("offload.integrations.deepspeed", "from offload import config"),
         ("offload.integrations.deepspeed", "from offload.rules.adam import scalars"),
-        ("offload.session.engine", "from offload.optim.adam import AdamW"),
     ],
 )
 def test_what_is_forbidden_is_seen(module: str, source: str):
@@ -204,7 +198,6 @@ def test_what_is_forbidden_is_seen(module: str, source: str):
     [
         ("offload.session.engine", "from offload.schedule.machine import Machine\nfrom offload.measure import probe"),
         ("offload.world.executor", "from offload.schedule.machine import Run\nfrom offload.plan import Plan"),
-        ("offload.optim.adamw", "from offload.predict.predict import predict"),
         ("offload.integrations.deepspeed", "import offload\nfrom offload import AdamW, errors_of"),
         ("offload.integrations.deepspeed", "from offload.rules import GroupScalars"),
         ("offload.integrations.deepspeed", "from offload.integrations.shared import x"),
