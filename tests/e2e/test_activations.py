@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -375,6 +376,16 @@ def test_the_second_pass_writes_early_what_will_not_stay(tmp_path: Path):
             layers.zero_grad()
             # What stays is the same, whenever the rest goes.
             assert optimizer.metrics()["activations/written_bytes"] == leaving
+
+
+def test_nothing_is_left_when_forward_raises(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        with contextlib.suppress(ValueError), on_paths(optimizer, layers):
+            layers(data())
+            raise ValueError("here")
+        gc.collect()
+        optimizer.park()
 
 
 def test_compiled_models(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -428,5 +427,5 @@ def test_the_command_needs_no_framework(checkpoint: Path, tmp_path: Path) -> Non
     arguments = ["export", str(checkpoint), "--for", "torch", str(tmp_path / "out")]
     program = "import sys\nfor name in ('transformers', 'accelerate', 'lightning'): sys.modules[name] = None\n"
     program += f"from offload import cli\nsys.exit(cli.main({arguments!r}))"
-    done = prepared.ran([sys.executable, "-c", program])
+    done = prepared.ran([prepared.python(), "-c", program])
     assert "AdamW after step 1, groups of 2 parameters" in done.stdout

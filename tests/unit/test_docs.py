@@ -39,17 +39,27 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("generate")
 
 
-PREDICTED = ("README", "planning", "published")
-"""Pages for which plans are searched, which takes over a second."""
+PREDICTED = ("README", "planning")
+"""Pages for which plans of every machine are searched, which takes half a minute."""
+IN_FULL = pytest.param(True, marks=[pytest.mark.slow, pytest.mark.full])
 
 
-@pytest.mark.parametrize("predicted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("predicted", [False, IN_FULL])
 def test_generated_pages_and_parts_are_what_is_generated(generate: ModuleType, predicted: bool) -> None:
     names = {page.stem for page in (*generate.PAGES, *generate.PARTS)}
     assert names > {*PREDICTED}
     pages = [[*generate.expected(name).items()] for name in sorted(names) if (name in PREDICTED) is predicted]
     assert {len(made) for made in pages} == {1}
     assert not [page.name for made in pages for page, text in made if page.read_text() != text], "run make docs"
+
+
+@pytest.mark.slow
+def test_the_readme_s_first_and_last_machine_are_as_they_are_planned(
+    generate: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines, page = generate.machines, ROOT / "README.md"
+    monkeypatch.setattr(machines, "MACHINES", (machines.MACHINES[0], machines.MACHINES[-1]))
+    assert not {*machines.fitting(page).splitlines()} - {*page.read_text().splitlines()}
 
 
 def test_a_figure_is_that_of_the_newest_report_of_its_kind(

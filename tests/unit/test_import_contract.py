@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +72,9 @@ PURE_MAY_IMPORT = {
 }
 
 
+parsed = functools.cache(ast.parse)
+
+
 def imported(tree: ast.AST) -> set[str]:
     """Return the absolute names that a module imports, at any depth; relative imports as "."."""
     names = set()
@@ -98,7 +102,7 @@ def violations(module: str, source: str) -> list[str]:
     """Return what a module of that dotted name must not import but does."""
     own = layer_of(module)
     wrong = []
-    for name in sorted(imported(ast.parse(source))):
+    for name in sorted(imported(parsed(source))):
         if name == ".":
             wrong.append(f"{module} imports relatively")
         if name.split(".")[0] != "offload" or own is None:
@@ -120,6 +124,7 @@ def violations(module: str, source: str) -> list[str]:
     return wrong
 
 
+@functools.cache
 def sources() -> list[tuple[str, str]]:
     found = []
     for folder, prefix in (
@@ -148,7 +153,7 @@ def circle(modules: Mapping[str, str]) -> list[str]:
     others = modules.keys() - {"offload"}
     graph = {}
     for module, source in modules.items():
-        names = imported(ast.parse(source))
+        names = imported(parsed(source))
         graph[module] = {name if name in others else name.rpartition(".")[0] for name in names} & others - {module}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -216,7 +221,7 @@ def test_deciding_code_cannot_observe_the_world():
     for where in PURE:
         path = PACKAGE / where
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            tree = ast.parse(file.read_text())
+            tree = parsed(file.read_text())
             tops = {name.split(".")[0] for name in imported(tree)} - {"offload"}
             assert tops <= PURE_MAY_IMPORT, f"{file.name} imports {sorted(tops - PURE_MAY_IMPORT)}"
             calls = {
@@ -232,5 +237,5 @@ def test_no_assert_in_the_package():
     for module, source in sources():
         if layer_of(module) == "world":
             continue  # of the tests
-        asserts = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+        asserts = [node.lineno for node in ast.walk(parsed(source)) if isinstance(node, ast.Assert)]
         assert not asserts, f"{module} asserts in lines {asserts}; use offload.errors.invariant"
