@@ -99,11 +99,10 @@ def test_settings_for_a_gpu_are_rehearsed_on_a_cpu(check: Any, name: str) -> Non
     given = {"host_memory": 0, "paths": ["disk"], "threads": 1} | config
     script = SCRIPT.replace("**options.settings}", f"**{config}}}")
     text = {"train.py": script, "offload.json": json.dumps(given)}[name]
-    size = ["--params", "100k", "--subgroup-numel", "16k"] if name == "offload.json" else []
-    status, _, said = check(*size, name=name, text=text)
+    status, _, said = check(name=name, text=text)
     assert status != 0
     assert "not on a GPU" in said
-    status, outcome, _ = check(*size, name=name, text=text, before=("--on-cpu",))
+    status, outcome, _ = check(name=name, text=text, before=("--on-cpu",))
     assert (status, outcome["different"]) == (0, False)
     assert outcome["metrics"]["streamed_bytes"] > 0
     assert outcome["found"][-1] == "on the CPU: gpu_memory, placement, keep_grads of the settings were left out"
