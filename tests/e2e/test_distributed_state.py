@@ -261,20 +261,6 @@ def test_torchs_own_without_names(make: Callable[..., Any], tmp_path: Path) -> N
         assert_alike(other)
 
 
-def test_adam_goes_to_torch_and_back(make: Callable[..., Any], tmp_path: Path) -> None:
-    model, middle, again = (Model(torch.float32, seed) for seed in range(3))
-    plain = torch.optim.Adam(middle.groups(), lr=5.0)
-    with make(model, offload.Adam) as optimizer, make(again, offload.Adam) as other:
-        model.train_with(optimizer, 1, 2)
-        save(model, optimizer, tmp_path / "ours", StateDictOptions())
-        load(middle, plain, tmp_path / "ours", StateDictOptions())
-        save(middle, plain, tmp_path / "theirs", StateDictOptions())
-        load(again, other, tmp_path / "theirs", StateDictOptions())
-        assert same(everything(again, other), everything(model, optimizer))
-        with make(again) as wrong, pytest.raises(offload.ConfigError, match=r"offload\.Adam"):
-            load(again, wrong, tmp_path / "theirs", StateDictOptions())
-
-
 @pytest.mark.parametrize(("dtype", "flat"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_import_state_reads_the_same(
     make: Callable[..., Any], tmp_path: Path, dtype: torch.dtype, flat: bool
