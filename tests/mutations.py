@@ -94,7 +94,7 @@ SESSION = (
     ),
     *without("e2e/test_placement_auto.py", "bits_do_not_depend_on_when_and_how_often_placement_changes"),
     "tests/e2e/test_metrics_and_traces.py",
-    *without("e2e/test_lifetime.py", "a_signal_handler_that_closes_in_a_request_ends_the_session_after_it"),
+    "tests/e2e/test_lifetime.py",
     *without(
         "e2e/test_optimizer_state.py",
         "usual_ways_to_reset_moments",

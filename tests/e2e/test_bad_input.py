@@ -41,6 +41,8 @@ def make(parameters: Any = None, **settings: Any) -> None:
         ({"paths": [{"path": "/tmp", "share": 0}]}, "share"),
         ({"paths": [3]}, "paths"),
         ({"gradient_dtype": "half"}, "gradient_dtype"),
+        ({"gradient_memory": -1, "paths": ["/tmp"]}, "gradient_memory"),
+        ({"gradient_memory": "a lot", "paths": ["/tmp"]}, "gradient_memory"),
         ({"placement": "tpu"}, "placement"),
         ({"placement": 1.5}, "placement"),
         ({"placement": True}, "placement"),
@@ -49,25 +51,12 @@ def make(parameters: Any = None, **settings: Any) -> None:
         ({"keep_grads": "no"}, "keep_grads"),
         ({"checkpoints_kept": -1}, "checkpoints_kept"),
         ({"checksum": "yes"}, "checksum"),
+        ({"shard": 2}, "shard: 2 .* true or false"),
     ],
 )
 def test_config_errors_name_the_field(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(offload.ConfigError, match=words):
         offload.OffloadConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"placement": "gpu"}, "placement"),
-        ({"placement": 0.5}, "placement"),
-        ({"gpu_memory": "1GiB"}, "gpu_memory"),
-        ({"keep_grads": False}, "keep_grads"),
-    ],
-)
-def test_a_gpu_is_asked_for_where_weights_are_on_the_cpu(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(offload.ConfigError, match=f"{field}.*not on a GPU"):
-        offload.AdamW([torch.nn.Parameter(torch.zeros(1))], offload=offload.OffloadConfig(**settings))
 
 
 def test_unknown_keys() -> None:
@@ -103,13 +92,6 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     assert not list((tmp_path / "one").iterdir())
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_path_without_permission(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(offload.ConfigError, match="cannot be written"):
-        make(host_memory=0, paths=[tmp_path])
-
-
 def test_a_read_only_file_system(mounted: Callable[..., Path]) -> None:
     with pytest.raises(offload.ConfigError, match="cannot be written"):
         make(host_memory=0, paths=[mounted("tmpfs", "ro,size=1m")])
@@ -134,15 +116,6 @@ def test_state_that_fits_nowhere(tmp_path: Path) -> None:
     with pytest.raises(offload.InfeasiblePlanError, match="staging"):
         make(host_memory=0, paths=[tmp_path], staging_memory=4096, subgroup_numel=4096)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"lr": -1.0}, {"eps": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}, {"amsgrad": True}],
-)
-def test_hyperparameters(settings: dict[str, Any]) -> None:
-    with pytest.raises(offload.ConfigError, match=next(iter(settings))):
-        offload.AdamW([torch.nn.Parameter(torch.zeros(3))], **settings)
 
 
 @pytest.mark.parametrize(
@@ -195,54 +168,40 @@ def test_gradients_that_cannot_be_used() -> None:
         assert torch.equal(embedding.weight, before)
 
 
-def test_a_changed_dtype_is_refused() -> None:
-    model = torch.nn.Linear(4, 4)
-    with offload.AdamW(model.parameters()) as optimizer:
-        model.to(torch.bfloat16)
-        model.weight.grad = torch.ones_like(model.weight)
-        with pytest.raises(offload.ConfigError, match="new optimizer"):
-            optimizer.step()
-
-
-NINES = "9" * 400
-
-
-def kind(value: Any) -> str:
-    """Name a case that pytest could not name itself."""
-    return type(value).__name__
-
-
 class Unshown:
     def __repr__(self) -> str:
         raise ValueError("nobody can say what this is")
 
 
-@pytest.mark.parametrize("field", ["host_memory", "staging_memory", "gpu_memory"])
-@pytest.mark.parametrize(
-    "size", [NINES, f"{NINES}.5GiB", "9" * 5000, "9PiB" * 2, 10**30, 10**400, 10**5000, Unshown()], ids=kind
-)
-def test_sizes_that_are_none(field: str, size: Any) -> None:
-    with pytest.raises(offload.ConfigError, match=f"^{field}: ") as caught:
-        offload.OffloadConfig(**{field: size})
-    assert len(str(caught.value)) < 1000
+NINES = "9" * 400
+SIZES = [NINES, f"{NINES}.5GiB", "9" * 5000, "9PiB" * 2, 10**30, 10**400, 10**5000, Unshown()]
+NUMBERS = [1 << 64, 10**30, 10**400, 10**5000, -(10**5000), Unshown()]
+OF_A_PATH = [10**400, 10**5000, float("inf"), float("nan"), Unshown()]
 
 
 @pytest.mark.parametrize(
-    "field", ["subgroup_numel", "threads", "checkpoints_kept", "path_lock", "stall_timeout_s", "placement"]
+    ("field", "values"),
+    [
+        *((field, SIZES) for field in ("host_memory", "staging_memory", "gpu_memory")),
+        *((field, NUMBERS) for field in ("subgroup_numel", "threads", "checkpoints_kept", "placement")),
+        *((field, NUMBERS) for field in ("path_lock", "stall_timeout_s")),
+        *((field, OF_A_PATH) for field in ("max_bytes", "share", "depth")),
+    ],
 )
-@pytest.mark.parametrize("number", [1 << 64, 10**30, 10**400, 10**5000, -(10**5000), Unshown()], ids=kind)
-def test_numbers_that_are_too_large(field: str, number: Any) -> None:
-    with pytest.raises(offload.ConfigError, match=f"^{field}: "):
-        offload.OffloadConfig(**{field: number})
-
-
-@pytest.mark.parametrize("field", ["max_bytes", "share", "depth"])
-@pytest.mark.parametrize("number", [10**400, 10**5000, float("inf"), float("nan"), Unshown()], ids=kind)
-def test_numbers_of_a_path_that_are_too_large(tmp_path: Path, field: str, number: Any) -> None:
-    with pytest.raises(offload.ConfigError, match=rf"^paths\[0\]\.{field}: "):
-        offload.OffloadConfig(paths=[{"path": tmp_path, field: number}])
-    with pytest.raises(offload.ConfigError, match=rf"^paths\[0\]\.{field}: "):
-        offload.OffloadConfig(paths=[PathConfig(path=str(tmp_path), **{field: number})])
+def test_values_that_are_too_large_are_named_in_short(tmp_path: Path, field: str, values: list[Any]) -> None:
+    for value in values:
+        makes: list[Callable[[], object]] = [lambda value=value: offload.OffloadConfig(**{field: value})]
+        name = field
+        if values is OF_A_PATH:
+            given, name = {"path": str(tmp_path), field: value}, rf"paths\[0\]\.{field}"
+            makes = [
+                lambda given=given: offload.OffloadConfig(paths=[given]),
+                lambda given=given: offload.OffloadConfig(paths=[PathConfig(**given)]),
+            ]
+        for make_config in makes:
+            with pytest.raises(offload.ConfigError, match=f"^{name}: ") as caught:
+                make_config()
+            assert len(str(caught.value)) < 1000
 
 
 def test_shares_of_any_ratio_can_be_added_up(tmp_path: Path) -> None:
@@ -346,23 +305,6 @@ def test_files_of_rates_that_are_none(tmp_path: Path, name: str) -> None:
     (tmp_path / "threads").write_text(f'{{"format": 1, "rates": {{"cpu_bytes_per_s": {{"{"9" * 5000}": 1}}}}}}')
     with pytest.raises(offload.ConfigError, match="rates"):
         make(rates=tmp_path / name)
-
-
-@pytest.mark.parametrize("when", ["added", "moved"])
-def test_weights_that_share_memory_are_refused(when: str) -> None:
-    memory = torch.zeros(300)
-    first = torch.nn.Parameter(memory[:200])
-    second = torch.nn.Parameter(memory[100:] if when != "moved" else torch.ones(200))
-    with offload.AdamW([first, second] if when == "moved" else [first]) as optimizer:
-        second.data = memory[100:]
-        for parameter in (first, second):
-            parameter.grad = torch.ones_like(parameter)
-        for _ in range(2):
-            with pytest.raises(offload.ConfigError, match="which share memory"):
-                optimizer.step() if when == "moved" else optimizer.add_param_group({"params": [second]})
-        assert not memory.any()
-        second.data = torch.ones(200)
-        optimizer.step()
 
 
 def test_parameters_that_were_replaced() -> None:

@@ -85,9 +85,8 @@ def test_a_script_that_offloading_does_not_change(check: Any, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "steps", "train.py"]
 
 
-@pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
-def test_every_format_is_near_torch(check: Any, form: str) -> None:
-    status, outcome, _ = check("--settings", f"{{'state_format': '{form}'}}", steps=8)
+def test_a_format_that_rounds_is_near_torch(check: Any) -> None:
+    status, outcome, _ = check("--settings", "{'state_format': 'compact8'}", steps=8)
     assert (status, outcome["different"]) == (0, False)
     assert 0 < outcome["share_of_allowed"] < 0.5
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mirror import same
 
 import offload
 from offload.checkpoint.reader import Checkpoint
@@ -48,6 +49,11 @@ class Run:
             self.optimizer.zero_grad()
             self.step += 1
 
+    def save(self, folder: Path, **more: Any) -> None:
+        """Save a checkpoint, and wait until it is whole."""
+        self.optimizer.save_checkpoint(folder, **more)
+        self.optimizer.wait_checkpoint()
+
     def state(self) -> list[torch.Tensor]:
         found = [parameter.detach().clone() for parameter in self.parameters]
         for number, parameter in enumerate(self.parameters):
@@ -62,8 +68,16 @@ class Run:
         self.optimizer.close()
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+def assert_holds(folder: Path, state: list[torch.Tensor] | None, extra: Any = None, **more: Any) -> None:
+    """Check that a new session in memory can load a checkpoint, and has that state then, whatever it is if None."""
+    with Run(seed=3, **more) as other:
+        assert other.optimizer.load_checkpoint(folder) == extra
+        assert state is None or same(other.state(), state)
+
+
+def assert_refused(folder: Path, words: str) -> None:
+    with Run() as other, pytest.raises(offload.CheckpointError, match=words):
+        other.optimizer.load_checkpoint(folder)
 
 
 @pytest.fixture
@@ -88,11 +102,9 @@ def test_what_a_load_will_refuse_is_told_when_it_is_saved(
 ) -> None:
     with Run(torch.bfloat16, **PLACES["half"](paths)) as run:
         run.train(1)
-        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"rng": torch.get_rng_state(), "step": 3})
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "ck", extra={"rng": torch.get_rng_state(), "step": 3})
         assert not caplog.records
-        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"folder": tmp_path})
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "ck", extra={"folder": tmp_path})
         assert "extra holds pathlib.PosixPath: load_checkpoint will need weights_only=False" in caplog.text
         assert run.optimizer.load_checkpoint(tmp_path / "ck", weights_only=False) == {"folder": tmp_path}
 
@@ -100,8 +112,7 @@ def test_what_a_load_will_refuse_is_told_when_it_is_saved(
 def test_what_extra_cannot_hold_is_named_in_a_sentence(tmp_path: Path, paths: list[Path]) -> None:
     with Run(torch.bfloat16, **PLACES["half"](paths)) as run:
         run.train(1)
-        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"order": np.arange(3)})
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "ck", extra={"order": np.arange(3)})
         with pytest.raises(
             offload.CheckpointError, match=r"it holds numpy.*from_numpy.*weights_only=False"
         ) as caught:
@@ -110,23 +121,14 @@ def test_what_extra_cannot_hold_is_named_in_a_sentence(tmp_path: Path, paths: li
     assert "\n" not in str(caught.value)
 
 
-def test_hyperparameters_come_back_in_their_kinds(tmp_path: Path, paths: list[Path]) -> None:
-    with Run(**PLACES["streamed"](paths)) as run:
-        run.train(1)
+def test_hyperparameters_are_those_of_the_checkpoint_unless_it_is_told_to_leave_them(tmp_path: Path) -> None:
+    with Run() as run:
         run.optimizer.param_groups[0]["lr"] = 0.1 + 0.2
-        run.optimizer.param_groups[0]["initial_lr"] = 7e-3
-        run.optimizer.param_groups[1]["lr"] = torch.tensor(0.3)
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.optimizer.wait_checkpoint()
-    with Run() as other:
-        other.optimizer.param_groups[1]["lr"] = torch.tensor(0.0)
-        other.optimizer.load_checkpoint(tmp_path / "ck")
-        first, second = other.optimizer.param_groups
-        assert (first["lr"], first["initial_lr"], first["betas"]) == (0.1 + 0.2, 7e-3, (0.9, 0.95))
-        assert torch.equal(second["lr"], torch.tensor(0.3))
-        other.optimizer.param_groups[0]["lr"] = 1.0
-        other.optimizer.load_checkpoint(tmp_path / "ck", hyperparameters=False)
-        assert other.optimizer.param_groups[0]["lr"] == 1.0
+        run.save(tmp_path / "ck")
+        for options, expected in (({"hyperparameters": False}, 1.0), ({}, 0.1 + 0.2)):
+            run.optimizer.param_groups[0]["lr"] = 1.0
+            run.optimizer.load_checkpoint(tmp_path / "ck", **options)
+            assert run.optimizer.param_groups[0]["lr"] == expected
 
 
 def test_the_last_ones_are_kept_and_older_ones_say_so(tmp_path: Path, paths: list[Path]) -> None:
@@ -139,12 +141,9 @@ def test_the_last_ones_are_kept_and_older_ones_say_so(tmp_path: Path, paths: lis
         run.optimizer.wait_checkpoint()
         run.train(3)
     for number in (2, 3):
-        with Run(seed=3) as other:
-            assert other.optimizer.load_checkpoint(tmp_path / f"ck{number}") == number
-            assert same(other.state(), states[number])
+        assert_holds(tmp_path / f"ck{number}", states[number], extra=number)
     for number in (0, 1):
-        with Run() as other, pytest.raises(offload.CheckpointError, match="checkpoints_kept"):
-            other.optimizer.load_checkpoint(tmp_path / f"ck{number}")
+        assert_refused(tmp_path / f"ck{number}", "checkpoints_kept")
 
 
 def test_one_folder_may_be_saved_to_again_and_again(tmp_path: Path, paths: list[Path]) -> None:
@@ -159,45 +158,35 @@ def test_one_folder_may_be_saved_to_again_and_again(tmp_path: Path, paths: list[
         (store,) = paths[0].iterdir()
         assert (store / "tiles").stat().st_size < 5 * live + (1 << 20), "old versions are not reused"
     assert len(list((tmp_path / "ck").iterdir())) == 3
-    with Run() as other:
-        assert other.optimizer.load_checkpoint(tmp_path / "ck") == 4
-        assert same(other.state(), state)
+    assert_holds(tmp_path / "ck", state, extra=4)
 
 
 def test_nothing_is_left_on_the_paths_but_what_checkpoints_need(tmp_path: Path, paths: list[Path]) -> None:
-    with Run(**PLACES["two paths"](paths)) as run:
+    with Run(**PLACES["two paths"](paths), checkpoints_kept=0) as run:
         run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "copy", copy=True)
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "copy", copy=True)
     assert not list(paths[0].iterdir())
-    with Run() as other:
-        other.optimizer.load_checkpoint(tmp_path / "copy")
+    assert_holds(tmp_path / "copy", None)
     (tmp_path / "copy").rename(tmp_path / "moved")
-    with Run() as other:
-        other.optimizer.load_checkpoint(tmp_path / "moved")
+    assert_holds(tmp_path / "moved", None)
 
 
 def test_resuming_takes_the_checkpoint_over_and_releases_it_in_its_turn(tmp_path: Path, paths: list[Path]) -> None:
     with Run(**PLACES["streamed"](paths)) as run:
         run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "one")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "one")
     (first,) = find_stores(str(paths[0]))
     with Run(**PLACES["streamed"](paths)) as run:
         run.optimizer.load_checkpoint(tmp_path / "one")
         run.train(1)
         assert first.path in [store.path for store in find_stores(str(paths[0]))]
-        run.optimizer.save_checkpoint(tmp_path / "two")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "two")
         (own,) = find_stores(str(paths[0]))  # it has become this session's
         assert own.path == first.path
         assert [pin.folder for pin in own.pins] == [str(tmp_path / "two")]
         state = run.state()
-    with Run() as other:
-        with pytest.raises(offload.CheckpointError, match="two took its place"):
-            other.optimizer.load_checkpoint(tmp_path / "one")
-        other.optimizer.load_checkpoint(tmp_path / "two")
-        assert same(other.state(), state)
+    assert_refused(tmp_path / "one", "two took its place")
+    assert_holds(tmp_path / "two", state)
 
 
 def moved_bytes(run: Run) -> dict[str, int]:
@@ -208,10 +197,13 @@ def moved_bytes(run: Run) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("place", "more"),
-    [("streamed", {}), ("two paths", {"io_backend": "threads"}), ("half", {"path_lock": "on", "checksum": False})],
+    ("place", "dtype", "more"),
+    [
+        ("streamed", torch.float32, {}),
+        ("two paths", torch.bfloat16, {"io_backend": "threads"}),
+        ("half", torch.bfloat16, {"path_lock": "on", "checksum": False}),
+    ],
 )
 def test_resuming_copies_nothing_and_goes_on_in_the_same_stores(
     tmp_path: Path, paths: list[Path], place: str, more: dict[str, Any], dtype: torch.dtype
@@ -226,7 +218,7 @@ def test_resuming_copies_nothing_and_goes_on_in_the_same_stores(
         at_end = run.state()
         step_bytes = sum(nbytes for lane, nbytes in moved_bytes(run).items() if lane.startswith("write"))
     stores = {store.path for path in used for store in find_stores(str(path))}
-    for life in range(4):  # the stores do not grow from life to life
+    for life in range(3):  # the stores do not grow from life to life
         with Run(dtype, seed=7 + life, **settings) as other:
             other.optimizer.load_checkpoint(tmp_path / "one")
             assert not [lane for lane in moved_bytes(other) if lane.startswith(("write", "save", "copy"))]
@@ -258,17 +250,14 @@ def test_a_resume_elsewhere_reads_the_checkpoint_where_it_lies_until_it_saves(
         assert not [lane for lane in moved_bytes(other) if lane.startswith(("write", "save", "copy"))]
         assert same(other.state(), at_save)
         (own,) = find_stores(str(paths[1]))
-        other.optimizer.save_checkpoint(tmp_path / "two")  # nothing has been updated: all of it is copied now
-        other.optimizer.wait_checkpoint()
+        other.save(tmp_path / "two")  # nothing has been updated: all of it is copied now
         assert not find_stores(str(paths[0])), "the checkpoint before was released, and its store not deleted"
         other.step = 3
         other.train(2)
         assert same(other.state(), at_end)
     assert not Path(first.path).exists()
     assert [store.path for store in find_stores(str(paths[1]))] == [own.path]
-    with Run() as third:
-        third.optimizer.load_checkpoint(tmp_path / "two")
-        assert same(third.state(), at_save)
+    assert_holds(tmp_path / "two", at_save)
 
 
 def test_older_checkpoints_in_a_store_that_is_taken_over_are_kept_and_released_in_turn(
@@ -293,72 +282,38 @@ def test_older_checkpoints_in_a_store_that_is_taken_over_are_kept_and_released_i
         run.optimizer.wait_checkpoint()
         run.train(2)
     for number in (0, 1):
-        with Run() as other, pytest.raises(offload.CheckpointError, match="took its place"):
-            other.optimizer.load_checkpoint(tmp_path / str(number))
-    with Run(seed=2) as other:
-        other.optimizer.load_checkpoint(tmp_path / "2")
-        assert same(other.state(), states[2])
-        other.optimizer.load_checkpoint(tmp_path / "3")
-        assert same(other.state(), states[2])
-
-
-def test_a_store_whose_free_slots_nobody_knows_is_not_written_to(tmp_path: Path, paths: list[Path]) -> None:
-    """A checkpoint that it is pinned by was moved: it may still be wanted."""
-    with Run(**PLACES["streamed"](paths), checkpoints_kept=2) as run:
-        run.train(2)
-        state = run.state()
-        run.optimizer.save_checkpoint(tmp_path / "one")
-        run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "two")
-        run.optimizer.wait_checkpoint()
-        later = run.state()
-    (tmp_path / "one").rename(tmp_path / "moved")
-    (first,) = find_stores(str(paths[0]))
-    with Run(seed=1, **PLACES["streamed"](paths)) as other:
-        other.optimizer.load_checkpoint(tmp_path / "two")
-        assert len(find_stores(str(paths[0]))) == 2
-        assert same(other.state(), later)
-        other.train(4)
-        other.optimizer.save_checkpoint(tmp_path / "three")
-        other.train(2)
-    with Run(seed=2) as third:
-        third.optimizer.load_checkpoint(tmp_path / "moved")
-        assert same(third.state(), state)
-    assert first.path in [store.path for store in find_stores(str(paths[0]))]
+        assert_refused(tmp_path / str(number), "took its place")
+    for number in (2, 3):
+        assert_holds(tmp_path / str(number), states[2])
 
 
 def test_two_resumes_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path, paths: list[Path]) -> None:
     with Run(**PLACES["streamed"](paths)) as run:
         run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "ck")
         with Run(**PLACES["streamed"](paths)) as left, Run(**PLACES["half"](paths)) as right:
             for other in (left, right):
                 other.optimizer.load_checkpoint(tmp_path / "ck")
                 other.step = 2
                 other.train(2)
-                other.optimizer.save_checkpoint(tmp_path / f"after-{id(other)}")
-                other.optimizer.wait_checkpoint()
+                other.save(tmp_path / f"after-{id(other)}")
             run.train(2)
             assert same(left.state(), run.state())
             assert same(right.state(), run.state())
-        with Run() as third:  # neither has released what the first one still keeps
-            third.optimizer.load_checkpoint(tmp_path / "ck")
+        assert_holds(tmp_path / "ck", None)  # neither has released what the first one still keeps
 
 
 def test_a_checkpoint_that_is_being_read_is_not_released(tmp_path: Path, paths: list[Path]) -> None:
     with Run(**PLACES["streamed"](paths)) as run:
         run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "one")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "one")
         with Checkpoint(tmp_path / "one") as reading:
             run.train(2)
             run.optimizer.save_checkpoint(tmp_path / "two")
             run.train(2)
             run.optimizer.wait_checkpoint()
             assert not [problem for _, _, problem in reading.verify() if problem]
-        run.optimizer.save_checkpoint(tmp_path / "three")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "three")
     for name in ("one", "two"):
         with pytest.raises(offload.CheckpointError, match="three took its place"):
             Checkpoint(tmp_path / name)
@@ -421,13 +376,11 @@ def test_a_checkpoint_needs_no_write_for_what_lies_on_storage(tmp_path: Path, pa
     with Run(**config) as run:
         run.train(2)
         written = run.optimizer.metrics()["path/0/write_bytes"]
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "ck")
         timeline = run.optimizer.timeline()
         extra = sum(item.nbytes for item in timeline if item.lane.startswith(("write", "save"))) - written
         assert extra <= 12 * 1024
-        run.optimizer.save_checkpoint(tmp_path / "again")  # nothing has changed
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "again")  # nothing has changed
         assert sum(i.nbytes for i in run.optimizer.timeline()) == sum(i.nbytes for i in timeline)
 
 
@@ -435,16 +388,12 @@ def test_a_checkpoint_needs_no_write_for_what_lies_on_storage(tmp_path: Path, pa
 def test_state_that_has_not_changed_is_not_written_twice(tmp_path: Path, paths: list[Path], host_memory: Any) -> None:
     with Run(torch.float32, host_memory=host_memory, paths=paths[:1], checkpoints_kept=2) as run:
         run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "one")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "one")
         before = sum(item.nbytes for item in run.optimizer.timeline())
-        run.optimizer.save_checkpoint(tmp_path / "two")
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "two")
         assert sum(item.nbytes for item in run.optimizer.timeline()) == before
         state = run.state()
-    with Run(torch.float32, seed=1) as other:
-        other.optimizer.load_checkpoint(tmp_path / "two")
-        assert same(other.state(), state)
+    assert_holds(tmp_path / "two", state, dtype=torch.float32)
 
 
 def double_moments(run: Run) -> None:
@@ -483,8 +432,7 @@ def test_updates_make_checksums_of_what_stays_in_memory_where_a_save_is_expected
             if number == 3 and between is not None:
                 between(run)
             known.clear()
-            run.optimizer.save_checkpoint(tmp_path / "ck")
-            run.optimizer.wait_checkpoint()
+            run.save(tmp_path / "ck")
             assert known
             if number < 2 or (number == 3 and between in (double_moments, go_back)):
                 assert not any(known)
@@ -493,32 +441,7 @@ def test_updates_make_checksums_of_what_stays_in_memory_where_a_save_is_expected
         at_save = run.state()
     with Checkpoint(tmp_path / "ck") as reading:
         assert not [problem for _, _, problem in reading.verify() if problem]
-    with Run(seed=9, subgroup_numel=4096, state_format=state_format) as other:
-        other.optimizer.load_checkpoint(tmp_path / "ck")
-        assert same(other.state(), at_save)
-
-
-def test_another_model_is_refused_and_changes_nothing(tmp_path: Path, paths: list[Path]) -> None:
-    with Run(**PLACES["streamed"](paths)) as run:
-        run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.optimizer.wait_checkpoint()
-    cases = {
-        (*SIZES[:4], 71): "layer4.weight has 71 elements|of another model: layer4.weight has",
-        SIZES[:4]: "has state of layer4.weight, which no parameter group has",
-    }
-    for sizes, words in cases.items():
-        with Run(sizes=sizes, **PLACES["half"](paths)) as other:
-            other.train(1)
-            before = other.state()
-            with pytest.raises(offload.CheckpointError, match=words):
-                other.optimizer.load_checkpoint(tmp_path / "ck")
-            assert same(other.state(), before)
-            other.train(1)
-    adam = offload.Adam([torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(offload.CheckpointError, match="is of AdamW"):
-        adam.load_checkpoint(tmp_path / "ck")
-    adam.close()
+    assert_holds(tmp_path / "ck", at_save, subgroup_numel=4096, state_format=state_format)
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, paths: list[Path]) -> None:
@@ -529,17 +452,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, paths: list[Pat
             with pytest.raises(offload.CheckpointError, match="file"):
                 run.optimizer.save_checkpoint(tmp_path / folder)
         run.train(1)
-        run.optimizer.save_checkpoint(tmp_path / "good" / "deep")
-        run.optimizer.wait_checkpoint()
-
-
-def test_no_pinned_checkpoint_with_none_kept(tmp_path: Path, paths: list[Path]) -> None:
-    with Run(**PLACES["streamed"](paths), checkpoints_kept=0) as run:
-        run.train(1)
-        with pytest.raises(offload.ConfigError, match="copy=True"):
-            run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.optimizer.save_checkpoint(tmp_path / "ck", copy=True)
-        run.optimizer.wait_checkpoint()
+        run.save(tmp_path / "good" / "deep")
 
 
 def test_a_memory_format_that_differs_is_refused(tmp_path: Path) -> None:
@@ -552,10 +465,7 @@ def test_a_memory_format_that_differs_is_refused(tmp_path: Path) -> None:
         optimizer.load_checkpoint(tmp_path / "ck")
 
 
-NUMBERS: list[Any] = [np.float32(0.125), np.float64(0.125), np.array(0.125), torch.tensor(0.125), 0.125]
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+@pytest.mark.parametrize("number", [np.float32(0.125), np.array(0.125)], ids=lambda number: type(number).__name__)
 def test_numbers_of_numpy_are_taken_as_torch_takes_them(tmp_path: Path, number: Any) -> None:
     def make(number: Any) -> tuple[torch.nn.Parameter, offload.AdamW]:
         parameter = torch.nn.Parameter(torch.ones(300))
@@ -580,10 +490,8 @@ def test_numbers_of_numpy_are_taken_as_torch_takes_them(tmp_path: Path, number: 
         plain.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize(
-    "number", [np.float32("nan"), np.array([0.1, 0.2]), np.array("0.1"), "0.1", 1j, np.complex64(1), 10**400]
-)
-def test_what_is_no_number(number: Any) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        with pytest.raises(offload.ConfigError, match=name):
-            offload.AdamW([torch.nn.Parameter(torch.ones(3))], **{name: number})
+def test_what_is_no_number() -> None:
+    for number in (np.float32("nan"), np.array([0.1, 0.2]), np.array("0.1"), "0.1", 1j, np.complex64(1), 10**400):
+        for name in ("lr", "eps", "weight_decay"):
+            with pytest.raises(offload.ConfigError, match=name):
+                offload.AdamW([torch.nn.Parameter(torch.ones(3))], **{name: number})

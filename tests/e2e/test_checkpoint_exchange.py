@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from mirror import same, states
 
 import offload
 from offload import cli
@@ -35,13 +36,6 @@ def ours(net: torch.nn.Module, **config: object) -> offload.AdamW:
     return offload.AdamW(net.named_parameters(), lr=1e-2, offload=settings)
 
 
-def states(net: torch.nn.Module, optimizer: offload.AdamW) -> list[torch.Tensor]:
-    found = [parameter.detach().clone() for parameter in net.parameters()]
-    for parameter in net.parameters():
-        found += optimizer.state_for(parameter).values()
-    return found
-
-
 @pytest.mark.parametrize("format", ["safetensors", "distributed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> None:
@@ -51,9 +45,9 @@ def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> No
         train(net, optimizer, 3)
         optimizer.save_checkpoint(tmp_path / "ck")
         optimizer.wait_checkpoint()
-        before = states(net, optimizer)
+        before = states(optimizer, [*net.parameters()])
         train(net, optimizer, 2, first=3)
-        after = states(net, optimizer)
+        after = states(optimizer, [*net.parameters()])
     target = tmp_path / "out" / "state"
     target.parent.mkdir()
     assert cli.main(["export", str(tmp_path / "ck"), str(target), "--format", format, "--quiet"]) == 0
@@ -70,9 +64,9 @@ def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> No
     other = model(seed=5, dtype=dtype)
     with ours(other) as optimizer:
         optimizer.import_state(target)
-        assert all(torch.equal(a, b) for a, b in zip(states(other, optimizer), before, strict=True))
+        assert same(states(optimizer, [*other.parameters()]), before)
         train(other, optimizer, 2, first=3)
-        assert all(torch.equal(a, b) for a, b in zip(states(other, optimizer), after, strict=True))
+        assert same(states(optimizer, [*other.parameters()]), after)
 
 
 def test_a_plain_optimizer_reads_what_we_wrote(tmp_path: Path) -> None:
@@ -81,7 +75,7 @@ def test_a_plain_optimizer_reads_what_we_wrote(tmp_path: Path) -> None:
         train(net, optimizer, 3)
         optimizer.save_checkpoint(tmp_path / "ck")
         optimizer.wait_checkpoint()
-        expected = states(net, optimizer)
+        expected = states(optimizer, [*net.parameters()])
     cli.main(["export", str(tmp_path / "ck"), str(tmp_path / "dcp"), "--format", "distributed", "--quiet"])
     cli.main(["export", str(tmp_path / "ck"), str(tmp_path / "file"), "--quiet"])
     names = [name for name, _ in net.named_parameters()]
@@ -132,10 +126,10 @@ def test_a_copy_that_finds_no_room_is_refused(
     dcp.save({"optimizer": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     monkeypatch.setattr(tempfile, "tempdir", str(mounted("tmpfs", "size=8k")))
     with ours(net) as optimizer:
-        before = states(net, optimizer)
+        before = states(optimizer, [*net.parameters()])
         with pytest.raises(CheckpointError, match=r"no room for a copy of .*/dcp .*No space left on device"):
             optimizer.import_state(tmp_path / "dcp")
-        assert all(map(torch.equal, states(net, optimizer), before))
+        assert same(states(optimizer, [*net.parameters()]), before)
         monkeypatch.undo()
         optimizer.import_state(tmp_path / "dcp")
         assert optimizer.engine.step_count(0) == 1

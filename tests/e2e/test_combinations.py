@@ -69,8 +69,9 @@ def used(optimizer: Any, use: Callable[[Any], object]) -> None:
         use(optimizer)
 
 
-def saves(optimizer: Any, folder: Path) -> None:
-    used(optimizer, lambda optimizer: optimizer.save_checkpoint(folder / "saved"))
+def of(use: Callable[[Any, Any, Path], object], make: Callable[..., Any] = adamw, **settings: Any) -> Any:
+    """Return what makes an optimizer of a model, and uses both."""
+    return lambda folder: used(make(folder, net := model(), **settings), lambda o: use(o, net, folder))
 
 
 def in_file(folder: Path) -> None:
@@ -91,12 +92,6 @@ def stepped(optimizer: Any, net: torch.nn.Module) -> None:
     with optimizer:
         net(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-
-
-def binds(folder: Path) -> None:
-    gradient = torch.zeros(4096, dtype=torch.bfloat16)
-    with adamw(folder, gradient_memory=0) as optimizer:
-        optimizer.engine.gradients.bind(0, gradient.data_ptr(), BF16)
 
 
 def replays(folder: Path) -> None:
@@ -121,11 +116,6 @@ def copies(folder: Path) -> None:
     stepped(optimizer, net)
 
 
-def steps_behind(folder: Path) -> None:
-    with on_device(folder, gpu_memory="borrow") as optimizer:
-        optimizer.engine.step([], pending=[], active=[])
-
-
 def clipped(folder: Path) -> None:
     with on_device(folder, keep_grads=False) as optimizer:
         shared.find_clipping_optimizer(
@@ -138,19 +128,13 @@ CASES: list[Case] = [
     ("WITHOUT_PATHS", lambda folder: used(offload.AdamW((net := model()).parameters()), lambda o: kept(o, net))),
     ("MIRRORED_COPIES", lambda folder: offload.OffloadConfig(mirror=folder)),
     ("MIRRORED_COPIES", lambda folder: config(folder / "a", checkpoints_kept=0, mirror=folder)),
-    ("NONE_KEPT", lambda folder: saves(adamw(folder, checkpoints_kept=0), folder)),
-    (
-        "NONE_KEPT",
-        lambda folder: used(adamw(folder, checkpoints_kept=0), lambda o: o.commit_on_sigterm(folder / "saved")),
-    ),
+    ("NONE_KEPT", of(lambda o, _, folder: o.save_checkpoint(folder / "saved"), checkpoints_kept=0)),
+    ("NONE_KEPT", of(lambda o, _, folder: o.commit_on_sigterm(folder / "saved"), checkpoints_kept=0)),
     ("UPDATES_IN_BACKWARD", lambda folder: config(folder, gradient_memory=0, overlap="backward")),
     ("UPDATES_IN_BACKWARD", lambda folder: config(folder, gradient_memory="auto", overlap="both")),
     ("BORROWED", lambda folder: config(folder, gpu_memory="borrow", overlap="forward")),
-    (
-        "BORROWED",
-        lambda folder: used(on_device(folder, net := model(), gpu_memory="borrow"), lambda o: o.overlap_forward(net)),
-    ),
-    ("BORROWED", steps_behind),
+    ("BORROWED", of(lambda o, net, _: o.overlap_forward(net), on_device, gpu_memory="borrow")),
+    ("BORROWED", of(lambda o, *_: o.engine.step([], pending=[], active=[]), on_device, gpu_memory="borrow")),
     ("NO_TURNS", lambda folder: config(folder, io_backend="asyncio", path_lock="on")),
     ("ENGINE_SHARDS", lambda folder: engine(folder, shard=True)),
     ("WEIGHTS_ON_CPU", lambda folder: adamw(folder, placement="gpu")),
@@ -163,29 +147,20 @@ CASES: list[Case] = [
     ("UPDATED_BY_CPU", lambda folder: engine(folder, placement="gpu")),
     ("UPDATED_BY_CPU", lambda folder: engine(folder, gpu_memory="1MiB")),
     ("TYPES_OF_ITS_OWN", lambda folder: wrapped(model().parameters(), folder, state_format="compact8")),
-    ("GRADIENTS_BOUND", binds),
-    (
-        "GRADIENTS_READ",
-        lambda folder: used(adamw(folder, gradient_memory=0), lambda o: o.engine.gradients.slot(0)),
-    ),
+    ("GRADIENTS_BOUND", of(lambda o, *_: o.engine.gradients.bind(0, 4096, BF16), gradient_memory=0)),
+    ("GRADIENTS_READ", of(lambda o, *_: o.engine.gradients.slot(0), gradient_memory=0)),
     ("CAPTURED", captured),
     ("GRAPHS_ACCUMULATE", replays),
     ("CLIPPED_APART", clipped),
     ("WHOLE_PARAMETERS", lambda folder: engine(folder, numel=64)),
     ("NO_MODEL", lambda folder: stepped(adamw(folder, net := model(), overlap="forward"), net)),
-    (
-        "SCRIPTED",
-        lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_forward(torch.jit.script(net))),
-    ),
+    ("SCRIPTED", of(lambda o, net, _: o.overlap_forward(torch.jit.script(net)))),
     ("COPIED_GRADIENTS", copies),
-    (
-        "NOT_REDUCED",
-        lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net, comm_hook=print)),
-    ),
+    ("NOT_REDUCED", of(lambda o, net, _: o.overlap_backward(net, comm_hook=print))),
     ("HOST_TAKEN", in_file),
     ("FILE_PINNED", pinned),
-    ("HOST_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_host_memory(net))),
-    ("FILE_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_file(net, folder))),
+    ("HOST_LATE", of(lambda _, net, folder: offload.weights_in_host_memory(net))),
+    ("FILE_LATE", of(lambda _, net, folder: offload.weights_in_file(net, folder))),
 ]
 
 
@@ -313,14 +288,17 @@ WITH_DEEPSPEED: list[Case] = [
 ]
 """Asked for by `integrations/deepspeed_checks.py`, where DeepSpeed is imported."""
 OF_MEGATRON = (
-    *("BUFFER", "GATHERS", "WHOLE", "FSDP", "WEIGHTS", "ROUNDED"),
-    *(
-        "CHANGES",
-        "MIRRORS",
-        "REDUCES",
-        "GRAPHS",
-        "LOCAL",
-    ),
+    "BUFFER",
+    "GATHERS",
+    "WHOLE",
+    "FSDP",
+    "WEIGHTS",
+    "ROUNDED",
+    "CHANGES",
+    "MIRRORS",
+    "REDUCES",
+    "GRAPHS",
+    "LOCAL",
 )
 IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "SWAPPED_BY_DEEPSPEED", "VERL_CLIPS", "VERL_GENERATES"}
 IN_ITS_TESTS.update(f"MEGATRON_{name}" for name in OF_MEGATRON)

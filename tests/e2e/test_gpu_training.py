@@ -80,7 +80,12 @@ def _joined(stream: torch.Stream) -> Iterator[None]:
         outside.wait_stream(stream)
 
 
-@pytest.fixture(params=["simulated", LATE[0], LATE_FULL[1], *CUDA], name="place")
+PLACES = [LATE[0], LATE_FULL[1], *CUDA]
+IN_WORKLOADS = pytest.mark.parametrize("place", [*LATE_FULL, *CUDA], indirect=True)
+"""For what `accelerator/workloads.py` trains on the test accelerator, too."""
+
+
+@pytest.fixture(params=PLACES, name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
     return Place(request.param)
 
@@ -155,6 +160,7 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**chosen, "paths": [folder], **changes}
 
 
+@IN_WORKLOADS
 @pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
 def test_streams_of_the_users(place: Place, tmp_path: Path, keep_grads: bool, whole: bool) -> None:
@@ -189,6 +195,7 @@ def test_a_compiled_model(place: Place, tmp_path: Path, keep_grads: bool) -> Non
         check(optimizer, parameters, 3)
 
 
+@pytest.mark.parametrize("place", ["simulated", *PLACES], indirect=True)
 @pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("longer", [True, False])
 def test_backward_and_the_link(place: Place, tmp_path: Path, keep_grads: bool, longer: bool) -> None:
@@ -218,6 +225,7 @@ def test_backward_and_the_link(place: Place, tmp_path: Path, keep_grads: bool, l
 
 
 @pytest.mark.slow
+@IN_WORKLOADS
 @pytest.mark.parametrize("gpu_memory", [0, "auto"])
 def test_a_large_state(place: Place, tmp_path: Path, gpu_memory: int | str) -> None:
     """On a GPU more than a gibibyte, where addresses and counts outgrow 32 bits of bytes and pins come in pieces."""

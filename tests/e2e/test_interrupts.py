@@ -58,6 +58,13 @@ def make(path: Path, backend: str) -> offload.AdamW:
     return offload.AdamW([parameter], offload=config)
 
 
+def rest_of(path: Path, backend: str) -> Rest:
+    """Return what there is behind a first session."""
+    make(path, backend).close()
+    gc.collect()
+    return Rest(path)
+
+
 def step(optimizer: offload.AdamW) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
@@ -66,6 +73,8 @@ def step(optimizer: offload.AdamW) -> None:
 
 EVERY = pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)])
 STRIDES = [pytest.param(STRIDE, marks=[pytest.mark.slow]), EVERY]
+THIRD = [pytest.param(3, marks=[pytest.mark.slow]), EVERY]
+"""Of what is short."""
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "asyncio"])
 LOST = r"(?s)Exception ignored in. <function Checkpoint\.__del__.*KeyboardInterrupt"
 """What is said of an interrupt that comes while a checkpoint is dropped: Python swallows it, and the call goes on."""
@@ -74,9 +83,7 @@ LOST = r"(?s)Exception ignored in. <function Checkpoint\.__del__.*KeyboardInterr
 @pytest.mark.parametrize("stride", STRIDES)
 @BACKENDS
 def test_a_constructor(tmp_path: Path, backend: str, stride: int) -> None:
-    make(tmp_path, backend).close()
-    gc.collect()
-    rest = Rest(tmp_path)
+    rest = rest_of(tmp_path, backend)
 
     def program(interrupted: AtLine) -> None:
         optimizer = interrupted(lambda: make(tmp_path, backend))
@@ -91,9 +98,7 @@ def test_a_constructor(tmp_path: Path, backend: str, stride: int) -> None:
 @pytest.mark.parametrize("stride", STRIDES)
 @BACKENDS
 def test_a_close(tmp_path: Path, backend: str, stride: int) -> None:
-    make(tmp_path, backend).close()
-    gc.collect()
-    rest = Rest(tmp_path)
+    rest = rest_of(tmp_path, backend)
 
     def program(interrupted: AtLine) -> None:
         optimizer = make(tmp_path, backend)
@@ -112,9 +117,7 @@ def test_a_request_leaves_a_session_that_can_be_closed(
     tmp_path: Path, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the lines of the methods that hand a request over."""
-    make(tmp_path, "threads").close()
-    gc.collect()
-    rest = Rest(tmp_path)
+    rest = rest_of(tmp_path, "threads")
     plain = EngineThread.check_usable
 
     def program(interrupted: AtLine) -> None:
@@ -172,10 +175,10 @@ def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
     at_every_line(save, stride)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [1, 2])
-def test_a_park_and_what_ends_it(tmp_path: Path, stride: int) -> None:
-    """At every line (every second one where it does not wait): the next step has the bits of one without parks."""
+@pytest.mark.parametrize("stride", THIRD)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_park_and_what_ends_it(tmp_path: Path, waits: bool, stride: int) -> None:
+    """The next step has the bits of one without parks."""
     twin = torch.nn.Parameter(torch.ones(3000).bfloat16())
     never = offload.AdamW([twin], offload=offload.OffloadConfig(subgroup_numel=1024, threads=1))
     config = offload.OffloadConfig(paths=[tmp_path], subgroup_numel=1024, threads=1, host_memory="1GiB")
@@ -185,7 +188,7 @@ def test_a_park_and_what_ends_it(tmp_path: Path, stride: int) -> None:
     def program(interrupted: AtLine) -> None:
         for optimizer in (never, parks):
             step(optimizer)
-        interrupted(lambda: (parks.park(wait=stride == 1), parks.unpark()))
+        interrupted(lambda: (parks.park(wait=waits), parks.unpark()))
         assert torch.equal(parameter, twin), interrupted.where
 
     at_every_line(program, stride)
@@ -207,9 +210,9 @@ def test_a_file_that_is_read(tmp_path: Path) -> None:
     at_every_line(program)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(3, marks=[pytest.mark.slow]), EVERY])
+@pytest.mark.parametrize("stride", THIRD)
 def test_an_added_group(stride: int) -> None:
-    """Whatever of it there is already, it can be added again, and is updated; at every third line in `make test`."""
+    """Whatever of it there is already, it can be added again, and is updated."""
 
     def program(interrupted: AtLine) -> None:
         first, second = (torch.nn.Parameter(torch.ones(10)) for _ in range(2))
@@ -225,9 +228,9 @@ def test_an_added_group(stride: int) -> None:
     at_every_line(program, stride)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("stride", THIRD)
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_clip(tmp_path: Path, unscales: bool) -> None:
+def test_a_clip(tmp_path: Path, unscales: bool, stride: int) -> None:
     """Whatever it leaves is no factor for gradients that it has not seen."""
     parameter = torch.nn.Parameter(torch.ones(3000))
     with offload.AdamW([parameter]) as optimizer:
@@ -242,4 +245,4 @@ def test_a_clip(tmp_path: Path, unscales: bool) -> None:
             assert torch.allclose(optimizer.state_for(parameter)["exp_avg"], torch.full((3000,), 0.2))
             parameter.grad = None
 
-        at_every_line(program)
+        at_every_line(program, stride)

@@ -6,11 +6,9 @@ What is CUDA's alone is told by replies that stand for the driver's.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,18 +23,13 @@ import offload
 from offload import backends
 from offload._native import CompletionQueue
 from offload.device import accelerator as module
-from offload.device import lanes as lanes_module
 from offload.device.lanes import GpuLanes
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
-from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat
+from offload.formats import EXACT, FORMATS, StateFormat
 from offload.kernels import gpu as kernels
-from offload.kernels.table import trial_table
-from offload.layout import Layout, Parameter, build_layout
-from offload.plan import Budgets, GpuRates, Rates, choose_plan
 from offload.protocols import LANES, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
-from offload.schedule.operations import RunVisit, Transfer, Visit
 
 ON_LATE = pytest.mark.late(shared=True)
 INDEX = 1
@@ -250,72 +243,6 @@ def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(events: Any) -
         assert found.tolist() == words.tolist()
         with backends.working_on(lane), uploads.in_use(sent(uploads, words)):  # in the same memory
             assert len(events) == before + 2
-
-
-@pytest.fixture
-def lanes(events: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuLanes]:
-    """Lanes of a device whose kernels of Triton's do nothing."""
-    names = ("update", "gather", "copy_pieces", "gather_rows", "fingerprint_rows")
-    driver = SimpleNamespace(driver=SimpleNamespace(active=None))
-    triton = SimpleNamespace(JITFunction=Recorder, runtime=driver)
-    launched = SimpleNamespace(**{name: Recorder() for name in names}, triton=triton)
-    monkeypatch.setattr(kernels, "import_module", lambda name: launched)
-    monkeypatch.setattr(module, "device_kernel", kernels.GpuUpdateKernel)
-    made = GpuLanes(module.AcceleratorDevice(here()), CompletionQueue())
-    yield made
-    made.close()
-
-
-def called(work: Callable[[], None]) -> Counter[str]:
-    """Return how often functions that are not Python's are called, by name."""
-    found: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call":
-            found[function.__name__] += 1
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-@ON_LATE
-def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
-    lanes: GpuLanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = build_layout([Parameter("p", 4096, DtypeCode.BFLOAT16, 0)], 4096, 4096)
-    nbytes = layout.state_bytes
-    budgets = Budgets(nbytes, gpu_staging_bytes=nbytes, weights_on_gpu=True)
-    plan = choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e11, 1e11)), 1.0)
-    lanes.device.prepare_thread()
-    lanes.allocate_for(plan, Layout((), ()), 0)
-    lanes.use_plan(plan)
-    arena = lanes.allocate_arena(nbytes)
-    table = trial_table(EXACT_ADAMW, arena.address, 4096)
-
-    def visit() -> None:
-        lanes.copy_in(Transfer(1, 0, "state", "fetch", 0, nbytes, 0), arena.address, table, 0.0)
-        lanes.enqueue_update(RunVisit(2, 1, Visit(0, gpu=True), None, False, 0), None, 0.0)
-        lanes.copy_out(Transfer(3, 0, "state", "flush", 0, nbytes, 0), arena.address, 0.0)
-
-    found = {}
-    for pieces in (0, 1, 16):
-        monkeypatch.setattr(lanes, "is_hidden", pieces > 0)
-        monkeypatch.setattr(lanes_module, "HIDDEN_PIECE_BYTES", nbytes // max(pieces, 1))
-        for _ in range(2):  # events and tables are made
-            found[pieces] = called(visit)
-            lanes.wait()
-    torch.accelerator.set_device_index(0)
-    lanes.free_arena(arena)
-    # Six marks, and what its table waits for; what follows: the update its state and table, and the copy the update.
-    whole = found[0]
-    assert (whole["record"], whole["wait_event"], whole["copy_"]) == (8, 4, 3)
-    assert (whole["_accelerator_setStream"], whole["_accelerator_exchangeDevice"]) == (10, 1)
-    names = ("record", "wait_event", "copy_", "_foreach_copy_", "_accelerator_setStream")
-    assert [found[16][name] for name in names] == [found[1][name] for name in names] == [8, 4, 1, 2, 10]
 
 
 @ON_LATE

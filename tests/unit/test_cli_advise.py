@@ -164,11 +164,6 @@ def test_phases_are_named_where_paths_have_room(capsys: pytest.CaptureFixture[st
     assert "park()" not in capsys.readouterr().out
 
 
-def test_drives_end(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "--model", "llama-8b", "--host", "64GiB", "--drive", "3GB/s:50GB", "--host-memory", "0")
-    assert "path 0 (/mnt/drive0): 46.6 GiB" in said
-
-
 def test_as_many_ranks_as_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-8b", "--gpu", "4x40GiB", "--host", "256GiB", "--tokens", "1024")
     assert (found["ranks"], found["node"]["gpus"]) == (4, 4)
@@ -206,10 +201,10 @@ def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["13GiB", "16GiB", "20GiB"])
+@pytest.mark.parametrize("gpu", ["7GiB", "9GiB"])
 def test_no_setting_takes_what_has_to_stay_free(capsys: pytest.CaptureFixture[str], gpu: str) -> None:
     """Whatever lies on the GPU: gradients that stay there, state at home, staging, activations."""
-    words = ["--model", "llama-3b", "--gpu", gpu, *SMALL[2:], "--tokens", "2048"]
+    words = ["--model", "llama-1b", "--gpu", gpu, *SMALL[2:], "--tokens", "1024"]
     for setting in asked(capsys, *words, "--advise")["settings"]:
         assert sum(setting["gpu_memory_bytes"].values()) <= gpu_room(parse_bytes("", gpu))
         config = setting["config"]
@@ -339,10 +334,13 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     assert isinstance(made, ast.Call)
     names = {keyword.arg for keyword in made.keywords}
     assert {"output_dir", "optim", "save_total_limit", "per_device_train_batch_size"} <= names
-    assert printed.splitlines()[0] == "Fits."
-    assert "setting" in printed.splitlines()[1]
     assert "use_cpu" not in names
     lines = printed.splitlines()
+    assert lines[0] == "Fits."
+    assert "setting" in lines[1]
+    rows = [line for line in lines if re.match(r"\d +state ", line)]
+    assert len(rows) == 3
+    assert all(("(rounded)" in row) == ("state exact" not in row) for row in rows)
     follows = [number for number, line in enumerate(lines) if "optimizer.overlap_forward(model)" in line]
     assert follows
     assert all("# optimizer.finish() before you read weights" in lines[number + 1] for number in follows)
@@ -360,15 +358,6 @@ def test_a_step_alone_is_no_iteration(capsys: pytest.CaptureFixture[str]) -> Non
     column = head.index("iteration") + len("iteration") - 1
     assert first[column - 1 : column + 1] == " -"
     assert "forward and backward: unknown (the rates know no FLOP/s; give --flops)" in rest
-
-
-@pytest.mark.slow
-def test_settings_that_round_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "llama-1b", *SMALL, "--tokens", "2048", "--advise"]
-    assert cli.main(["plan", *arguments]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d +state ", line)]
-    assert len(rows) == 3
-    assert all(("(rounded)" in row) == ("state exact" not in row) for row in rows)
 
 
 WORDS = "--model qwen-0.5b --gpu 16GiB --host 16GiB --drive 3.5GB/s:2TB --tokens 1024"
@@ -492,19 +481,18 @@ def test_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None
 # Pictures
 
 
-@pytest.mark.parametrize("ending", ["png", "svg", "html"])
-def test_a_plan_has_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str) -> None:
-    file = tmp_path / f"plan.{ending}"
-    asked(capsys, "--model", "qwen-0.5b", *SMALL, "--host-memory", "2GiB", "--picture", str(file))
-    content = file.read_bytes()
-    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE html>"}[ending])
-    if ending == "html":
-        reader = Reader(content.decode())
-        assert not reader.open
-        assert reader.tags.count("svg") == 2
-        said = " ".join(reader.said)
-        for words in ("host memory", "path 0 (/mnt/drive0)", "write path 0", "494,032,768 parameters"):
-            assert words in said
+def test_a_plan_has_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for ending, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE html>")):
+        file = tmp_path / f"plan.{ending}"
+        asked(capsys, "--model", "qwen-0.5b", *SMALL, "--host-memory", "2GiB", "--picture", str(file))
+        content = file.read_bytes()
+        assert content.startswith(begins)
+    reader = Reader(content.decode())
+    assert not reader.open
+    assert reader.tags.count("svg") == 2
+    said = " ".join(reader.said)
+    for words in ("host memory", "path 0 (/mnt/drive0)", "write path 0", "494,032,768 parameters"):
+        assert words in said
 
 
 def test_names_in_a_page_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

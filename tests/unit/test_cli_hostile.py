@@ -25,7 +25,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*SEEDS[:2], *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[2:])])
+@pytest.mark.parametrize("seed", [*SEEDS[:1], *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:])])
 def test_every_call_ends_soon_with_a_word_or_an_answer(places: list[str], seed: int) -> None:
     wrong = []
     for arguments, variables in itertools.islice(hostile.calls(seed, places), CALLS):
@@ -66,20 +66,15 @@ BENCHES = (["--tokens", "nan"], ["--params", "1e18"], ["--rounds", hostile.NINES
     ("arguments", "says"),
     [
         (["--params", "1e18"], "--params: '1e18' cannot be used; give a count from 1 to 1e+15"),
-        (["--params", hostile.NINES], "--params"),
-        (["--params", ""], "--params: '' cannot be used"),
         (["--params", "1e9", "--tokens", "1e300"], "--tokens: '1e300'"),
         (["--params", "1e9", "--tokens", "100", "--flops", "1e-300"], "--flops: '1e-300'"),
         (["--params", "1e9", "--tokens", "\u0663"], "--tokens"),
-        (["--params", "1e9", "--host-memory", "\uff11GiB"], "--host-memory"),
-        (["--params", "1e9", "--ranks", "1_0"], "--ranks"),
         (["--params", "4e11", "--subgroup-numel", "1024"], "48,828,416 or more"),
         (["--params", "1e13"], "give more --ranks or --nodes"),
         (
             ["--config", "/dev/zero"],
             "'/dev/zero' cannot be used; it cannot be read: it is not a regular file",
         ),
-        (["--config", "fifo"], "not a regular file"),
         (["--config", "brackets"], "nested too deeply"),
         (["--config", "latin"], "not JSON"),
         (["--config", "sparse"], "more than 16777216 bytes"),
@@ -137,7 +132,6 @@ def test_devices_and_pipes_are_not_written_to(places: list[str]) -> None:
         ),
         (["machine"], "offload machine: describe a machine: --host 64GiB"),
         (["plan", "--params", "1e9", "--rates", "h100-node", "--what"], "(see `offload plan --help`)"),
-        (["train", "--what", "a\nb\nc\nd"], "(see `offload train --help`)"),
         (["gc"], "(see `offload gc --help`)"),
         (["plan", "--params", "8B", "--host", "-64GiB"], "--host: '-64GiB' cannot be used; give bytes as an integer"),
         (["plan", "--params", "8B", "--host", "64Gb"], "--host: '64Gb' cannot be used; a small \"b\" behind a large"),

@@ -1,16 +1,24 @@
-"""`offload machine`: words for a machine, and the rates that they stand for."""
+"""Words for a machine and the rates that they stand for (`offload machine`); files of well-known machines."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload import cli
-from offload.cli.machine import CARDS, CORE_BYTES_PER_S
+from offload.cli.machine import CARDS, CORE_BYTES_PER_S, Machine
+from offload.cli.scenario import Scenario, ask
+from offload.cli.shapes import Model
 from offload.config import parse_bytes
+from offload.dtypes import DtypeCode
+from offload.layout import Parameter, build_layout
 from offload.measure import load_rates
+from offload.measure.rates_file import MACHINES
+from offload.plan import Budgets, PathBudget, choose_plan, estimate
 
 GB, GIB = 10**9, 1 << 30
 DESKTOP = ["--gpu", "1TB/s:24GiB", "--link", "25GB/s", "--host", "60GB/s:64GiB", "--drive", "7GB/s,5GB/s:2TB"]
@@ -131,3 +139,53 @@ def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: list[
 def test_a_machine_is_described_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--params", "1e9", "--host", "64GiB", "--rates", "h100-node"]) == 2
     assert "or give a file" in capsys.readouterr().err
+
+
+# Well-known machines
+
+KNOWN = sorted(MACHINES.glob("*.json"))
+
+
+def figures(values: Any, name: str = "") -> Iterator[str]:
+    """Yield the name of every number, as in "gpu.h2d_bytes_per_s" or "paths[0].read_bytes_per_s"."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from figures(value, f"{name}.{key}" if name else key)
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from figures(value, f"{name}[{number}]")
+    else:
+        yield name
+
+
+def test_there_are_machines() -> None:
+    assert {"h100-node", "a100-node"} <= {file.stem for file in KNOWN}
+
+
+@pytest.mark.parametrize("file", KNOWN, ids=lambda file: file.stem)
+def test_every_figure_of_a_known_machine_has_a_source(file: Path) -> None:
+    values = json.loads(file.read_text())
+    assert set(figures(values["rates"])) == set(values["source"])
+    assert all(text.strip() for text in values["source"].values())
+
+
+@pytest.mark.parametrize("file", KNOWN, ids=lambda file: file.stem)
+def test_a_plan_can_be_made_from_them(file: Path) -> None:
+    rates = load_rates(file).rates.shared_by(4)
+    layout = build_layout([Parameter("p", 10**9, DtypeCode.BFLOAT16, 0)], 10**8)
+    offers = tuple(PathBudget(f"path {number}", 1 << 40) for number in range(len(rates.paths)))
+    host_bytes = 0 if offers else 1 << 40
+    budgets = Budgets(host_bytes, None, offers, gpu_staging_bytes=4 << 30, weights_on_gpu=True)
+    cost = estimate(choose_plan(layout, budgets, rates), rates)
+    assert 0 < cost.bound_s <= cost.step_s < 60
+
+
+@pytest.mark.parametrize("file", KNOWN, ids=lambda file: file.stem)
+@pytest.mark.parametrize("placement", ["auto", "cpu", "gpu", 0.5])
+def test_four_ranks_on_one_node_are_predicted_as_planned(file: Path, placement: str | float) -> None:
+    rates = load_rates(file).rates
+    params = 7 * 10**9
+    host_memory = 0 if rates.paths else 12 * params
+    model, machine = Model(params=params, weights_on="gpu"), Machine(rates=rates, ranks=4)
+    answer = ask(Scenario.of(model, machine, host_memory=host_memory, placement=placement))
+    assert answer.estimate.step_s == pytest.approx(answer.step_s, rel=0.06)

@@ -68,7 +68,7 @@ def budgets_of(first: int, second: int, *, streams: bool = True, gpu: bool = Fal
 @pytest.mark.parametrize("path", [1.0, 8.0, 40.0])
 @pytest.mark.parametrize(
     ("count", "first", "second"),
-    [(5, 1, 4), (4, 2, 1), pytest.param(6, 2, 6, marks=pytest.mark.slow)],
+    [(5, 1, 4), (4, 2, 1), pytest.param(6, 2, 6, marks=[pytest.mark.slow, pytest.mark.full])],
 )
 def test_a_deal_is_near_the_best_of_all_splits(slow: float, path: float, count: int, first: int, second: int) -> None:
     layout, rates, budgets = layout_of(count), rates_of(slow, path), budgets_of(first, second)

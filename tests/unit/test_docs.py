@@ -39,17 +39,27 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("generate")
 
 
-PREDICTED = ("README", "planning", "published")
-"""Pages for which plans are searched, which takes over a second."""
+PREDICTED = ("README", "planning")
+"""Pages for which plans of every machine are searched, which takes half a minute."""
+IN_FULL = pytest.param(True, marks=[pytest.mark.slow, pytest.mark.full])
 
 
-@pytest.mark.parametrize("predicted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("predicted", [False, IN_FULL])
 def test_generated_pages_and_parts_are_what_is_generated(generate: ModuleType, predicted: bool) -> None:
     names = {page.stem for page in (*generate.PAGES, *generate.PARTS)}
     assert names > {*PREDICTED}
     pages = [[*generate.expected(name).items()] for name in sorted(names) if (name in PREDICTED) is predicted]
     assert {len(made) for made in pages} == {1}
     assert not [page.name for made in pages for page, text in made if page.read_text() != text], "run make docs"
+
+
+@pytest.mark.slow
+def test_the_readme_s_first_and_last_machine_are_as_they_are_planned(
+    generate: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines, page = generate.machines, ROOT / "README.md"
+    monkeypatch.setattr(machines, "MACHINES", (machines.MACHINES[0], machines.MACHINES[-1]))
+    assert not {*machines.fitting(page).splitlines()} - {*page.read_text().splitlines()}
 
 
 def test_a_figure_is_that_of_the_newest_report_of_its_kind(
@@ -75,41 +85,6 @@ def test_a_figure_is_that_of_the_newest_report_of_its_kind(
     assert str(figures.Figure(("other-paths", "paths"), figures.target("speed"), "times")) == "2.7 to 5"
     with pytest.raises(LookupError, match="no report of kernel"):
         figures.newest("kernel")
-
-
-def test_mechanisms_that_pay_are_in_bold(
-    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures, page = generate.figures, generate.DOCS / "page.md"
-    monkeypatch.setattr(figures, "REPORTS", tmp_path)
-    assert figures.ablation(page) == "No report yet: `make bench-all ARGS=ablation` writes one."
-    assert figures.others(page).startswith("No report yet")
-    figure = {"mechanism": "order", "with": "order", "where": "added, 16 tokens"}
-    figure |= {"times": 1.25, "spread": 0.1, "pays": True}
-    row = {"memory_bytes": 5e8, "tokens": {"16": {"iteration_s": 0.5}}}
-    simulated = {
-        "rows": {"order": 80.0},
-        "published": {"deepspeed_s": 242.3, "multipath_s": 102.0},
-        "their_schedules": {"deepspeed_s": 211.0, "multipath_s": 81.0},
-    }
-    results = {
-        "tokens": [16],
-        "comparisons": [
-            figure,
-            figure | {"where": "taken, 16 tokens", "times": 1.01, "pays": False},
-            figure | {"with": "two paths, emulated", "where": "taken, 16 tokens"},
-            figure | {"mechanism": "residency", "where": "simulated, 40B, added", "spread": 0.0},
-        ],
-        "rows": {"added": {"order": row}},
-        "simulated": {"40B": simulated},
-    }
-    (tmp_path / "2026-01-01-ablation.json").write_text(json.dumps({"results": results}))
-    text = figures.ablation(page)
-    assert "| order | **1.25 ± 0.10** | 1.01 ± 0.10 |  |" in text
-    assert "| order, emulated |  | **1.25 ± 0.10** |  |" in text
-    assert "| residency |  |  | **1.25** |" in text
-    assert "| order | 0.500 | 500 |" in text
-    assert "| MLP-Offload: published (its schedule, simulated) | 102 (81) |" in text
 
 
 def test_parts_that_a_page_has_lost_are_missed(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pickle
 import re
 
 import pytest
-from test_import_contract import ROOT, sources
+from test_import_contract import ROOT, parsed, sources
 
 from offload.formats import FORMATS, STATE_FORMATS, StateFormat
 
@@ -53,7 +53,7 @@ def questions(source: str) -> int:
     """Return how often a module asks which format something is."""
     constants = {found.name.upper() for found in FORMATS}
     asked = 0
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         compared: list[ast.expr] = []
         if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.In | ast.NotIn):
             compared = [node.left, *node.comparators]

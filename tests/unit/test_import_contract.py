@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,9 @@ PURE_MAY_IMPORT = {
 }
 
 
+parsed = functools.cache(ast.parse)
+
+
 def imported(tree: ast.AST) -> set[str]:
     """Return the absolute names that a module imports, at any depth; relative imports as "."."""
     names = set()
@@ -99,7 +103,7 @@ def violations(module: str, source: str) -> list[str]:
     """Return what a module of that dotted name must not import but does."""
     own = layer_of(module)
     wrong = []
-    for name in sorted(imported(ast.parse(source))):
+    for name in sorted(imported(parsed(source))):
         if name == ".":
             wrong.append(f"{module} imports relatively")
         if name.split(".")[0] != "offload" or own is None:
@@ -121,6 +125,7 @@ def violations(module: str, source: str) -> list[str]:
     return wrong
 
 
+@functools.cache
 def sources() -> list[tuple[str, str]]:
     found = []
     for folder, prefix in (
@@ -149,7 +154,7 @@ def circle(modules: Mapping[str, str]) -> list[str]:
     others = modules.keys() - {"offload"}
     graph = {}
     for module, source in modules.items():
-        names = imported(ast.parse(source))
+        names = imported(parsed(source))
         graph[module] = {name if name in others else name.rpartition(".")[0] for name in names} & others - {module}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -176,24 +181,18 @@ def test_every_module_is_in_a_layer():
     [
         ("offload.plan.homes", "from offload.tiers.file import FileTier"),
         ("offload.tiers.file", "from offload.plan import Plan"),
-        ("offload.schedule.loop", "import offload.session.engine"),
         (
             "offload.schedule.machine",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from offload import predict",
         ),
-        ("offload.measure.probe", "from offload.session.engine import Engine"),
         ("offload.world.executor", "def late():\n    from offload.session.engine import Engine"),
-        ("offload.world.executor", "from offload import session"),
         ("offload.checkpoint.saves", "from offload.session.parts import SessionParts"),
         ("offload.measure.probe", "from offload.checkpoint.stores import Pin"),
         ("offload.errors", "from offload.protocols import TileId"),
-        ("offload.layout", "import offload"),
         ("offload.layout", "from . import errors"),
         ("offload.plan", "from offload._native import queue"),
         ("offload.integrations.deepspeed", "from offload.session.engine import Engine"),
-        ("offload.integrations.deepspeed", "from offload import config"),
         ("offload.integrations.deepspeed", "from offload.rules.adam import scalars"),
-        ("offload.session.engine", "from offload.optim.adam import AdamW"),
     ],
 )
 def test_what_is_forbidden_is_seen(module: str, source: str):
@@ -205,7 +204,6 @@ def test_what_is_forbidden_is_seen(module: str, source: str):
     [
         ("offload.session.engine", "from offload.schedule.machine import Machine\nfrom offload.measure import probe"),
         ("offload.world.executor", "from offload.schedule.machine import Run\nfrom offload.plan import Plan"),
-        ("offload.optim.adamw", "from offload.predict.predict import predict"),
         ("offload.integrations.deepspeed", "import offload\nfrom offload import AdamW, errors_of"),
         ("offload.integrations.deepspeed", "from offload.rules import GroupScalars"),
         ("offload.integrations.deepspeed", "from offload.integrations.shared import x"),
@@ -224,7 +222,7 @@ def test_deciding_code_cannot_observe_the_world():
     for where in PURE:
         path = PACKAGE / where
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            tree = ast.parse(file.read_text())
+            tree = parsed(file.read_text())
             tops = {name.split(".")[0] for name in imported(tree)} - {"offload"}
             assert tops <= PURE_MAY_IMPORT, f"{file.name} imports {sorted(tops - PURE_MAY_IMPORT)}"
             calls = {
@@ -240,5 +238,5 @@ def test_no_assert_in_the_package():
     for module, source in sources():
         if layer_of(module) == "world":
             continue  # of the tests
-        asserts = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+        asserts = [node.lineno for node in ast.walk(parsed(source)) if isinstance(node, ast.Assert)]
         assert not asserts, f"{module} asserts in lines {asserts}; use offload.errors.invariant"

@@ -253,29 +253,6 @@ def test_what_a_step_does_not_show_keeps_its_proportion_to_what_it_does(together
         assert getattr(found, verb).beside == pytest.approx(alone / 2, rel=1e-6)
 
 
-def test_lanes_that_take_turns_are_not_predicted_to_overlap() -> None:
-    """Both slots are flushed together and fetched together, as requests in flight let them: whatever the order, the
-    path moves no more than it can."""
-    from offload.dtypes import DtypeCode
-    from offload.layout import Parameter, build_layout
-    from offload.plan import Budgets, PathBudget, estimate, make_plan
-    from offload.predict import predict
-
-    layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
-    size = layout.max_subgroup_bytes
-    plan = make_plan(layout, Budgets(0, 2 * size, (PathBudget("path", 4 * layout.state_bytes),)))
-    timeline, now_s, update_s = [], 0.0, 1e-4
-    for _ in range(19):
-        turns = [("cpu", update_s), ("cpu", update_s), ("write:0", size / GB), ("read:0", size / 2 / GB)]
-        for lane, seconds in turns:
-            timeline += (1 if lane == "cpu" else 2) * spans(lane, (now_s, now_s + seconds), nbytes=size)
-            now_s += seconds
-    known = Rates(1 * GB, (shared(1, 3),))
-    found = observe(known, timeline)
-    assert predict(plan, found).step_s == pytest.approx(now_s, rel=0.05)
-    assert estimate(plan, found).step_s == pytest.approx(now_s, rel=0.05)
-
-
 def test_latency_is_not_counted_against_bandwidth() -> None:
     found = observe(rates_of(latency_s=0.1), spans("read:0", (0, 1), (1, 2)))
     assert found.paths[0].read_bytes_per_s == pytest.approx(200 * MB / 1.8)
