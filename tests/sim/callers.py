@@ -997,13 +997,12 @@ class Backwards(Forwards):
         thread._finish_session()
         if machine.broken is None:
             self.outcome.counts["closed"] += 1
-            expected = {} if self.twin.states.keys() != {*range(len(machine.phases))} else self.twin.tiles()
-            for tile, (location, step, _) in self.executor.stored().items():
-                stored = self.data.stores[location.path].slots.get(location.offset)
-                newest = self.executor.is_reusable(tile.subgroup)
-                assert stored is not None, f"{tile} is gone"
-                assert (stored.tile, stored.step) == (tile, step), f"{tile} was written over"
-                assert not (newest and expected) or stored.payload == expected[tile], f"{tile} is of another version"
+            is_whole = self.twin.states.keys() == {*range(len(machine.phases))}
+            expected = self.twin.tiles() if is_whole else {}
+            for tile, record in self.stored().items():
+                found = self.verify_tile(tile, record)
+                is_newest = machine.phases[tile.subgroup] in (Phase.ABSENT, Phase.READY)
+                assert not (is_newest and expected) or found == expected[tile], f"{tile} is of another version"
 
 
 CHOICES: dict[str, type[Driver]] = {
