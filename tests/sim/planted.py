@@ -4,7 +4,8 @@ Most are the machine behind a filter (`Filtered`): what it asks for and what it 
 is left out, done too early or changed on the way. Such a bug knows operations, events and public names only.
 
 What leaving out a call or a condition, or another operator, would make of the product is here only where nothing else
-shows that a rule is held: `mutations.py` makes such mistakes.
+shows that a rule is held: `mutations.py` makes such mistakes. Nor is one mistake here for each kind of bytes that may
+be written over: the stores find all of them in one way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from callers import Backwards, Forwards
+from callers import Calls
 
 from offload.engine.executor import no_visit
 from offload.schedule.index import Location, TileIndex, TileRecord
@@ -194,14 +195,6 @@ class WritesInPlace(Overwrites):
         return () if record is None else (record.location,)
 
 
-class FreesOldVersionFirst(Overwrites):
-    """A tile goes to where the version before of another tile lies."""
-
-    def places(self, write):
-        live, own = self.live(write.tile.subgroup), self.index.get(write.tile)
-        return (place for place in live if own is None or place != own.location)
-
-
 class CommitsTileByTile(Overwrites):
     """The version before of a tile goes when that tile has been written, and others of its subgroup have not."""
 
@@ -289,13 +282,6 @@ class SharesAWeightSlot(SharesAGpuSlot):
     what = "weights"
 
 
-class PushesFromAnotherSlot(Filtered):
-    def asks(self, operation):
-        if is_transfer(operation, "weights", "flush") and operation.transfer_slot:
-            operation = replace(operation, transfer_slot=operation.transfer_slot - 1)
-        return (operation,)
-
-
 class ForgetsOwnersWhenThePlanGrows(SharesASlot):
     """A slot of unsaved state counts as free from then on."""
 
@@ -367,11 +353,6 @@ class GivesMemoryBackBeforeTheLastTile(EndsEarly):
         return is_home and operation.tile == self.plan.layout.subgroups[operation.tile.subgroup].tiles[-1][0]
 
 
-class LeavesForLiveSlots(Overwrites):
-    def places(self, write):
-        return self.live() if isinstance(write, WriteTile) and write.slot is None else ()
-
-
 # Saves
 
 
@@ -401,24 +382,6 @@ class WritesOverWhatIsHeld(Overwrites):
         return (record.location for records in self.saver.held_records.values() for record in records.values())
 
 
-class LetsGoBeforeTheCopy(Overwrites):
-    def places(self, write):
-        save = self.saver.under_way
-        return (item.source.location for item in save.copies) if save else ()
-
-
-class TakesWhatIsHeldForFree(Overwrites):
-    held = ()
-
-    def hears(self, event, operation):
-        if isinstance(event, TakeOver):
-            self.held = [record.location for records in event.held_records.values() for record in records.values()]
-        return (event,)
-
-    def places(self, write):
-        return self.held
-
-
 class TakesUpAnotherVersion(Filtered):
     """What a checkpoint holds passes for older than it is."""
 
@@ -434,32 +397,24 @@ class TakesUpAnotherVersion(Filtered):
 # Callers that go on
 
 
-class WritesGradientsAtOnce(Forwards):
+class WritesGradientsAtOnce(Calls):
     """Backward writes to a gradient slot that a deferred visit has still to read."""
 
     def wait_for_gradients(self, module):
         pass
 
 
-class EndsAVisitThatBegins(Filtered):
-    def begins(self, operation):
-        return isinstance(operation, RunVisit)
+class EndsAVisitBeforeItsPush(Filtered):
+    """A module is let on when the update has run, and its weights are not on the GPU."""
 
     def asks(self, operation):
-        if self.begins(operation):
+        if is_transfer(operation, "weights", "flush"):
             self.ended_visits.append(subgroup_of(operation))
         return (operation,)
 
     def tell(self, event):
         super().tell(event)
         self.ended_visits[:] = dict.fromkeys(self.ended_visits)
-
-
-class EndsAVisitBeforeItsPush(EndsAVisitThatBegins):
-    """A module is let on when the update has run, and its weights are not on the GPU."""
-
-    def begins(self, operation):
-        return is_transfer(operation, "weights", "flush")
 
 
 class WaitsForOneSubgroupOnly(PendingStep):
@@ -483,11 +438,6 @@ class LetsOnWhoComesAgain(PendingStep):
     def wait_for(self, subgroups):
         if self.left and self.left == self.all:
             super().wait_for(subgroups)
-
-
-class NeverTellsOfSingleVisits(PendingStep):
-    def note_visited(self, subgroups):
-        pass
 
 
 class AsksBeforeItWasTold(EngineThread):
@@ -514,16 +464,6 @@ class AnswersBeforeTheSweepHasEnded(EngineThread):
         super().request(begin, applied, meanwhile, pending, seals=seals)
         if alone:
             self.pending = None
-
-
-class TellsOfAFailureTwice(EngineThread):
-    def finish_pending(self):
-        pending = self.pending
-        try:
-            super().finish_pending()
-        except BaseException:
-            self.pending = pending
-            raise
 
 
 class EndsTheRequestThatGoesOn(EngineThread):
@@ -676,23 +616,9 @@ class ConfirmsWhatIsHalfWritten(BesideTheLive):
         return (event,)
 
 
-class ForgetsWhatWasConfirmed(Filtered):
-    """The step does not say that confirmed subgroups have moved."""
-
-    def handle(self, event):
-        super().handle(event)
-        if (sweep := begun(event)) is not None and not sweep.is_open:
-            self.changed_subgroups.clear()
-
-
 class TakesRoomOfCheckpoints(TileIndex):
     def missing_bytes(self, slot_counts, *, spare=False):
         return super().missing_bytes(slot_counts)
-
-
-class LendsWhatStepsNeed(TileIndex):
-    def claim(self, nbytes, avoid=(), *, lent=False):
-        return super().claim(nbytes, avoid)
 
 
 class PublishesEarly(Speculation):
@@ -702,13 +628,6 @@ class PublishesEarly(Speculation):
         super().pause()
         for subgroup in self._parts.machine.speculative_versions:
             self._publish(subgroup)
-
-
-class PublishesWhatIsRevoked(Speculation):
-    def choose_confirmed(self, subgroups):
-        for subgroup in self._parts.machine.speculative_versions if self._parts.machine.is_open else ():
-            self._publish(subgroup)
-        return super().choose_confirmed(subgroups)
 
 
 class ConfirmsWithOtherRows(Speculation):
@@ -743,7 +662,7 @@ class VisitsWhatWasConfirmed(Speculation):
         super().seal(confirmed, replace(rest, visits=(*rest.visits, *map(Visit, confirmed))))
 
 
-class UsesANumberAgain(Backwards):
+class UsesANumberAgain(Calls):
     """A step's versions have the number of those that were made before it was sealed, and revoked."""
 
     def version_of(self, number):
@@ -756,11 +675,6 @@ class UsesANumberAgain(Backwards):
 def of_scratch(operation: Any, kind: Any, scratch: str) -> bool:
     """Return whether an operation is of that kind, and moves a tile of such scratch."""
     return isinstance(operation, kind) and operation.owner is not None and operation.owner.kind == scratch
-
-
-class WritesGradientsOverState(Overwrites):
-    def places(self, write):
-        return self.live() if of_scratch(write, WriteTile, "gradients") else ()
 
 
 class VisitsWithOtherGradients(Filtered):
@@ -802,7 +716,6 @@ class WritesActivationsOverState(Overwrites):
 
 PLANTED: dict[type, tuple[str, str]] = {
     WritesInPlace: ("sweeps", "was written to a slot nobody claimed"),
-    FreesOldVersionFirst: ("sweeps", "rule 2:"),
     CommitsTileByTile: ("sweeps", "rule 2:"),
     GoesOnAfterBreaking: ("sweeps", "rule 4:"),
     SkipsAVisit: ("sweeps", "rule 5:"),
@@ -812,7 +725,6 @@ PLANTED: dict[type, tuple[str, str]] = {
     SharesASlot: ("sweeps", "rule 2:"),
     SharesAGpuSlot: ("sweeps", "rule 2:"),
     SharesAWeightSlot: ("sweeps", "rule 2:"),
-    PushesFromAnotherSlot: ("sweeps", "rule 2:"),
     WritesBeyondTheLimit: ("sweeps", "rule 3:"),
     WritesOverItsNeighbour: ("sweeps", "rule 2:"),
     IndexOfOldVersions: ("sweeps", "was written over"),
@@ -822,45 +734,35 @@ PLANTED: dict[type, tuple[str, str]] = {
     IgnoresFailedSaves: ("saves", "is lost or torn"),
     SavesFromTheWrongPlace: ("saves", "is of another moment"),
     WritesOverWhatIsHeld: ("saves", "rule 2:"),
-    LetsGoBeforeTheCopy: ("saves", "rule 2:"),
-    TakesWhatIsHeldForFree: ("saves", "rule 2:"),
     TakesUpAnotherVersion: ("saves", "was written over"),
     GivesMemoryBackBeforeTheLastTile: ("parks", "rule 2:"),
-    LeavesForLiveSlots: ("parks", "rule 2:"),
-    WritesGradientsOverState: ("fills", "rule 2:"),
     VisitsWithOtherGradients: ("fills", "rule 2:"),
     ReadsTheFirstGradientsAgain: ("fills", "rule 2:"),
     ReadsActivationsTooEarly: ("packs", "rule 2:"),
     WritesActivationsOverState: ("packs", "is lost or torn"),
-    WritesGradientsAtOnce: ("forwards", "weights are not the last step's"),
-    EndsAVisitBeforeItsPush: ("forwards", "rule 5:"),
-    EndsAVisitThatBegins: ("forwards", "rule 5:"),
-    WaitsForOneSubgroupOnly: ("forwards", "rule 5:"),
-    LetsOnWhoComesAgain: ("forwards", "rule 5:"),
-    NeverTellsOfSingleVisits: ("forwards", "which have been visited"),
-    BeginsAmidASweep: ("forwards", "rule 5:"),
-    AnswersBeforeTheSweepHasEnded: ("forwards", "rule 5:"),
-    AsksBeforeItWasTold: ("forwards", "rule 5:"),
-    TellsOfAFailureTwice: ("forwards", "and the caller was told of"),
-    EndsTheRequestThatGoesOn: ("forwards", "a visit of a sweep of nobody"),
-    VisitsTheLastFirst: ("forwards", "rule 6:"),
-    RunsTheLastFirst: ("forwards", "rule 6:"),
-    LosesFlushesOfTheForwardPass: ("forwards", "rule 2:"),
-    FreesTheLiveVersionEarly: ("backwards", "rule 2:"),
-    TakesOverWhatIsWrittenAtOnce: ("backwards", "was written to a slot nobody claimed"),
-    SavesWhatWasRevoked: ("backwards", "was written over"),
-    GivesASecondSlot: ("backwards", "rule 2:"),
-    RunsAfterHold: ("backwards", "rule 8:"),
-    WritesUnderTheLiveStep: ("backwards", "rule 7:"),
-    ConfirmsWhatIsHalfWritten: ("backwards", "state is not what it has to be"),
-    ForgetsWhatWasConfirmed: ("backwards", "which subgroups have moved"),
-    TakesRoomOfCheckpoints: ("backwards", "rule 9:"),
-    LendsWhatStepsNeed: ("backwards", "rule 9:"),
-    PublishesEarly: ("backwards", "rule 8:"),
-    PublishesWhatIsRevoked: ("backwards", "rule 8:"),
-    ConfirmsWithOtherRows: ("backwards", "state is not what it has to be"),
-    ConfirmsWhenABatchIsSkipped: ("backwards", "is of another version"),
-    VisitsWhatWasConfirmed: ("backwards", "rule 8:"),
-    UsesANumberAgain: ("backwards", "rule 7:"),
+    WritesGradientsAtOnce: ("calls", "weights are not the last step's"),
+    EndsAVisitBeforeItsPush: ("calls", "rule 5:"),
+    WaitsForOneSubgroupOnly: ("calls", "rule 5:"),
+    LetsOnWhoComesAgain: ("calls", "rule 5:"),
+    BeginsAmidASweep: ("calls", "rule 5:"),
+    AnswersBeforeTheSweepHasEnded: ("calls", "rule 5:"),
+    AsksBeforeItWasTold: ("calls", "and the caller was told of"),
+    EndsTheRequestThatGoesOn: ("calls", "a visit of a sweep of nobody"),
+    VisitsTheLastFirst: ("calls", "rule 6:"),
+    RunsTheLastFirst: ("calls", "rule 6:"),
+    LosesFlushesOfTheForwardPass: ("calls", "rule 2:"),
+    FreesTheLiveVersionEarly: ("calls", "rule 9:"),
+    TakesOverWhatIsWrittenAtOnce: ("calls", "rule 9:"),
+    SavesWhatWasRevoked: ("calls", "rule 10:"),
+    GivesASecondSlot: ("calls", "is lost or torn"),
+    RunsAfterHold: ("calls", "rule 8:"),
+    WritesUnderTheLiveStep: ("calls", "rule 7:"),
+    ConfirmsWhatIsHalfWritten: ("calls", "is of another moment"),
+    TakesRoomOfCheckpoints: ("calls", "rule 9:"),
+    PublishesEarly: ("calls", "rule 8:"),
+    ConfirmsWithOtherRows: ("calls", "weights are not the last step's"),
+    ConfirmsWhenABatchIsSkipped: ("calls", "rule 8:"),
+    VisitsWhatWasConfirmed: ("calls", "rule 8:"),
+    UsesANumberAgain: ("calls", "rule 7:"),
 }
 """Each with the actor that finds it, and what finds it first: a rule, or what a test says."""

@@ -11,7 +11,7 @@ Rules:
      A staging slot on the GPU, and a weight slot, is one subgroup's from its first use until what was changed in it
      has left.
   3. A slot on a path is aligned, lies within the path's limit, and is not written on a path that has failed a write
-     (otherwise than by being full). Callers touch a buffer only when they have asked for it.
+     (otherwise than by being full beyond what is there). Callers touch a buffer only when they have asked for it.
   4. After a fatal error (a failed run or read, `Stop`) nothing new is issued. A failed write is issued again before
      anything else, or nothing more is.
   5. A sweep's visits run once, and while no other sweep is under way. It ends well only if each has ended: its run,
@@ -38,7 +38,7 @@ rule).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -107,6 +107,11 @@ def memory_of(subgroup: int, slot: int | None, owner: ScratchOwner | None = None
     return ("staging slot", slot) if owner is None else (owner.kind, slot)
 
 
+def stop_of(place: Location) -> int:
+    """Return where a slot on a path ends."""
+    return place.offset + SECTOR_BYTES + place.nbytes
+
+
 def subgroup_of(operation: Operation) -> int | None:
     """Return the subgroup that an operation is for."""
     if isinstance(operation, RunVisit):
@@ -132,7 +137,7 @@ def touches(operation: Operation, plan: Plan) -> Iterator[Touch]:
         case ReadTile() | WriteTile() | SaveTile() | CopyTile():
             where, nbytes = operation.record.location, operation.record.location.nbytes
             fetches = isinstance(operation, ReadTile | CopyTile)
-            yield Touch(("path", where.path), where.offset, where.offset + SECTOR_BYTES + nbytes, not fetches)
+            yield Touch(("path", where.path), where.offset, stop_of(where), not fetches)
             if isinstance(operation, ReadTile | WriteTile):
                 memory = memory_of(operation.tile.subgroup, operation.slot, operation.owner)
                 yield Touch(memory, operation.buffer_offset, operation.buffer_offset + nbytes, fetches)
@@ -188,7 +193,8 @@ class CheckedExecutor:
         self._steps: dict[int, int] = {}  # of each sweep
         self._due: dict[int, Visit] = {}
         self._unended: dict[int, None] = {}
-        self._unbegun: dict[int, int] = {}  # visits whose order counts, and their place in it
+        self._in_slots: dict[int, int] = {}  # whose state each staging slot has had last
+        self._unbegun: dict[int, tuple[int, bool]] = {}  # visits whose order counts: place, and if in memory
         self._begun: dict[tuple[object, ...], int] = {}  # the last place, by what is alike
         # Versions:
         self._changed: dict[int, int] = {}  # step of each subgroup's last change
@@ -202,6 +208,7 @@ class CheckedExecutor:
         # Room:
         self._is_roomy = True
         self._allocated: Sequence[int] = ()
+        self._there = Counter[int]()  # of each path, the first bytes whose room is there
         self._grown: set[Location] = set()
         self._lent: dict[Location, ScratchOwner | int] = {}  # to activations, or to a subgroup's speculative version
         # Saves:
@@ -271,14 +278,17 @@ class CheckedExecutor:
             case TakeOver():
                 self._require(self._is_idle, "11: state is exchanged while it is in use")
                 self._is_roomy = False
+                self._in_slots.clear()
                 for number, records in event.held_records.items():
                     self._kept[number] = {(tile, record.step) for tile, record in records.items()}
                 self._changed |= {tile.subgroup: record.step for tile, record in event.records.items()}
             case Evict():
                 self._is_roomy = False
+                self._in_slots.clear()
             case Allocated(ends):
                 self._is_roomy = self._is_roomy and not any(self._allocated)
                 self._allocated = ends
+                self._there |= Counter(dict(enumerate(ends)))
             case RequestBuffer(owner, fills):
                 self._asked.add((owner, fills))
             case ReleaseBuffer(owner, fills):
@@ -409,12 +419,19 @@ class CheckedExecutor:
         number, slot = subgroup_of(operation), slot_beside(operation)
         if number is not None and slot is not None:
             self._require(self._holders.setdefault(slot, number) == number, f"2: another's {slot[0]}")
-        if isinstance(operation, WriteTile | SaveTile):
-            self._issued_write(operation)
-        if isinstance(operation, SaveTile | CopyTile | Sync | Commit):
-            self._issued_for_save(operation)
-        if isinstance(operation, RunVisit):
-            self._issued_run(operation)
+        match operation:
+            case RunVisit(visit=visit, slot=at):
+                self._hold_slot(visit.subgroup, at)
+                self._issued_run(operation)
+            case ReadTile(tile=tile, slot=at, owner=None):
+                self._hold_slot(tile.subgroup, at)
+            case WriteTile():
+                self._issued_write(operation)
+            case SaveTile():
+                self._issued_write(operation)
+                self._issued_for_save(operation)
+            case CopyTile() | Sync() | Commit():
+                self._issued_for_save(operation)
 
     def _judge_order(self, operation: Operation) -> None:
         """Verify the order of visits by the first operation of each."""
@@ -423,16 +440,20 @@ class CheckedExecutor:
         ):
             return
         number = subgroup_of(operation)
-        place = None if number is None else self._unbegun.pop(number, None)
-        if place is None or number is None:
+        if number is None or number not in self._unbegun:
             return
-        at_home = self._plan.is_resident(number)
+        place, is_there = self._unbegun.pop(number)
         of_scratch = isinstance(operation, ReadTile) and operation.owner is not None
-        if not at_home and (of_scratch or getattr(operation, "what", "") == "weights"):
-            return  # which comes before it is known where the state lies
-        alike = at_home, type(operation), self._due[number].gpu, slot_beside(operation) is not None, of_scratch
+        where = self._plan.is_resident(number), is_there, slot_beside(operation) is not None, of_scratch
+        alike = type(operation), self._due[number].gpu, where
         self._require(place > self._begun.get(alike, -1), "6: a visit begins after one that it comes before")
         self._begun[alike] = place
+
+    def _hold_slot(self, number: int, slot: int | None) -> None:
+        """Take in that a subgroup's state is in a staging slot, or at home or nowhere (None)."""
+        self._in_slots = {other: whose for other, whose in self._in_slots.items() if whose != number}
+        if slot is not None:
+            self._in_slots[slot] = number
 
     def _issued_run(self, run: RunVisit) -> None:
         number = run.visit.subgroup
@@ -448,7 +469,7 @@ class CheckedExecutor:
         owner = write.owner if isinstance(write, WriteTile) else None
         if isinstance(write, SaveTile):
             step = self._at_save.get(number)
-        else:
+        else:  # a speculative version's, if there is one
             step = self._speculative.get(number, self._changed.get(number))
         right = owner is not None or write.record.step == step
         self._require(right, "7: a write under another step than its change's")
@@ -458,7 +479,7 @@ class CheckedExecutor:
         paths = self._plan.budgets.paths
         if place.path == len(paths):  # the store that takes copies
             return
-        stop = place.offset + SECTOR_BYTES + place.nbytes
+        stop = stop_of(place)
         self._require(place.offset >= 0 and place.offset % SECTOR_BYTES == 0, "3: a slot that is not aligned")
         self._require(stop <= paths[place.path].available_bytes, "3: a write beyond its path's limit")
         self._require(place.path not in self._failed_paths, "3: a write to a path that has failed a write")
@@ -470,6 +491,7 @@ class CheckedExecutor:
             self._lend(place, number)
 
     def _lend(self, place: Location, whose: ScratchOwner | int) -> None:
+        """Verify that a write to a slot that a step can do without leaves room."""
         self._lent[place] = whose
         if not self._is_roomy:
             return
@@ -477,7 +499,7 @@ class CheckedExecutor:
         lent = sum(other.nbytes == place.nbytes for other in self._lent)
         self._require(grown >= lent, "9: a slot that a step may need is lent")
         plan = self._plan
-        versions = (other.nbytes + SECTOR_BYTES for other, whose in self._lent.items() if isinstance(whose, int))
+        versions = (other.nbytes + SECTOR_BYTES for other, of in self._lent.items() if isinstance(of, int))
         promised = plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0
         room = sum(path.available_bytes for path in plan.budgets.paths) - plan.storage_bytes
         fits = not isinstance(whose, int) or sum(versions) + promised <= room
@@ -508,6 +530,7 @@ class CheckedExecutor:
         match operation:
             case WriteTile(record=record) | SaveTile(record=record):
                 self._unsynced.add(record.location)
+                self._there |= Counter({record.location.path: stop_of(record.location)})
                 self._optional.discard(operation.op)
             case Sync():
                 del self._syncing[operation.op]
@@ -569,8 +592,9 @@ class CheckedExecutor:
             self._revoke(write.tile.subgroup)
         elif isinstance(error, TierError):
             self._again[write.tile] = None
-            if not isinstance(error, TierFullError):
-                self._failed_paths.add(write.record.location.path)
+            place = write.record.location
+            if not isinstance(error, TierFullError) or stop_of(place) <= self._there[place.path]:
+                self._failed_paths.add(place.path)
         else:
             self._fatal = True
 
@@ -599,8 +623,9 @@ class CheckedExecutor:
             return
         busy = {subgroup_of(operation) for operation, _ in self._flying.values()} | {*self._holders.values()}
         for place, visit in enumerate(sweep.visits):
-            if not visit.overwrites and visit.subgroup in self._changed and visit.subgroup not in busy:
-                self._unbegun[visit.subgroup] = place
+            number, is_there = visit.subgroup, visit.subgroup in self._in_slots.values()
+            if not visit.overwrites and number in self._changed and number not in busy:
+                self._unbegun[number] = place, is_there
 
     def _seal(self, confirmed: Collection[int]) -> None:
         self._require(self._is_open or self._is_broken, "8: versions are confirmed of no open sweep")
@@ -618,6 +643,7 @@ class CheckedExecutor:
     def _revoke(self, number: int) -> None:
         """Forget a speculative version: nothing of it is used again."""
         del self._speculative[number]
+        self._hold_slot(number, None)
         self._no_longer_lent(number)
         self._optional |= {write.op for write in self._writes(None) if write.tile.subgroup == number}
 
