@@ -130,38 +130,17 @@ class Filtered(Machine):
         return given
 
 
-class Chooses(Filtered):
-    """Does something to the operations that it hits."""
+class EndsEarly(Filtered):
+    """Operations that count as done when they are started."""
 
     def hits(self, operation: Any) -> bool:
-        """Return whether an operation is done wrongly."""
+        """Return whether an operation is one of them."""
         raise NotImplementedError
-
-
-class Skips(Chooses):
-    """Operations that count as done and are never started."""
-
-    def asks(self, operation: Any) -> Iterator[Operation]:
-        if self.hits(operation):
-            self.tell(Done(operation.op))
-        else:
-            yield operation
-
-
-class EndsEarly(Chooses):
-    """Operations that count as done when they are started."""
 
     def asks(self, operation: Any) -> Iterator[Operation]:
         yield operation
         if self.hits(operation):
             self.tell(Done(operation.op))
-
-
-class IgnoresFailure(Chooses):
-    """Operations that count as done when they have failed."""
-
-    def hears(self, event: Any, operation: Any) -> Iterable[Event]:
-        return (Done(event.op),) if isinstance(event, Failed) and self.hits(operation) else (event,)
 
 
 class Overwrites(Filtered):
@@ -228,10 +207,15 @@ class GoesOnAfterBreaking(Filtered):
             yield self.fatal
 
 
-class SkipsAVisit(Skips):
-    def hits(self, operation):
+class SkipsAVisit(Filtered):
+    """It counts as done, and is never started."""
+
+    def asks(self, operation):
         plain = isinstance(operation, RunVisit) and operation.transfer_slot is None
-        return plain and operation.visit == self.sweep.visits[-1]
+        if plain and operation.visit == self.sweep.visits[-1]:
+            self.tell(Done(operation.op))
+        else:
+            yield operation
 
 
 class FlushesWhileRunning(Filtered):
@@ -365,9 +349,10 @@ class ReleasesTooEarly(Filtered):
         return () if isinstance(event, ReleaseSave) else (event,)
 
 
-class IgnoresFailedSaves(IgnoresFailure):
-    def hits(self, operation):
-        return isinstance(operation, SaveTile)
+class IgnoresFailedSaves(Filtered):
+    def hears(self, event, operation):
+        fails = isinstance(event, Failed) and isinstance(operation, SaveTile)
+        return (Done(event.op),) if fails else (event,)
 
 
 class SavesFromTheWrongPlace(Filtered):

@@ -296,6 +296,27 @@ class Saves(Driver):
         self.filled = {subgroup.index for subgroup in streamed}
         return True
 
+    def act(self, actions: list[Action]) -> None:
+        super().act(actions)
+        if self.machine.broken is None:
+            self.verify_state()
+
+    def verify_state(self) -> None:
+        """Verify that state is what it has to be, wherever it lies; but for what is under way."""
+        stored = self.stored()
+        for number, right in self.twin.states.items():
+            tiles = self.plan.layout.subgroups[number].tiles
+            match self.machine.phases[number]:
+                case Phase.RESIDENT:
+                    found = self.data.resident[number].tobytes()
+                case Phase.READY | Phase.DIRTY:
+                    found = self.data.staging[self.machine.slots[number]][: right.size].tobytes()
+                case Phase.ABSENT:
+                    found = b"".join(self.verify_tile(tile, stored[tile]) for tile, _, _ in tiles)
+                case _:
+                    continue
+            assert found == right.tobytes(), f"subgroup {number} has other state"
+
     def look_back(self) -> None:
         """What was committed and not released is there, whatever has happened, and nothing else passes for it."""
         found = self.data.committed
