@@ -55,8 +55,8 @@ MACHINE = (
         "sim/test_driver.py",
         "what_comes_out_is_right_whatever_happens[sweeps-0]",
         "a_crash_at_every_event_leaves_a_whole_checkpoint[1.0]",
-        "a_seed_is_a_run[forwards]",
-        "a_crash_at_every_event_of_backward_passes[119]",
+        "a_seed_is_a_run[calls]",
+        "a_crash_at_every_event_of_backward_passes[116]",
     ),
     "tests/sim/test_recording.py",
 )

@@ -1,7 +1,6 @@
 """Mistakes that no training on the test accelerator can show: of CUDA's own row, of kernels, of speed.
 
-Half of them were found by reading, as no test saw them; the others were made with the product in view before any test
-was written for them. Each is planted in a process of its own, in which the tests that are to find it run.
+Each is planted in a process of its own, in which the test that is to find it runs.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ class CudaMistake(Planted):
 
     Attributes:
         found_by: The test that finds it.
-        before: The test that found it before any test was written for it; "" if none did.
         is_late: Whether `found_by` runs on the test accelerator.
     """
 
     found_by: str
-    before: str = ""
     is_late: bool = False
 
 
@@ -121,7 +118,7 @@ def _records_some_streams(right: Any, self: Any) -> None:
         self._streams = kept
 
 
-READ = (
+CUDA_MISTAKES = (
     CudaMistake(
         "table-filled-while-read",
         "a pinned table is filled anew while it is read, once a stream has three",
@@ -178,17 +175,12 @@ READ = (
         ),
         found_by="tests/kernels/test_gpu_beyond.py::test_what_lies_behind_a_tensor_may_be_out_of_reach",
     ),
-)
-"""What was planted while the product was read, and found by no test."""
-
-MADE = (
     CudaMistake(
         "event-recorded-again",
         "an event is recorded anew while a mark still stands for its last record",
         "whoever waits for the mark waits for other work, or is told of a time after it",
         instead(accelerator._Event, "__init__", given(accelerator._Event.__init__, _records_again)),
         found_by="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
-        before="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
         is_late=True,
     ),
     CudaMistake(
@@ -197,7 +189,6 @@ MADE = (
         "a norm of other bits than the CPU's: clipping depends on placement",
         instead(gpu, "GATHER_OPTIONS", {"num_warps": 8}),
         found_by="tests/kernels/test_gpu_code.py::test_sums_of_squares_are_not_fused",
-        before="tests/kernels/test_gpu_code.py::test_every_operation_is_rounded_as_the_reference_rounds_it",
     ),
     CudaMistake(
         "pieces-begin-anywhere",
@@ -205,7 +196,6 @@ MADE = (
         "a misaligned address, with an odd number of words alone",
         instead(gpu, "_programs_at", lambda words: words),
         found_by="tests/unit/test_accelerator.py::test_what_is_launched_has_been_compiled",
-        before="tests/unit/test_accelerator.py::test_what_is_launched_has_been_compiled",
     ),
     CudaMistake(
         "unpinned-when-gone",
@@ -238,6 +228,3 @@ MADE = (
         is_late=True,
     ),
 )
-"""What was made with the product in view, before a test was written for any of these."""
-
-CUDA_MISTAKES = READ + MADE

@@ -278,11 +278,6 @@ def lends_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -
     return int(right(self, nbytes, other))
 
 
-def gives_back_what_is_in_use(right: Any, self: Any) -> None:
-    with replaced(torch.Tensor, "record_stream", nothing):
-        right(self)
-
-
 @contextlib.contextmanager
 def leaves_the_device_alone(right: Any, self: Any) -> Iterator[None]:
     yield
@@ -527,13 +522,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "memory is borrowed in the order of another stream than that which lanes are made to follow",
         "it is filled when state is there",
         in_device("allocate", lends_out_of_order),
-        workload="borrowing-departing",
-    ),
-    Mistake(
-        "given-back-early",
-        "memory that was borrowed is given back, and not behind what is on lanes",
-        "forward writes to it before state has left it",
-        in_device("return_borrowed", gives_back_what_is_in_use),
         workload="borrowing-departing",
     ),
     Mistake(

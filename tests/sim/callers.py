@@ -96,36 +96,13 @@ class AskedLanes(CheckedExecutor):
 class Latch(waits.Latch):
     """A latch whose wait drives the engine."""
 
-    def __init__(self, caller: Forwards) -> None:
+    def __init__(self, caller: Calls) -> None:
         super().__init__()
         self._caller = caller
 
     def wait(self, pause_s: float | None = None) -> bool:
         self._caller.go_on_until(self.is_set)
         return True
-
-
-class ForwardTwin(Twin):
-    """State and weights of a session that does one thing after the other."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.made: dict[int, int] = {}
-        """Weights of each subgroup."""
-
-    def sweep(self, number: int, visits: tuple[Visit, ...], gradients: dict[int, int] | None = None) -> None:
-        super().sweep(number, visits)
-        for visit in visits:
-            if visit.changes:
-                state = self.states[visit.subgroup]
-                state += gradient_of(self.plan, visit.subgroup, gradients or {})
-                self.made[visit.subgroup] = zlib.crc32(state)
-
-
-def gradient_of(plan: Plan, subgroup: int, gradients: dict[int, int]) -> np.uint32:
-    """Return what a visit adds to each word of its state for the gradients that it reads."""
-    numbers = sorted({segment.parameter for segment in plan.layout.subgroups[subgroup].segments})
-    return np.uint32(zlib.crc32(repr([(n, gradients.get(n)) for n in numbers]).encode()))
 
 
 def random_modules(rng: random.Random, count: int) -> list[tuple[int, ...]]:
@@ -142,324 +119,6 @@ def nobody_s_fault(seed: int, plan: Plan, actions: list[Action]) -> tuple[Fault,
     """Return faults of all kinds, but for what the medium does to a checkpoint."""
     drawn = any_faults(seed, paths=len(plan.budgets.paths), operations=4 * len(actions))
     return tuple(fault for fault in drawn if not isinstance(fault, CorruptPayload | MisdirectedWrite))
-
-
-class Forwards(Saves):
-    """A caller that goes on while a step does: iterations, and what else it asks for."""
-
-    checked = AskedLanes
-    twins = ForwardTwin
-    executor: AskedLanes
-    twin: Any
-    thread: EngineThread
-
-    def __init__(self, *drawn: Any, **more: Any) -> None:
-        super().__init__(*drawn, **more)
-        rng = self.rng
-        self.modules = random_modules(rng, len(self.plan.layout.parameters))
-        self.paces = rng.choice(((0,), (0, 0, 0, 0, 1), (0, 0, 1, 2, 5), (0, 1, 5, 60)))
-        """Events that come between two things that the caller does."""
-        self.weights: dict[int, int] = {}
-        self.begun_visit: dict[int, int] = {}
-        """Weights in each weight slot."""
-        self.gradients = {number: number for number in range(len(self.plan.layout.parameters))}
-        """What lies in each parameter's gradient slot."""
-        self.arrived = dict.fromkeys(self.gradients)
-        """Parameters that have a gradient for the next step."""
-        self.read: tuple[int, ...] = ()
-        """Parameters whose gradients the last step reads."""
-        self.used: dict[int, None] = {}
-        """Parameters that forward passes have used since then, in order."""
-        self.awaited: Sequence[int] | None = None
-        self.saving: Save | None = None
-        self.failures: list[int] = []
-        """Sweeps that have failed."""
-        self.told: list[int] = []
-        """Sweeps of whose failure the caller has been told."""
-
-    @classmethod
-    def draw_actions(cls, rng: random.Random, plan: Plan) -> list[Action]:
-        actions = [Action("step")]
-        for _ in range(rng.randrange(2, 7)):
-            while rng.random() < 0.35:
-                actions.append(Action(rng.choice(("forward", "sweep", "save", "save", "wait", "finish")), True))
-            actions.append(Action("forward"))
-            if rng.random() < 0.2:
-                actions.append(Action(rng.choice(("save", "finish"))))
-            actions.append(Action("step"))
-        return actions
-
-    @classmethod
-    def draw_faults(cls, seed, rng, plan, actions, faulty) -> tuple[Fault, ...]:
-        faults = random_faults(rng, plan, actions) if rng.random() < 0.4 else ()
-        return (*faults, *nobody_s_fault(seed, plan, actions)) if rng.random() < 0.2 else faults
-
-    @classmethod
-    def lives(cls, rng: random.Random, least: int) -> Iterator[int]:
-        yield 0
-
-    def start(self) -> None:
-        """Make the engine thread, which is none."""
-        self.thread = self.kind(EngineThread)(self.parts())
-        handle = self.machine.handle
-
-        def told(event: Event) -> None:
-            """Have the checker see what no lane reports, too."""
-            if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
-                self.executor.ended(well=not self.machine.failed)
-                if self.machine.failed:
-                    self.failures.append(event.finished.number)
-            elif not isinstance(event, Done | Failed | Stop):
-                self.executor.observe(event)
-            handle(event)
-            self.thread.broken = self.machine.broken
-
-        self.machine.handle = told  # type: ignore[method-assign]
-
-    def run(self, actions: list[Action]) -> Any:
-        if self.rng.random() < 0.05:
-            self.stop(self.rng.random() * 0.2)
-        return super().run(actions)
-
-    def parts(self) -> Any:
-        """Return what the engine thread works with."""
-        return SimpleNamespace(
-            machine=self.machine,
-            executor=self.executor,
-            lanes=NO_LANES,
-            is_whole=True,
-            queue=SimpleNamespace(exchange=self.exchange),
-            saves=SimpleNamespace(end_pending=self.saved, last_folder=None),
-            memory=SimpleNamespace(drop_checkpoint_buffers=lambda: None),
-            gradients=SimpleNamespace(return_borrowed=lambda: None, end_final=lambda: None),
-        )
-
-    def tell(self, event: Event) -> None:
-        self.machine.handle(event)
-
-    def stop(self, at_s: float) -> None:
-        """Have the watchdog give up some time."""
-        self.inner.inject(Stop(TierError("wait", tier="simulated", path="lanes", detail="no answer")), at_s)
-        self.may_break = True
-
-    # The engine's side
-
-    def go_on(self) -> None:
-        """Let one thing happen, and do what is due then."""
-        assert self.inner.events < MAX_EVENTS, "it goes on for ever"
-        machine, thread = self.machine, self.thread
-        self.executor.submit(machine.take_operations())
-        if not thread.is_due(machine):
-            for event in self.executor.wait():
-                machine.handle(event)
-            self.executor.submit(machine.take_operations())
-        self.check()
-        while thread.is_due(machine):
-            assert thread.serve_due()
-
-    def go_on_until(self, arrived: Callable[[], object]) -> None:
-        while not arrived():
-            self.go_on()
-            if self.awaited is not None and not arrived():
-                waits_for = [s for s in self.awaited if not self.executor.is_ended(s)]
-                assert waits_for, f"it waits for subgroups {self.awaited}, which have been visited"
-        self.check(ends=True)
-
-    def begin(self, sweep: Sweep) -> Sweep:
-        self.machine.handle(BeginSweep(sweep))
-        return sweep
-
-    def exchange(self, op: int, reply: Any, quiet_s: float, interrupt_op: int) -> None:
-        self.executor.requests += 1
-        self.go_on_until(lambda: reply.wait(0.0))
-
-    def saved(self, error: Exception | None, broke: bool) -> tuple[int, ...]:
-        assert self.saving is not None
-        self.end_save(self.saving, error)
-        return ()
-
-    def visit(self, run: RunVisit, state: np.ndarray) -> None:
-        if self.executor.visitor is not no_visit:
-            self.executor.visitor(run, state)
-        else:
-            assert self.machine.broken is not None, "a visit of a sweep of nobody"
-
-    def update(self, run: RunVisit, state: np.ndarray, reads: Iterable[int] = ()) -> None:
-        """Change state, read gradients, write weights."""
-        if not run.visit.changes:
-            return
-        mix(run, state)
-        state += gradient_of(self.plan, run.visit.subgroup, {number: self.gradients[number] for number in reads})
-        self.made(run, zlib.crc32(state))
-
-    def made(self, run: RunVisit, made: int) -> None:
-        """Put new weights where they belong, or on their way there."""
-        if run.visit.gpu or run.transfer_slot is None:
-            self.weights[run.visit.subgroup] = made
-        else:
-            self.begun_visit[run.transfer_slot] = made
-
-    def pushed(self, push: Transfer) -> None:
-        self.weights[push.subgroup] = self.begun_visit[push.transfer_slot]
-
-    # The caller's side
-
-    def act(self, actions: list[Action]) -> None:
-        for action in (*actions, Action("finish"), Action("look"), Action("finish")):
-            # A caller that was told goes on to ask, and is refused.
-            what = "refused" if self.failures and self.failures == self.told else action.what
-            try:
-                getattr(self, what)(action.value)
-            except InternalError:
-                raise
-            except StepAbortedError as error:
-                self.told.append(error.step)
-                self.outcome.counts[f"told by {action.what}"] += 1
-            except SessionBrokenError:
-                assert self.machine.broken is not None, "refused, and nothing is broken"
-            except OffloadError as error:
-                if error is not self.machine.broken:
-                    raise
-                if action.what not in ("save", "extend"):  # these are no sweeps
-                    self.told.append(self.sweeps)
-        assert self.told == self.failures, (
-            f"sweeps {self.failures} have failed, and the caller was told of {self.told}"
-        )
-
-    def refused(self, flag: bool) -> None:
-        with self.thread.turn():
-            raise AssertionError("a session that has broken is used")
-
-    def compute(self) -> None:
-        """Let the engine go on for a while beside the caller."""
-        for _ in range(self.rng.choice(self.paces)):
-            if self.machine.in_flight or self.thread.is_due(self.machine):
-                self.go_on()
-
-    def subgroups_of(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        places = self.plan.layout.places
-        return tuple(sorted({subgroup for number in parameters for subgroup, _ in places[number]}))
-
-    def wait_for(self, module: tuple[int, ...]) -> None:
-        self.awaited = self.subgroups_of(module)
-        try:
-            self.thread.wait_for(self.awaited)
-            self.executor.enqueue_when_readable(self.awaited)
-        finally:
-            self.awaited = None
-        self.outcome.counts["let on beside a sweep"] += not self.machine.has_no_sweep
-
-    def loss_of(self, order):
-        """Have modules wait for their weights and use them; return a number that all they read has a part in."""
-        loss = self.sweeps
-        for module in order:
-            self.compute()
-            self.wait_for(module)
-            subgroups = self.subgroups_of(module)
-            read = [self.weights.get(subgroup) for subgroup in subgroups]
-            assert read == [self.twin.made.get(subgroup) for subgroup in subgroups], "weights are not the last step's"
-            loss = zlib.crc32(repr((loss, read)).encode())
-            self.used.update(dict.fromkeys(module))
-        return loss
-
-    def forward(self, flag: bool) -> None:
-        """Use modules in some order and, but for an evaluation (`flag`), leave gradients of them in reverse."""
-        order = self.rng.sample(self.modules, self.rng.randrange(1, len(self.modules) + 1))
-        if self.rng.random() < 0.2:
-            order.append(self.rng.choice(order))
-        loss = self.loss_of(order)
-        if flag:
-            return
-        # Some arrive though their module was not called: whoever writes to `.grad` may do so at any time.
-        order += [module for module in self.modules if module not in order and self.rng.random() < 0.5]
-        for module in reversed(order):
-            self.compute()
-            self.wait_for_gradients(module)
-            for number in module:
-                before = self.gradients[number] if number in self.arrived else None
-                self.gradients[number] = zlib.crc32(repr((loss, number, before)).encode())
-            self.arrived.update(dict.fromkeys(module))
-
-    def wait_for_gradients(self, module: tuple[int, ...]) -> None:
-        self.wait_for(module)
-
-    def step(self, flag: bool) -> None:
-        """Begin to update what has gradients, in the order in which it was used."""
-        with self.thread.turn():
-            place = {number: place for place, number in enumerate(self.used)}
-            active = sorted(self.arrived, key=lambda number: place.get(number, len(place)))
-            gradients = {number: self.gradients[number] for number in active}
-            places = self.plan.layout.places
-            subgroups = tuple(dict.fromkeys(subgroup for number in active for subgroup, _ in places[number]))
-            self.arrived, self.used, self.read = {}, {}, tuple(active)
-            number = self.sweeps = self.sweeps + 1
-            self.thread.sweeps.step_number = number - 1
-
-            def begin() -> Sweep:
-                order = visit_order(subgroups, self.machine.slots)
-                visits = update_visits(self.plan, order, self.machine.is_fresh)
-                self.executor.set_visitor(partial(self.update, reads=self.read))
-                self.twin.sweep(number, visits, gradients)
-                return self.begin(Sweep(number, 10 * number, visits))
-
-            pending = self.kind(PendingStep)((), partial(Latch, self))
-            self.thread.request(begin, pending=pending)
-            self.outcome.counts["steps"] += 1
-
-    def sweep(self, flag: bool) -> None:
-        """Have something else done to the state, and wait for it."""
-        self.ask(self.draw_sweep(), self.update)
-
-    def look(self, flag: bool) -> None:
-        """Compare all state."""
-        looked: list[int] = []
-
-        def compare(run: RunVisit, state: np.ndarray) -> None:
-            looked.append(run.visit.subgroup)
-            assert np.array_equal(state, self.twin.states[run.visit.subgroup]), "state is not what it has to be"
-
-        visits = everything(self.plan)
-        self.ask(visits, compare)
-        assert sorted(looked) == [visit.subgroup for visit in visits]
-
-    def ask(self, visits: tuple[Visit, ...], visitor: Callable[[RunVisit, np.ndarray], None]) -> None:
-        with self.thread.turn():
-            number = self.sweeps = self.sweeps + 1
-
-            def begin() -> Sweep:
-                self.executor.set_visitor(visitor)
-                return self.begin(Sweep(number, 10 * number, visits))
-
-            self.thread.request(begin, lambda: self.twin.sweep(number, visits))
-
-    def finish(self, flag: bool) -> None:
-        self.thread.finish_pending()
-
-    def wait(self, flag: bool) -> None:
-        saver = self.machine.saver
-        self.go_on_until(lambda: saver.under_way is None and saver.finished_save is None)
-
-    def save(self, flag: bool) -> None:
-        machine, executor = self.machine, self.executor
-
-        def begin() -> None:
-            pump(machine, executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
-            if machine.broken is not None:
-                raise machine.broken
-            self.saves += 1
-            copies = flag and not self.copies  # there is one store for them
-            self.saving = Save(self.saves, len(self.plan.budgets.paths) if copies else None)
-            self.expected[self.saves] = self.twin.tiles()
-            machine.handle(BeginSave(self.saving))
-            if self.inner.filled and not copies and machine.saver.under_way and not Saves.allocate(self):
-                self.may_fail = True
-                executor.submit(machine.take_operations())
-                machine.handle(AbortSave(CheckpointError("there is no room")))
-            pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
-
-        with self.thread.turn():
-            self.wait(False)
-            self.thread.request(begin)
 
 
 ROW = np.dtype([("parameter", np.uint64), ("told", np.uint64), ("flags", np.uint32), ("numel", np.uint32)])
@@ -519,14 +178,23 @@ def update(run: RunVisit, state: np.ndarray, table: npt.NDArray[Any], read: Sequ
     return zlib.crc32(state)
 
 
-class BackwardTwin(ForwardTwin):
-    """State and weights of a session that makes nothing ahead."""
+class CallsTwin(Twin):
+    """State and weights of a session that does one thing after the other, and makes nothing ahead."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.made: dict[int, int] = {}
+        """Weights of each subgroup."""
+
+    def sweep(self, number: int, visits: tuple[Visit, ...]) -> None:
+        super().sweep(number, visits)
+        self.made |= {visit.subgroup: zlib.crc32(self.states[visit.subgroup]) for visit in visits if visit.changes}
 
     def step(self, number: int, subgroups: Iterable[int], told: Told, gradients: dict[int, int]) -> None:
         memory = Memory(gradients, self.weights)
         tables = {subgroup: table_of(self.plan, subgroup, told) for subgroup in subgroups}
         read = {subgroup: memory.read(subgroup, table) for subgroup, table in tables.items()}
-        Twin.sweep(self, number, tuple(map(Visit, tables)))
+        super().sweep(number, tuple(map(Visit, tables)))
         for subgroup, table in tables.items():
             state = self.states[subgroup]
             state += np.uint32(zlib.crc32(repr((table.tolist(), read[subgroup])).encode()))
@@ -536,7 +204,7 @@ class BackwardTwin(ForwardTwin):
 class Tables:
     """What the session's `Speculation` wants of tables, views, gradients and kernel."""
 
-    def __init__(self, caller: Backwards) -> None:
+    def __init__(self, caller: Calls) -> None:
         self._caller = caller
         self._plan = caller.plan
         self.step_rows = Told((), 0.0, 0.0, frozenset())
@@ -612,7 +280,7 @@ class Tables:
 class Data(SimData):
     """Memory whose visits are told what to do when they begin, and do it when they end."""
 
-    caller: Backwards
+    caller: Calls
 
     def begin_run(self, run: RunVisit) -> None:
         super().begin_run(run)
@@ -625,7 +293,7 @@ class Data(SimData):
 class FailingLanes(SimExecutor):
     """Lanes on which a share of the writes fails of versions that nobody has confirmed."""
 
-    caller: Backwards
+    caller: Calls
     failing = 0.0
 
     def _end(self, operation: Operation, fault: Any) -> Event:
@@ -637,45 +305,70 @@ class FailingLanes(SimExecutor):
         return super()._end(operation, fault)
 
 
-class Backwards(Forwards):
-    """A caller whose gradients arrive one by one, change, or are dropped: state is updated during backward passes.
+class Calls(Saves):
+    """A caller that goes on while a step does: iterations, and what else it asks for.
 
-    A twin makes steps alone, and nothing ahead.
+    Gradients arrive one by one, change, or are dropped. Mostly state is updated during backward passes, too.
     """
 
+    checked = AskedLanes
     lanes = FailingLanes
     memory = Data
-    twins = BackwardTwin
+    twins = CallsTwin
     data: Data
+    executor: AskedLanes
     inner: FailingLanes
+    twin: Any
+    thread: EngineThread
 
     def __init__(self, *drawn: Any, **more: Any) -> None:
         super().__init__(*drawn, **more)
-        rng = self.rng
+        rng, parameters = self.rng, range(len(self.plan.layout.parameters))
         self.data.caller = self.inner.caller = self
         self.inner.failing = rng.choice((0.0, 0.0, 0.0, 0.05, 0.3))
         self.keep = max(self.plan.budgets.checkpoints, 1)
         self.may_fail = not self.plan.has_room_for_checkpoints or not self.plan.budgets.checkpoints or self.may_break
-        self.memory = Memory(self.gradients, self.data.weights)
-        self.tables = Tables(self)
-        self.arrived: dict[int, None] = dict.fromkeys(self.gradients)
-        self.modules = random_modules(rng, len(self.plan.layout.parameters))
-        self.pending_share = rng.choice((0.0, 0.3, 1.0))
+        # What the caller does:
+        self.modules = random_modules(rng, len(parameters))
+        self.paces = rng.choice(((0,), (0, 0, 0, 0, 1), (0, 0, 1, 2, 5), (0, 1, 5, 60)))
+        """Events that come between two things that it does."""
         self.pauses = rng.choice(((0,), (0, 5, 50), (0, 200)))
         """How often something comes between the last gradient and the step."""
-        self.steady = rng.choice((0.5, 0.9, 1.0, 1.0))
+        self.steady = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
         """Share of passes that use all modules, in the same order."""
+        self.speculates = self.plan.staging_slots > 0 and rng.random() < 0.8
+        """Whether state is updated during backward passes."""
+        self.pending_share = rng.choice((0.0, 0.3, 1.0, 1.0))
+        """Share of steps that are not waited for."""
         self.limit = rng.choice((0.0, 0.0, 0.2))
         """Share of steps that are clipped."""
         self.rate = 1.0
+        # What there is:
+        self.weights: dict[int, int] = {}
+        self.begun_visit: dict[int, int] = {}
+        """Weights in each weight slot."""
+        self.gradients = {number: number for number in parameters}
+        """What lies in each parameter's gradient slot."""
+        self.arrived: dict[int, None] = dict.fromkeys(parameters)
+        """Parameters that have a gradient for the next step."""
+        self.memory = Memory(self.gradients, self.data.weights)
+        self.tables = Tables(self)
         self.scribbled: set[int] = set()
         """Subgroups whose masters were written to since they were updated last."""
-        self.images: dict[int, int] = {}
+        # What has been asked for:
+        self.awaited: Sequence[int] | None = None
+        self.saving: Save | None = None
+        self.failures: list[int] = []
+        """Sweeps that have failed."""
+        self.told: list[int] = []
+        """Sweeps of whose failure the caller has been told."""
+        self.steps = 0
         self.stands_for: dict[int, int] = {}
         """Of each sweep that updates: which step it is of, or is expected to be."""
-        self.under_way: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.uint64]]] = {}
         self.visitors: dict[int, Any] = {}
-        self.steps = 0
+        # Of speculative versions:
+        self.images: dict[int, int] = {}
+        self.under_way: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.uint64]]] = {}
         self.steps_ahead: dict[int, None] = {}
         self.taken_over: set[tuple[int, int]] = set()
         """Subgroups and steps of versions that have been confirmed."""
@@ -685,13 +378,13 @@ class Backwards(Forwards):
 
     @classmethod
     def draw_plan(cls, rng: random.Random) -> Plan:
-        """Return a plan that streams, with room for checkpoints and for some versions beside the live ones.
+        """Return a plan, which mostly streams, with room for checkpoints and for some versions beside the live ones.
 
         A GPU updates some of it in the step; all is made ahead, or what the GPU does not update.
         """
         keep = rng.choice((1, 1, 2))
         plan = random_plan(rng)
-        while not plan.staging_slots:
+        while not plan.staging_slots and rng.random() < 0.9:
             plan = random_plan(rng)
         plan = replace(plan, budgets=replace(plan.budgets, checkpoints=keep if rng.random() < 0.9 else 0))
         versions = plan.state_bytes + SECTOR_BYTES * sum(len(s.tiles) for s in plan.layout.subgroups)
@@ -724,7 +417,7 @@ class Backwards(Forwards):
 
     @classmethod
     def draw_faults(cls, seed, rng, plan, actions, faulty) -> tuple[Fault, ...]:
-        if not faulty and (faulty is not None or rng.random() >= 0.4):
+        if not faulty and (faulty is not None or rng.random() >= 0.6):
             return ()
         faults = random_faults(rng, plan, actions)
         return (*faults, *nobody_s_fault(seed, plan, actions)) if rng.random() < 0.4 else faults
@@ -743,46 +436,121 @@ class Backwards(Forwards):
         yield from range(max(rng.choice((1, 1, 2, 3)), least))
 
     def start(self) -> None:
-        super().start()
-        parts = self.thread._parts
-        self.thread.speculation = self.kind(Speculation)(parts, self)
-        self.thread.speculation.is_on = True
+        """Make the engine thread, which is none."""
+        self.thread = self.kind(EngineThread)(self.parts())
+        self.thread.speculation = self.kind(Speculation)(self.thread._parts, self)
+        self.thread.speculation.is_on = self.speculates
         handle = self.machine.handle
 
         def told(event: Event) -> None:
+            """Have the checker see what no lane reports, too."""
+            self.note(event)
             if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
-                moved = self.machine.changed_subgroups, self.executor.moved
-                assert moved[0] == moved[1], (
-                    f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
-                )
-            if isinstance(event, SealStep):
-                self.outcome.counts["confirmed"] += len(event.confirmed)
-                self.outcome.counts["revoked"] += len(self.machine.speculative_versions) - len(event.confirmed)
-                step = self.open_sweep.step if self.open_sweep is not None else 0
-                self.taken_over |= {(subgroup, step) for subgroup in event.confirmed}
-            if isinstance(event, Failed) and self.failed_ahead.get(event.op) in self.taken_over:
-                self.may_break = self.may_fail = True  # it was confirmed before anybody heard of the failure
-            self.outcome.counts["admitted"] += len(event.subgroups) if isinstance(event, Admit) else 0
+                self.executor.ended(well=not self.machine.failed)
+                if self.machine.failed:
+                    self.failures.append(event.finished.number)
+            elif not isinstance(event, Done | Failed | Stop):
+                self.executor.observe(event)
             before = self.machine.saver.finished_save
             handle(event)
+            self.thread.broken = self.machine.broken
             ended = self.machine.saver.finished_save
             if ended is not None and ended is not before:  # the machine may go on before the session takes note
-                super(Backwards, self).check_saved(ended[1])
+                super(Calls, self).check_saved(ended[1])
 
         self.machine.handle = told  # type: ignore[method-assign]
 
+    def note(self, event: Event) -> None:
+        """Take note of an event that the machine is about to be told of."""
+        counts = self.outcome.counts
+        if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
+            moved = self.machine.changed_subgroups, self.executor.moved
+            assert moved[0] == moved[1], (
+                f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
+            )
+        elif isinstance(event, SealStep):
+            counts["confirmed"] += len(event.confirmed)
+            counts["revoked"] += len(self.machine.speculative_versions) - len(event.confirmed)
+            step = self.open_sweep.step if self.open_sweep is not None else 0
+            self.taken_over |= {(subgroup, step) for subgroup in event.confirmed}
+        elif isinstance(event, Failed) and self.failed_ahead.get(event.op) in self.taken_over:
+            self.may_break = self.may_fail = True  # it was confirmed before anybody heard of the failure
+        elif isinstance(event, Admit):
+            counts["admitted"] += len(event.subgroups)
+
+    def run(self, actions: list[Action]) -> Any:
+        if self.rng.random() < 0.05:
+            self.stop(self.rng.random() * 0.2)
+        return super().run(actions)
+
     def parts(self) -> Any:
-        parts = super().parts()
-        parts.plan = self.plan
-        parts.tables = parts.kernel = parts.gradients = self.tables
-        parts.queue.post = lambda token: None
-        parts.memory.allocate_arena = lambda nbytes: SimpleNamespace(address=1 << 40)
-        parts.memory.free_arena = lambda arena: None
-        parts.memory.slot_address = lambda slot: 0
-        parts.saves.pending = None
-        return parts
+        """Return what the engine thread works with."""
+        return SimpleNamespace(
+            plan=self.plan,
+            machine=self.machine,
+            executor=self.executor,
+            lanes=NO_LANES,
+            is_whole=True,
+            queue=SimpleNamespace(exchange=self.exchange, post=lambda token: None),
+            saves=SimpleNamespace(end_pending=self.saved, last_folder=None, pending=None),
+            memory=SimpleNamespace(
+                drop_checkpoint_buffers=lambda: None,
+                allocate_arena=lambda nbytes: SimpleNamespace(address=1 << 40),
+                free_arena=lambda arena: None,
+                slot_address=lambda slot: 0,
+            ),
+            tables=self.tables,
+            kernel=self.tables,
+            gradients=self.tables,
+        )
+
+    def tell(self, event: Event) -> None:
+        self.machine.handle(event)
+
+    def stop(self, at_s: float) -> None:
+        """Have the watchdog give up some time."""
+        self.inner.inject(Stop(TierError("wait", tier="simulated", path="lanes", detail="no answer")), at_s)
+        self.may_break = True
 
     # The engine's side
+
+    def go_on(self) -> None:
+        """Let one thing happen, and do what is due then."""
+        assert self.inner.events < MAX_EVENTS, "it goes on for ever"
+        machine, thread = self.machine, self.thread
+        self.executor.submit(machine.take_operations())
+        if not thread.is_due(machine):
+            for event in self.executor.wait():
+                machine.handle(event)
+            self.executor.submit(machine.take_operations())
+        self.check()
+        while thread.is_due(machine):
+            assert thread.serve_due()
+
+    def go_on_until(self, arrived: Callable[[], object]) -> None:
+        while not arrived():
+            self.go_on()
+            if self.awaited is not None and not arrived():
+                waits_for = [s for s in self.awaited if not self.executor.is_ended(s)]
+                assert waits_for, f"it waits for subgroups {self.awaited}, which have been visited"
+        self.check(ends=True)
+
+    def begin(self, sweep: Sweep) -> Sweep:
+        self.machine.handle(BeginSweep(sweep))
+        return sweep
+
+    def exchange(self, op: int, reply: Any, quiet_s: float, interrupt_op: int) -> None:
+        self.executor.requests += 1
+        self.go_on_until(lambda: reply.wait(0.0))
+
+    def saved(self, error: Exception | None, broke: bool) -> tuple[int, ...]:
+        assert self.saving is not None
+        assert error is None or self.may_fail or self.machine.broken, f"a save has failed for too little: {error!r}"
+        self.end_save(self.saving, error)
+        return ()
+
+    def check_saved(self, error) -> None:
+        """It has been told: see `start`."""
 
     def make_open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
         """Return an open sweep."""
@@ -820,6 +588,12 @@ class Backwards(Forwards):
         self.images[number] = update(run, state, table, read)
         self.outcome.counts["made"] += 1
 
+    def update(self, run: RunVisit, state: np.ndarray) -> None:
+        """Change state, and write weights."""
+        if run.visit.changes:
+            mix(run, state)
+            self.made(run, zlib.crc32(state))
+
     def update_from(self, run: RunVisit, state: np.ndarray, told: Told) -> None:
         number = run.visit.subgroup
         table = table_of(self.plan, number, told)
@@ -830,34 +604,89 @@ class Backwards(Forwards):
         self.data.publish(subgroup)
         self.weights[subgroup] = self.images[subgroup]
 
-    def check_saved(self, error) -> None:
-        """It has been told: see `start`."""
+    def made(self, run: RunVisit, made: int) -> None:
+        """Put new weights where they belong, or on their way there."""
+        if run.visit.gpu or run.transfer_slot is None:
+            self.weights[run.visit.subgroup] = made
+        else:
+            self.begun_visit[run.transfer_slot] = made
 
-    def save(self, flag: bool) -> None:
-        if not self.scribbled:  # else a master would change without a step between two checkpoints
-            super().save(flag)
-
-    def end_save(self, save, error) -> None:
-        assert error is None or self.may_fail or self.machine.broken, f"a save has failed for too little: {error!r}"
-        super().end_save(save, error)
+    def pushed(self, push: Transfer) -> None:
+        self.weights[push.subgroup] = self.begun_visit[push.transfer_slot]
 
     # The caller's side
 
     def act(self, actions: list[Action]) -> None:
-        super().act(actions)
+        for action in (*actions, Action("finish"), Action("look"), Action("finish")):
+            # A caller that was told goes on to ask, and is refused.
+            what = "refused" if self.failures and self.failures == self.told else action.what
+            try:
+                getattr(self, what)(action.value)
+            except InternalError:
+                raise
+            except StepAbortedError as error:
+                self.told.append(error.step)
+                self.outcome.counts[f"told by {action.what}"] += 1
+            except SessionBrokenError:
+                assert self.machine.broken is not None, "refused, and nothing is broken"
+            except OffloadError as error:
+                if error is not self.machine.broken:
+                    raise
+                if action.what not in ("save", "extend"):  # these are no sweeps
+                    self.told.append(self.sweeps)
+        assert self.told == self.failures, (
+            f"sweeps {self.failures} have failed, and the caller was told of {self.told}"
+        )
         if self.machine.broken is None and self.rng.random() < 0.5:
             self.forward(False)
             self.close()
 
+    def refused(self, flag: bool) -> None:
+        with self.thread.turn():
+            raise AssertionError("a session that has broken is used")
+
+    def compute(self) -> None:
+        """Let the engine go on for a while beside the caller."""
+        for _ in range(self.rng.choice(self.paces)):
+            if self.machine.in_flight or self.thread.is_due(self.machine):
+                self.go_on()
+
+    def subgroups_of(self, parameters: Iterable[int]) -> tuple[int, ...]:
+        places = self.plan.layout.places
+        return tuple(sorted({subgroup for number in parameters for subgroup, _ in places[number]}))
+
+    def wait_for(self, module: tuple[int, ...]) -> None:
+        self.awaited = self.subgroups_of(module)
+        try:
+            self.thread.wait_for(self.awaited)
+            self.executor.enqueue_when_readable(self.awaited)
+        finally:
+            self.awaited = None
+        self.outcome.counts["let on beside a sweep"] += not self.machine.has_no_sweep
+
+    def loss_of(self, order):
+        """Have modules wait for their weights and use them; return a number that all they read has a part in."""
+        loss = self.sweeps
+        for module in order:
+            self.compute()
+            self.wait_for(module)
+            subgroups = self.subgroups_of(module)
+            read = [self.weights.get(subgroup) for subgroup in subgroups]
+            assert read == [self.twin.made.get(subgroup) for subgroup in subgroups], "weights are not the last step's"
+            loss = zlib.crc32(repr((loss, read)).encode())
+        return loss
+
     def forward(self, flag: bool) -> None:
         """Use modules and, but for an evaluation (`flag`), have gradients of them arrive in reverse."""
-        steady = self.rng.random() < self.steady
-        order = [*self.modules]
-        if not steady:
+        order, is_steady = [*self.modules], self.rng.random() < self.steady
+        if not is_steady:
             order = self.rng.sample(order, self.rng.randrange(1, len(order) + 1))
+            order += [self.rng.choice(order)] * (self.rng.random() < 0.2)
         loss = self.loss_of(order)
         if flag:
             return
+        if not is_steady:  # some arrive though their module was not called: whoever writes to `.grad` may do so
+            order += [module for module in self.modules if module not in order and self.rng.random() < 0.5]
         for module in reversed(order):
             self.compute()
             self.wait_for_gradients(module)
@@ -870,6 +699,58 @@ class Backwards(Forwards):
                 self.thread.speculation.note_arrival(number)
             if self.rng.random() < 0.05:
                 self.scribble(False)
+
+    def wait_for_gradients(self, module: tuple[int, ...]) -> None:
+        self.wait_for(module)
+
+    def step(self, flag: bool) -> None:
+        """Begin to update what has gradients; `flag`: with other hyperparameters than those that it had till now."""
+        if flag:
+            self.rate += 1
+        while self.rng.random() < 0.1:
+            self.scribble(False)
+        for _ in range(self.rng.choice(self.pauses)):
+            self.compute()
+        with self.thread.turn():
+            active = sorted(self.arrived)
+            if not active:
+                return
+            places = self.plan.layout.places
+            subgroups = tuple(dict.fromkeys(subgroup for number in active for subgroup, _ in places[number]))
+            clip = 0.5 if self.rng.random() < self.limit else 1.0
+            told = (self.rate,), 1.0, clip, frozenset(active)
+            self.arrived = {}
+            number = self.sweeps = self.sweeps + 1
+            self.tables.step_rows = told
+            self.thread.sweeps.step_number = number - 1
+
+            def begin() -> Sweep:
+                self.thread.speculation.begin_step(active)
+                self.allocate()
+                done = self.thread.speculation.choose_confirmed(subgroups)
+                self.steps += 1
+                self.stands_for[number] = self.steps
+                order = visit_order([s for s in subgroups if s not in done], self.machine.live_slots)
+                visits = update_visits(self.plan, order, self.machine.is_fresh)
+                self.executor.set_visitor(partial(self.update_from, told=told))
+                self.scribbled.difference_update(subgroups)
+                self.twin.step(self.steps, subgroups, told, self.gradients)
+                rest = Sweep(number, self.version_of(number), visits)
+                self.thread.speculation.seal(done, rest)
+                return rest
+
+            def applied() -> None:
+                self.outcome.counts["steps"] += 1
+                self.thread.speculation.end_step(1.0, clip)
+
+            def meanwhile() -> None:
+                if self.rng.random() < 0.1:
+                    self.machine.handle(Reshare(tuple(self.rng.uniform(0.05, 1.0) for _ in self.plan.budgets.paths)))
+
+            pending = None
+            if self.rng.random() < self.pending_share:
+                pending = self.kind(PendingStep)((), partial(Latch, self))
+            self.thread.request(begin, applied, meanwhile, pending, seals=True)
 
     def scribble(self, flag: bool) -> None:
         """Write to a gradient, or to a weight, without a word."""
@@ -934,54 +815,64 @@ class Backwards(Forwards):
             self.wait(False)
             self.thread.request(begin)
 
-    def step(self, flag: bool) -> None:
-        """Begin to update what has gradients; `flag`: with other hyperparameters than those that it had till now."""
-        if flag:
-            self.rate += 1
-        while self.rng.random() < 0.1:
-            self.scribble(False)
-        for _ in range(self.rng.choice(self.pauses)):
-            self.compute()
+    def sweep(self, flag: bool) -> None:
+        """Have something else done to the state, and wait for it."""
+        self.ask(self.draw_sweep(), self.update)
+
+    def look(self, flag: bool) -> None:
+        """Compare all state."""
+        looked: list[int] = []
+
+        def compare(run: RunVisit, state: np.ndarray) -> None:
+            looked.append(run.visit.subgroup)
+            assert np.array_equal(state, self.twin.states[run.visit.subgroup]), "state is not what it has to be"
+
+        visits = everything(self.plan)
+        self.ask(visits, compare)
+        assert sorted(looked) == [visit.subgroup for visit in visits]
+
+    def ask(self, visits: tuple[Visit, ...], visitor: Callable[[RunVisit, np.ndarray], None]) -> None:
         with self.thread.turn():
-            active = sorted(self.arrived)
-            if not active:
-                return
-            places = self.plan.layout.places
-            subgroups = tuple(dict.fromkeys(subgroup for number in active for subgroup, _ in places[number]))
-            clip = 0.5 if self.rng.random() < self.limit else 1.0
-            told = (self.rate,), 1.0, clip, frozenset(active)
-            self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
-            self.tables.step_rows = told
-            self.thread.sweeps.step_number = number - 1
 
             def begin() -> Sweep:
-                self.thread.speculation.begin_step(active)
-                self.allocate()
-                done = self.thread.speculation.choose_confirmed(subgroups)
-                self.steps += 1
-                self.stands_for[number] = self.steps
-                order = visit_order([s for s in subgroups if s not in done], self.machine.live_slots)
-                visits = update_visits(self.plan, order, self.machine.is_fresh)
-                self.executor.set_visitor(partial(self.update_from, told=told))
-                self.scribbled.difference_update(subgroups)
-                self.twin.step(self.steps, subgroups, told, self.gradients)
-                rest = Sweep(number, self.version_of(number), visits)
-                self.thread.speculation.seal(done, rest)
-                return rest
+                self.executor.set_visitor(visitor)
+                return self.begin(Sweep(number, 10 * number, visits))
 
-            def applied() -> None:
-                self.outcome.counts["steps"] += 1
-                self.thread.speculation.end_step(1.0, clip)
+            self.thread.request(begin, lambda: self.twin.sweep(number, visits))
 
-            def meanwhile() -> None:
-                if self.rng.random() < 0.1:
-                    self.machine.handle(Reshare(tuple(self.rng.uniform(0.05, 1.0) for _ in self.plan.budgets.paths)))
+    def finish(self, flag: bool) -> None:
+        self.thread.finish_pending()
 
-            pending = None
-            if self.rng.random() < self.pending_share:
-                pending = self.kind(PendingStep)((), partial(Latch, self))
-            self.thread.request(begin, applied, meanwhile, pending, seals=True)
+    def wait(self, flag: bool) -> None:
+        saver = self.machine.saver
+        self.go_on_until(lambda: saver.under_way is None and saver.finished_save is None)
+
+    def save(self, flag: bool) -> None:
+        if self.scribbled:  # else a master would change without a step between two checkpoints
+            return
+        machine, executor = self.machine, self.executor
+
+        def begin() -> None:
+            pump(machine, executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
+            if machine.broken is not None:
+                raise machine.broken
+            self.saves += 1
+            copies = flag and not self.copies  # there is one store for them
+            if copies and self.inner.filled:
+                self.may_fail = True  # what is flushed for it may meet two paths that are full
+            self.saving = Save(self.saves, len(self.plan.budgets.paths) if copies else None)
+            self.expected[self.saves] = self.twin.tiles()
+            machine.handle(BeginSave(self.saving))
+            if self.inner.filled and not copies and machine.saver.under_way and not Saves.allocate(self):
+                self.may_fail = True
+                executor.submit(machine.take_operations())
+                machine.handle(AbortSave(CheckpointError("there is no room")))
+            pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
+
+        with self.thread.turn():
+            self.wait(False)
+            self.thread.request(begin)
 
     def close(self) -> None:
         """End the session as it is: during a backward pass, with flushes and a checkpoint under way."""
@@ -997,13 +888,12 @@ class Backwards(Forwards):
         thread._finish_session()
         if machine.broken is None:
             self.outcome.counts["closed"] += 1
-            expected = {} if self.twin.states.keys() != {*range(len(machine.phases))} else self.twin.tiles()
-            for tile, (location, step, _) in self.executor.stored().items():
-                stored = self.data.stores[location.path].slots.get(location.offset)
-                newest = self.executor.is_reusable(tile.subgroup)
-                assert stored is not None, f"{tile} is gone"
-                assert (stored.tile, stored.step) == (tile, step), f"{tile} was written over"
-                assert not (newest and expected) or stored.payload == expected[tile], f"{tile} is of another version"
+            is_whole = self.twin.states.keys() == {*range(len(machine.phases))}
+            expected = self.twin.tiles() if is_whole else {}
+            for tile, record in self.stored().items():
+                found = self.verify_tile(tile, record)
+                is_newest = machine.phases[tile.subgroup] in (Phase.ABSENT, Phase.READY)
+                assert not (is_newest and expected) or found == expected[tile], f"{tile} is of another version"
 
 
 CHOICES: dict[str, type[Driver]] = {
@@ -1013,7 +903,6 @@ CHOICES: dict[str, type[Driver]] = {
     "parks": Parks,
     "fills": Fills,
     "packs": Packs,
-    "forwards": Forwards,
-    "backwards": Backwards,
+    "calls": Calls,
 }
 """All actors, by what recordings and tests call them."""

@@ -1,4 +1,4 @@
-"""What the machine decides for 10,000 seeds, as digests: a change of its inside must not change what it does.
+"""What the machine decides for 8,000 seeds, as digests: a change of its inside must not change what it does.
 
 Events and operations are written down in words of their own (kind, subgroup, tile, slot, direction), so that
 operations may be renamed or merged and the recording stays what it was.
@@ -30,7 +30,7 @@ from offload.schedule.machine import Machine
 
 FILE = Path(__file__).with_name("recording.json")
 HUNDRED = 100
-SEEDS = {"sweeps": 2000, "changing": 1000, "saves": 2500, "forwards": 2500, "backwards": 2000}
+SEEDS = {"sweeps": 2000, "changing": 1000, "saves": 2500, "calls": 2500}
 """How many seeds of each actor are recorded."""
 
 

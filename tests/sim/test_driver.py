@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import planted
 import pytest
-from callers import CHOICES, Backwards
+from callers import CHOICES, Calls
 from world import CheckedExecutor, Crash, Disorder, SimExecutor
 from world.actors import Saves, Sweeps
 from world.driver import Action, Scenario, run_seed, run_seeds
@@ -28,7 +28,7 @@ class Seeds(NamedTuple):
     """Which seeds of an actor run.
 
     Attributes:
-        count: In `make test`; each planted bug is found by the first 140 of "sweeps", or the first 40 of the others.
+        count: In `make test`; 140 of "sweeps" and "calls", or 40 of the others, find each planted bug.
         part: In one test.
         full: In `make test-full`.
         least: Guards against parts that have stopped testing anything: what is counted more often than that.
@@ -57,27 +57,22 @@ SEEDS = {
     ),
     "fills": Seeds(250, 250, 11_000, {"done": 120, "broken": 5, "leaving": 80}),
     "packs": Seeds(100, 100, 3300, {"done": 70, "away": 1000, "kept": 50}),
-    "forwards": Seeds(
-        150,
-        150,
-        20_300,
-        {"done": 100, "crashed": 2, "saved": 40, "let on beside a sweep": 150, "told by forward": 5},
-    ),
-    "backwards": Seeds(
-        150,
-        150,
-        20_300,
+    "calls": Seeds(
+        250,
+        250,
+        30_000,
         {
-            "done": 100,
-            "broken": 7,
-            "died": 1,
+            "done": 150,
+            "broken": 15,
+            "died": 3,
             "closed": 50,
-            "resumed": 10,
-            "confirmed": 250,
-            "revoked": 150,
-            "writes ahead failed": 50,
+            "resumed": 8,
+            "confirmed": 200,
+            "revoked": 120,
+            "writes ahead failed": 25,
             "saved": 15,
-            "let on beside a sweep": 1500,
+            "let on beside a sweep": 2000,
+            "told by forward": 8,
         },
     ),
 }
@@ -89,9 +84,8 @@ REST = [(c, first) for c, seeds in SEEDS.items() for first in range(seeds.count,
 @pytest.mark.parametrize(("choice", "first"), PARTS)
 def test_what_comes_out_is_right_whatever_happens(choice: str, first: int) -> None:
     found = run_seeds(CHOICES[choice], range(first, first + SEEDS[choice].part))
-    if choice == "forwards":
-        found["told by others"] = sum(found[f"told by {what}"] for what in ("finish", "save", "sweep", "step"))
-        assert found["told by others"] > 3
+    if choice == "calls":
+        assert any(found[f"told by {what}"] for what in ("finish", "save", "sweep", "step"))
     assert not {what: found[what] for what, least in SEEDS[choice].least.items() if found[what] <= least}
 
 
@@ -116,8 +110,6 @@ def test_a_planted_bug_is_found(wrong: type) -> None:
             found = error
             break
     assert found is not None, "nobody noticed"
-    is_rule = by.startswith("rule") or isinstance(found, InternalError)
-    assert not is_rule or (isinstance(found, InternalError) and str(found).startswith(by)), f"found: {found}"
     assert by in str(found), f"something else is found: {found}"
 
 
@@ -130,7 +122,7 @@ def test_a_seed_is_a_run(choice: str) -> None:
 
 
 def test_violation_tells_the_story() -> None:
-    with pytest.raises(InternalError, match="rule 2") as caught:
+    with pytest.raises(InternalError, match="rule 5") as caught:
         run_seed(Sweeps, 0, planted.SkipsAVisit, self_check=False, faulty=False)
     (story,) = caught.value.__notes__
     assert "BeginSweep(" in story
@@ -152,7 +144,7 @@ def test_a_plan_that_takes_something_away_is_found(numel: int, slots: int, resid
     before = plan(3072, 3, 0)
     executor = CheckedExecutor(SimExecutor(before, Rates(1e9, (PathRates(1e9, 1e9),))), before)
     executor.observe(Extend(plan(4096, 3, 0)))
-    with pytest.raises(InternalError, match=f"rule 17.*{match}"):
+    with pytest.raises(InternalError, match=f"rule 11.*{match}"):
         executor.observe(Extend(plan(numel, slots, resident)))
 
 
@@ -200,13 +192,13 @@ def test_a_crash_at_every_event_leaves_a_whole_checkpoint(resident: float) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [119, 384])
+@pytest.mark.parametrize("seed", [42, 116])
 def test_a_crash_at_every_event_of_backward_passes(seed: int) -> None:
     """What is left is compared byte for byte, and the session that goes on from it is like others."""
-    whole = run_seed(Backwards, seed, faulty=False)
+    whole = run_seed(Calls, seed, faulty=False)
     assert whole.how == "done"
     assert min(whole.counts[what] for what in ("saved", "confirmed", "revoked")) > 0
-    found = [run_seed(Backwards, seed, faulty=False, crash=event) for event in range(1, whole.events)]
+    found = [run_seed(Calls, seed, faulty=False, crash=event) for event in range(1, whole.events)]
     assert all(outcome.counts["died"] for outcome in found)
     assert sum(outcome.counts["resumed"] for outcome in found) > len(found) // 10
 
@@ -222,5 +214,5 @@ def test_a_version_that_finds_no_room_is_given_up() -> None:
                 refused.append(nbytes)
             return location
 
-    assert run_seed(Backwards, 9, Counting).how == "done"
+    assert run_seed(Calls, 8, Counting).how == "done"
     assert refused

@@ -20,7 +20,7 @@ from offload.layout import Parameter, extend_layout
 from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
-from offload.schedule.index import Location, TileRecord
+from offload.schedule.index import TileRecord
 from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     BeginSave,
@@ -81,7 +81,7 @@ class Sweeps(Driver):
         super().__init__(*drawn, **more)
         self.cached_first = self.rng.random() < 0.8
         self.updated: list[int] = []
-        self.synced: dict[TileId, tuple[Location, int, int]] = {}
+        self.synced: dict[TileId, TileRecord] = {}
         self.may_break = not self.survives()
         self.outcome.counts["streamed"] += self.plan.staging_slots < self.plan.homes.count(Home.STREAMED)
 
@@ -135,7 +135,7 @@ class Sweeps(Driver):
             self.twin.sweep(self.sweeps, visits)
             if self.scenario.seed % 3 == 0 and self.sweeps == 1:
                 self.data.sync()
-                self.synced = self.executor.stored()
+                self.synced = self.stored()
 
     def reshare(self, shares: tuple[float, ...]) -> None:
         """Have paths get other shares."""
@@ -155,11 +155,9 @@ class Sweeps(Driver):
             # What was synced and is still the newest version must have survived; nothing may have written over it.
             # A write that landed elsewhere, or a bit that flipped, is the medium's doing: what it fell on is gone.
             harmed = any(isinstance(fault, MisdirectedWrite | CorruptPayload) for fault in self.scenario.faults)
-            for tile, (location, step, checksum) in self.executor.stored().items():
-                if self.synced.get(tile) == (location, step, checksum) and not harmed:
-                    found = self.data.stores[location.path].slots[location.offset]
-                    assert found is not None, "a tile is gone"
-                    assert (found.tile, found.step, zlib.crc32(found.payload)) == (tile, step, checksum)
+            for tile, record in self.stored().items():
+                if self.synced.get(tile) == record and not harmed:
+                    assert zlib.crc32(self.verify_tile(tile, record)) == record.checksum
         elif self.outcome.how == "broken":
             # A broken machine ends every further sweep at once and issues nothing for it.
             machine = self.machine
@@ -298,6 +296,27 @@ class Saves(Driver):
         self.filled = {subgroup.index for subgroup in streamed}
         return True
 
+    def act(self, actions: list[Action]) -> None:
+        super().act(actions)
+        if self.machine.broken is None:
+            self.verify_state()
+
+    def verify_state(self) -> None:
+        """Verify that state is what it has to be, wherever it lies; but for what is under way."""
+        stored = self.stored()
+        for number, right in self.twin.states.items():
+            tiles = self.plan.layout.subgroups[number].tiles
+            match self.machine.phases[number]:
+                case Phase.RESIDENT:
+                    found = self.data.resident[number].tobytes()
+                case Phase.READY | Phase.DIRTY:
+                    found = self.data.staging[self.machine.slots[number]][: right.size].tobytes()
+                case Phase.ABSENT:
+                    found = b"".join(self.verify_tile(tile, stored[tile]) for tile, _, _ in tiles)
+                case _:
+                    continue
+            assert found == right.tobytes(), f"subgroup {number} has other state"
+
     def look_back(self) -> None:
         """What was committed and not released is there, whatever has happened, and nothing else passes for it."""
         found = self.data.committed
@@ -309,10 +328,7 @@ class Saves(Driver):
         expected = self.expected[number]
         assert sorted(records) == sorted(expected), "a checkpoint does not have every tile"
         for tile, record in records.items():
-            stored = self.data.stores[record.location.path].slots.get(record.location.offset)
-            assert stored is not None, f"save {number}: {tile} is lost or torn"
-            assert (stored.tile, stored.step) == (tile, record.step), f"save {number}: {tile} was written over"
-            assert stored.payload == expected[tile], f"save {number}: {tile} is of another moment"
+            assert self.verify_tile(tile, record) == expected[tile], f"save {number}: {tile} is of another moment"
 
     def pump(self, until: Callable[[Machine], object]) -> None:
         """Pump until something holds (or the machine breaks), taking note of a save that ends on the way."""
@@ -337,7 +353,7 @@ class Saves(Driver):
         if save.sink is not None:
             self.copies.append(save.number)
             return
-        assert self.executor.saved()[save.number] == self.machine.saver.held_records[save.number]
+        assert self.data.committed[save.number] == self.machine.saver.held_records[save.number]
         self.kept.append(save.number)
         while len(self.kept) > self.keep:
             old = self.kept.pop(0)
@@ -425,11 +441,13 @@ class Parks(Saves):
         if finished[1] is not None:
             self.outcome.counts["park failed"] += 1
         elif not has_stayed:
-            self.executor.left()
             self.outcome.counts["parked"] += 1
             assert all(map(machine.is_evicted, leaving)), "state has not left memory"
             assert not machine.slots, "a staging slot is in use"
-            assert all(self.executor.is_reusable(n) for n in self.filled if n not in homes or n in leaving)
+            right, stored = self.twin.tiles(), self.stored()
+            for number in (n for n in self.filled if n not in homes or n in leaving):
+                for tile, _, _ in self.plan.layout.subgroups[number].tiles:
+                    assert self.verify_tile(tile, stored[tile]) == right[tile], f"{tile} has left memory as another"
 
     def save(self, flag: bool) -> None:
         self.pump(lambda machine: not machine.is_evicting)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from offload.errors import CorruptRecordError
 from offload.formats import FP32
 from offload.plan.budget import Plan
-from offload.protocols import TileId
+from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import TileRecord
 from offload.schedule.operations import (
     Commit,
@@ -212,9 +212,14 @@ class SimData:
         )
 
     def begin_write(self, operation: WriteTile | SaveTile) -> None:
-        """Let a write start: what its slot held is lost."""
-        location = operation.record.location
-        self.stores[location.path].slots[location.offset] = None
+        """Let a write start: what its slot held is lost, and whatever else lies in its bytes."""
+        location, slots = operation.record.location, self.stores[operation.record.location.path].slots
+        stop = location.offset + SECTOR_BYTES + location.nbytes
+        for offset, stored in slots.items():
+            end = offset + SECTOR_BYTES + (len(stored.payload) if stored is not None else 0)
+            if offset < stop and location.offset < end:
+                slots[offset] = None
+        slots[location.offset] = None
 
     def end_write(self, operation: WriteTile | SaveTile, *, flip_bit: bool = False, misdirect: bool = False) -> int:
         """Let a write end well, as far as the tier can tell, and return the checksum it reports.

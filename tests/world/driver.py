@@ -22,7 +22,7 @@ from offload.layout import Layout, Parameter, build_layout
 from offload.plan import NO_GPU, Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, make_plan
 from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import TileIndex
+from offload.schedule.index import TileIndex, TileRecord
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Allocated, BeginSweep, Event, MakeSlots, RunVisit, Sweep, Visit
@@ -34,6 +34,7 @@ from world.faults import (
     Crash,
     FailOperation,
     Fault,
+    MisdirectedWrite,
     PathFull,
     ShortTransfer,
     SimulatedCrash,
@@ -394,9 +395,31 @@ class Driver:
         return reached
 
     def check(self, *, ends: bool = False) -> None:
-        """Have the machine look at its own invariants, if it is time to, or something ends."""
+        """Have the machine look at its own invariants, if it is time to, or something ends; then look at stores."""
         if self.self_check and (ends or self.inner.events % CHECKED_EVERY == 0):
             self.machine.check()
+        if ends:
+            self.audit()
+
+    def stored(self) -> dict[TileId, TileRecord]:
+        """Return where the newest versions lie, by what the machine knows."""
+        tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
+        return {tile: record for tile in tiles if (record := self.machine.index.get(tile)) is not None}
+
+    def audit(self) -> None:
+        """Verify that all lies on the paths that the machine takes to be there, unless the medium has harmed it."""
+        if any(isinstance(fault, MisdirectedWrite) for fault in self.scenario.faults):
+            return
+        for records in (self.stored(), *self.machine.saver.held_records.values()):
+            for tile, record in records.items():
+                self.verify_tile(tile, record)
+
+    def verify_tile(self, tile: TileId, record: TileRecord) -> bytes:
+        """Verify that a tile lies where a record says; return what does."""
+        stored = self.data.stores[record.location.path].slots.get(record.location.offset)
+        assert stored is not None, f"{tile} is lost or torn"
+        assert (stored.tile, stored.step) == (tile, record.step), f"{tile} was written over"
+        return stored.payload
 
     def pump(self, until: Callable[[Machine], object]) -> None:
         """Pump until something holds, or the machine breaks."""
