@@ -119,7 +119,7 @@ class Saver:
         is_first_failure = save.failed_writes[operation.tile] == 1
         if not is_first_failure or isinstance(error, TierFullError):
             save.avoided_paths.add(operation.record.location.path)
-        has_other_paths = save.request.sink is None
+        has_other_paths = isinstance(operation, WriteTile) or save.request.sink is None  # a flush goes to paths
         return save.avoided_paths if has_other_paths or is_first_failure else None
 
     # The course of a save ---------------------------------------------------------------------------------------

@@ -859,8 +859,6 @@ class Calls(Saves):
                 raise machine.broken
             self.saves += 1
             copies = flag and not self.copies  # there is one store for them
-            if copies and self.inner.filled:
-                self.may_fail = True  # what is flushed for it may meet two paths that are full
             self.saving = Save(self.saves, len(self.plan.budgets.paths) if copies else None)
             self.expected[self.saves] = self.twin.tiles()
             machine.handle(BeginSave(self.saving))
