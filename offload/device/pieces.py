@@ -161,8 +161,9 @@ class PieceCopies:
 
         In a round, pieces with small gaps between them in host memory make a *run*, which is one copy.
         """
+        # A small piece fits into a buffer wherever it begins in its unit of `PIECE_ALIGNMENT`.
         small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
-        if np.count_nonzero(small) <= KERNEL_COPIES:
+        if np.count_nonzero(small) <= KERNEL_COPIES:  # to gather them would take as long as to copy each
             return pieces, []
         alone, rest = [pieces[~small]], pieces[small].astype(np.int64)
         rest = rest[np.argsort(rest[:, 1], kind="stable")]  # by host address: backward goes from last layer to first
