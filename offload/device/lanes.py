@@ -6,7 +6,7 @@ is enqueued after it, so no thread wakes up in between, and a step ends when all
 memory is read or used again is the end reported: of copies from the GPU, and of copies of weights out of their slot.
 
 All methods belong to the engine thread, except those of `GpuLanes` that say otherwise. Their `due_s` is for timelines
-alone: see `offload.schedule.timeline.Interval`.
+alone: when the event that has made an operation possible happened, on the monotonic clock.
 """
 
 from __future__ import annotations

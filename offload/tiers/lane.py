@@ -13,7 +13,7 @@ _STOP = None
 
 
 class Lane:
-    """Threads that take work from one queue, in order.
+    """The threads of a lane, which take work from one queue, in order; with several of them it is done side by side.
 
     They are daemons, unlike those of `concurrent.futures`: an interpreter that exits does not wait for them.
     """

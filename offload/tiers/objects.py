@@ -257,6 +257,7 @@ class S3Client:
     Args:
         path: "s3://bucket/prefix", for messages.
         retry: How requests are tried.
+        part_bytes: Size of the parts in which objects of more than `multipart_bytes` are uploaded.
 
     Attributes:
         retry: May be changed between requests.
@@ -559,7 +560,7 @@ class S3Client:
                     answer = connection.getresponse()
                 except (http.client.HTTPException, OSError):
                     raise cause from None
-                if answer.status < 300:
+                if answer.status < 300:  # no error, so the lost connection is all that is known
                     raise
                 _raise_for_answer(what, answer)
             answer = connection.getresponse()
