@@ -246,9 +246,8 @@ class CommitJob:
             pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
         if self.extra is not None:
             folder.write(extra_name(manifest.id, manifest.rank), self.extra)
-        self._may_be_named = (
-            manifest.rank > 0
-        )  # once rank 0 has found this manifest; rank 0 itself then writes `COMMIT`
+        # Another rank's part may be named once rank 0 has found its manifest, rank 0's once it writes `COMMIT`.
+        self._may_be_named = manifest.rank > 0
         folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
 
     def _write_commit(self, begun: str, earlier_ids: Sequence[str]) -> None:

@@ -94,6 +94,7 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     mark, begun = mark_in(open_folder(target))
     goes_on = mark is Mark.BEGUN and begun.whole_s == marker.whole_s > 0  # an earlier call has begun to copy this
     copied = {file for file in sizes if goes_on and _is_as_noted(paths[file], marker.files.get(targets[file]))}
+    # In the folder, which an earlier call has found free, all files are its; beside the folder others may lie.
     replaceable = {file for file in sizes if goes_on and (file in copied or not _is_beside(file))}
     _check_free(target, [path for file, path in paths.items() if file not in replaceable], may_have_files=goes_on)
     if not all(map(is_inside, targets.values())):

@@ -767,6 +767,7 @@ class Checkpoint:
             arena.close()
 
     def _read_tile(self, key: _TileKey) -> None:
+        """Read a tile, to see whether that raises."""
         for _ in self._tiles([key]):
             pass
 

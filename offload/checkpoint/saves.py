@@ -130,6 +130,8 @@ class PendingSave:
         keep: How many checkpoints without `copy` are kept once this one is committed.
         done: Set when the save has ended.
         error: Why it failed; an error of a tier is its `__cause__`.
+        job: The commit, once `thread` has begun it.
+        thread: The committing thread; None while tiles are written.
         cancelled: Set when the session breaks during the commit.
         ranks_until_s: Time, on the monotonic clock, at which other ranks are given up.
         records: The tiles that the commit names.
@@ -291,12 +293,13 @@ class Saves:
         commit = read_commit(open_folder(path))
         if self.last is not None and self.last.request.id == commit.id:  # its request knows what ranks have ended
             return replace(self.last.request, path=path)
-        return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
+        rank = min(rank, commit.ranks - 1)  # a request's rank exists; callers refuse another number of ranks
+        return SaveRequest(path, id=commit.id, rank=rank, ranks=commit.ranks)
 
     def end_mirror(self, patience_s: float) -> None:
         """Wait up to `patience_s` for the mirror, close it, and release the checkpoints that waited for it."""
         self.mirror.close(patience_s, self._settle_s)
-        for kept in self._awaiting_mirror:
+        for kept in self._awaiting_mirror:  # `missing`, as callers may have deleted the folders
             release(kept, note="", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:

@@ -211,10 +211,10 @@ class FolderCopy:
     def __init__(self, whole: WholeFolder, mirror: str, *, is_new: bool = True) -> None:
         self.whole = whole
         self._is_new = is_new
-        self.target = f"{mirror}/{whole.name}"
+        self.target = f"{mirror}/{whole.name}"  # the folder in the mirror
         self.mirror = mirror
-        self._copied: dict[str, tuple[int, int]] = {}
-        self.files: dict[str, _File] = {}
+        self._copied: dict[str, tuple[int, int]] = {}  # files that are durable there, by name: `_File.state`
+        self.files: dict[str, _File] = {}  # those to copy, by name
         try:
             for name in whole.files():
                 try:

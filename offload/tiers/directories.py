@@ -303,7 +303,7 @@ class DirectoryFolder(Folder):
 
     def remove_tree(self) -> None:
         with raising_checkpoint_error("delete", f"{self.label}/"), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.label)
+            shutil.rmtree(self.label)  # not `path`, which a link has been resolved in: this refuses a link
             sync_directory(self._root.parent)
 
     def remove_empty(self) -> bool:

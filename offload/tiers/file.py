@@ -109,6 +109,7 @@ class FileTier(Owned):
             direct = direct and self.io_backend != "asyncio"
             descriptor, self.direct = _open_data(self.data_path, direct, existing=is_existing)
             self.cached = not self.direct
+            # `close` makes an existing file no shorter than it was.
             self._bytes_before = os.fstat(descriptor).st_size if is_existing else 0
             # The `StoreFile` owns the descriptor from here on: its destructor closes it, whatever happens.
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)

@@ -13,7 +13,7 @@ _STOP = None
 
 
 class Lane:
-    """The threads of a lane, which take work from one queue, in order; with several of them it is done side by side.
+    """The threads of a lane: they take work from one queue, in order, each one piece of work at a time.
 
     They are daemons, unlike those of `concurrent.futures`: an interpreter that exits does not wait for them.
     """
