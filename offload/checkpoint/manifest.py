@@ -491,7 +491,7 @@ Parsed = TypeVar("Parsed")
 
 
 def _parse(kind: str, form: type[Parsed], content: bytes, where: str) -> Parsed:
-    """Return the body of a file that `seal` made, checked field by field."""
+    """Return the body of a file that `seal` made, checked field by field, as a `form`; errors name `where`."""
     body = unseal(kind, content, where)
     try:
         return msgspec.convert(body, form)

@@ -767,6 +767,8 @@ class Saves:
         Stores that can be written to replace this session's own; the others are only read. On the engine thread, with
         nothing in flight. Where one rank has saved for all, only that rank writes to the stores.
 
+        `manifest` is what `manifest_in_place` has returned. The machine's `index` is not changed here.
+
         Raises:
             TierError: A store cannot be read; nothing has changed then.
         """

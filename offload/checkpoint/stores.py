@@ -421,7 +421,10 @@ def delete_free(paths: Iterable[str]) -> None:
 
 
 def note_reading(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
-    """Note in stores without locks that this session reads them. Failures are ignored: writing may be forbidden."""
+    """Note in stores without locks, in a file called `reader`, that this session reads them.
+
+    Failures are ignored: writing may be forbidden.
+    """
     content = json.dumps(describe_user()).encode()
     for path, store in stores:
         with contextlib.suppress(CheckpointError):

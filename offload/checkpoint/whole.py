@@ -281,7 +281,7 @@ class FolderCopy:
         marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or time.time())
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
-        folder.write(mark, marker.encode())  # without the files, whoever goes on copies all again
+        folder.write(mark, marker.encode())  # if it leaves `files` out, whoever goes on copies all again
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""

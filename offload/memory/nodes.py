@@ -74,7 +74,10 @@ def free_bytes(number: int) -> int:
 
 
 def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
-    """Raise `InfeasiblePlanError` if a memory node has less free than needed: the kernel could kill the process."""
+    """Raise `InfeasiblePlanError` if a memory node has less free than needed: the kernel could kill the process.
+
+    `remedy` tells users what to do.
+    """
     for number, needed in needed_bytes.items():
         free = free_bytes(number)
         if needed > free:

@@ -220,6 +220,7 @@ class DirectoryFolder(Folder):
         return ""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
+        """See `Folder.write`; until the file is whole it has the name `begun`, or a new one."""
         temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"
         with (
             raising_checkpoint_error("write", os.path.join(self.path, name)),

@@ -280,8 +280,8 @@ class S3Client:
         self._multipart_bytes = multipart_bytes
         self._part_bytes = part_bytes
         self._most_attempts = sys.maxsize
-        self._gives_up = threading.Event()
-        self._idle: list[tuple[str, http.client.HTTPConnection]] = []
+        self._gives_up = threading.Event()  # ends waits between attempts
+        self._idle: list[tuple[str, http.client.HTTPConnection]] = []  # to be used again, with their host and port
         self._lock = threading.Lock()
         self._botocore = import_botocore(path)
         try:
