@@ -395,7 +395,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
 
 
 def _make_file(path: str | os.PathLike[str], header: bytes, nbytes: int, *, copy_of: str | os.PathLike[str]) -> None:
-    """Make a file of a header and room for `nbytes`; `CheckpointError`, which names `copy_of`, if there is no room."""
+    """Make a file of a header and room for `nbytes`; `CheckpointError`, naming `copy_of`, if there is no room."""
     with open(path, "wb") as file:
         file.write(header)
         try:  # a page without room would end the process, by SIGBUS
