@@ -359,7 +359,7 @@ def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False)
     is_unfinished_here = mark is Mark.BEGUN and marker.process == Process.this()
     if mark is Mark.NONE or (is_unfinished and not is_unfinished_here):
         return
-    if mark is Mark.WHOLE:  # an interrupted deletion must leave no whole folder; others need no room for a marker
+    if mark is Mark.WHOLE:  # so that an interrupted deletion leaves no whole folder; with `BEGUN` none is
         folder.write(BEGUN, Marker(Process.this()).encode())
     folder.remove_tree()
 

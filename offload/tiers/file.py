@@ -101,7 +101,7 @@ class FileTier(Owned):
         used_bytes = options.used_bytes
         is_existing = used_bytes is not None
         if is_existing:
-            self.kept = frozenset()
+            self.kept = frozenset()  # so that `close` does not delete the store
         with self.raising_tier_error("open"), contextlib.ExitStack() as undo:
             self._directory = Store(self.path, store, existing=is_existing)
             undo.callback(self._directory.close, keep=is_existing)

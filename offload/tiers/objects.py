@@ -349,7 +349,7 @@ class S3Client:
             for failed in answer.get("Errors", []):
                 code = str(failed.get("Code", "unknown"))
                 what = f"delete {failed.get('Key')}: {code} {failed.get('Message', '')}"
-                status = 403 if code == "AccessDenied" else 400
+                status = 403 if code == "AccessDenied" else 400  # the answer has none for each key
                 raise ObjectError(what, code=code, status=status, errno=_errno_of(status), transient=False)
 
     def list(self, prefix: str) -> list[str]:
