@@ -121,7 +121,7 @@ def standing(pin: Pin, store: str) -> Standing:
             nothing, as the store is in use.
         store: The store's directory, or prefix of a bucket. "" will do if the pin's folder is not `HERE`.
     """
-    if not pin.id:  # see `_pins_of_copy_around`
+    if not pin.id:  # it stands for a checkpoint around the store that cannot be read
         return Standing.MISSING
     folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
     try:
