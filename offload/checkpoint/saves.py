@@ -617,8 +617,8 @@ class Saves:
         extra = request.extra() if callable(request.extra) else request.extra
         older = [*self._by_release_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
         own_paths = [path for path, _ in self.stores[: self._path_count]]
-        # A copy holds no slots on the session's paths, so nothing there is freed for it: no kept checkpoint, except the
-        # one that its folder held before, no leftover, and no store that was only read.
+        # A copy holds no slots on the session's paths, so nothing there is freed for it: no kept checkpoint, except
+        # the one that its folder held before, no leftover, and no store that was only read.
         return CommitJob(
             pending.folder,
             request,
