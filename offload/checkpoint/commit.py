@@ -246,13 +246,15 @@ class CommitJob:
             pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
         if self.extra is not None:
             folder.write(extra_name(manifest.id, manifest.rank), self.extra)
-        self._may_be_named = (
-            manifest.rank > 0
-        )  # once rank 0 has found this manifest; rank 0 itself then writes `COMMIT`
+        # Another rank's part may be named once rank 0 has found its manifest, rank 0's once it writes `COMMIT`.
+        self._may_be_named = manifest.rank > 0
         folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
 
     def _write_commit(self, begun: str, earlier_ids: Sequence[str]) -> None:
-        """On rank 0: write `COMMIT` once all manifests are there; it replaces the file `begun`."""
+        """On rank 0: write `COMMIT` once all manifests are there; it replaces the file `begun`.
+
+        It names the checkpoints `earlier_ids`, which the folder held before.
+        """
         manifest = self.manifest
         self._wait(self._describe_missing, find_ended=self._find_ended_too_early)
         if self.cancelled.is_set():
@@ -296,7 +298,7 @@ class CommitJob:
         self,
         missing: Callable[[], str],
         ask: str = "the other ranks say",
-        find_ended: Callable[[], Sequence[int]] = tuple,
+        find_ended: Callable[[], Sequence[int]] = tuple,  # returns none
     ) -> None:
         """Wait until nothing is missing any more: `missing` returns in words what is, or "".
 
@@ -541,7 +543,7 @@ def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None
 
 
 def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> None:
-    """Replace a folder's `COMMIT` by a `RELEASED` that names its checkpoint; the caller has the folder's lock."""
+    """Replace a folder's `COMMIT` by a `RELEASED` with its id and a note; the caller has the folder's lock."""
     commit = read_commit(folder)
     if commit.id != checkpoint.id:  # the checkpoint was replaced just now
         return

@@ -81,7 +81,7 @@ def export_safetensors(
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return the header of a file of fp32 tensors, and the bytes of all tensors, which follow in this order."""
+    """Return the header of a file of fp32 tensors, with entries `about` it first, and the bytes of all tensors."""
     header = dict(about)
     end = 0
     for key, shape in shapes.items():
@@ -395,7 +395,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
 
 
 def _make_file(path: str | os.PathLike[str], header: bytes, nbytes: int, *, copy_of: str | os.PathLike[str]) -> None:
-    """Make a file of a header and room for `nbytes`; raise `CheckpointError` if there is no room."""
+    """Make a file of a header and room for `nbytes`; `CheckpointError`, naming `copy_of`, if there is no room."""
     with open(path, "wb") as file:
         file.write(header)
         try:  # a page without room would end the process, by SIGBUS

@@ -85,7 +85,10 @@ def _check_free(folder: str, paths: Iterable[str], *, may_have_files: bool) -> N
 
 
 def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
-    """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole."""
+    """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole.
+
+    Arguments are those of `fetch`; `marker` is the source's.
+    """
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
     sizes = {file: nbytes for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)}
     # By its name in the mirror's folder, each file's name in the run's folder, and its path there.
@@ -94,6 +97,7 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
     mark, begun = mark_in(open_folder(target))
     goes_on = mark is Mark.BEGUN and begun.whole_s == marker.whole_s > 0  # an earlier call has begun to copy this
     copied = {file for file in sizes if goes_on and _is_as_noted(paths[file], marker.files.get(targets[file]))}
+    # In the folder, which an earlier call has found free, all files are its; beside the folder others may lie.
     replaceable = {file for file in sizes if goes_on and (file in copied or not _is_beside(file))}
     _check_free(target, [path for file, path in paths.items() if file not in replaceable], may_have_files=goes_on)
     if not all(map(is_inside, targets.values())):
@@ -138,8 +142,8 @@ def _is_beside(file: str) -> bool:
 def fetch_file(source: str, target: str, nbytes: int, noted: tuple[int, int] | None) -> None:
     """Copy a file of `nbytes` from a mirror, under a temporary name until all of it is durable.
 
-    The copy gets the time of the last change that the marker has noted, by which the mirror and a call that goes on
-    with this one know that they have the file.
+    The copy gets the time of the last change that the marker has `noted`, if it has: by that time the mirror, and a
+    call that goes on with this one, know that they have the file.
     """
     folder, _, last = source.rpartition("/")
     with raising_checkpoint_error("write", target):

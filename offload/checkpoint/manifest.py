@@ -1,8 +1,8 @@
 """The files of a checkpoint: one manifest for each rank, and the `COMMIT` that makes them a checkpoint.
 
-A file is one line of JSON that says what it is and how to verify the rest (`{"format", "kind", "crc32c", "nbytes"}`)
-and a body of JSON. If a body's checksum is right, every field of it is still checked: a
-manifest may have been made by hand, or by a version with a bug.
+A file is one line of JSON that says what it is and how to verify the rest (`_Head`), and a body of JSON. If a body's
+checksum is right, every field of it is still checked: a manifest may have been made by hand, or by a version with a
+bug.
 
 Names: `manifest-<id>-<rank>.json`, `extra-<id>-<rank>.bin`, `COMMIT`. The id is new for every save, so that a folder
 may be saved to again: until its `COMMIT` is replaced, it holds the checkpoint from before.
@@ -491,7 +491,7 @@ Parsed = TypeVar("Parsed")
 
 
 def _parse(kind: str, form: type[Parsed], content: bytes, where: str) -> Parsed:
-    """Return the body of a file that `seal` made, checked field by field."""
+    """Return the body of a file that `seal` made, checked field by field, as a `form`; errors name `where`."""
     body = unseal(kind, content, where)
     try:
         return msgspec.convert(body, form)

@@ -166,6 +166,8 @@ def is_interrupted(folder: str) -> bool:
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
     """Return whether a folder, which may be one of a bucket, is whole; and its marker, which may be `DAMAGED`.
 
+    A marker that names a file outside of the run's folder counts as damaged: somebody else has written it.
+
     Raises:
         CheckpointError: The marker cannot be read.
     """
@@ -174,7 +176,7 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
         if content is not None:
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 marker = msgspec.json.decode(content, type=Marker)
-                if all(map(is_inside, (*marker.beside, *marker.shared))):
+                if all(map(is_inside, (*marker.beside, *marker.shared, *marker.files))):
                     return mark, marker
             return mark, DAMAGED
     return Mark.NONE, ALONE

@@ -154,7 +154,10 @@ class Mirror:
         return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
-        """Return the folder that mirrors a checkpoint's folder, by its name; for "a/optimizer..." by both."""
+        """Return the folder that mirrors a checkpoint's folder, by its name.
+
+        For "a/optimizer..." by both names, as each folder "a" of a framework has an "optimizer" in it.
+        """
         above, last = source.rstrip("/").split("/")[-2:]
         name = f"{above}/{last}" if last.startswith("optimizer") else last
         return f"{(self._path or '').rstrip('/')}/{name}"
@@ -679,9 +682,9 @@ class RankPartCopy:
         return replace(manifest, stores=tuple(StoreRef(store, path=None) for store, _ in stores), tiles=tiles)
 
     def keep(self) -> None:
-        """Tell the store which slots are in use, so that `close` does not delete the tiles that are durable."""
-        sink_number = len(self.progress.stores) - 1
+        """Tell the sink, if it was made, which slots are in use: `close` does not delete these durable tiles then."""
         if self.sink is not None:
+            sink_number = len(self.progress.stores) - 1  # it is the last store in the progress file
             tiles = self._manifest_of_copy().tiles.values()
             self.sink.keep({ref.offset for ref in tiles if ref.store == sink_number})
 

@@ -427,7 +427,7 @@ class Checkpoint:
                 take(number, first, views)
 
     def _add_uses(self, uses: _Uses, rank: int, name: str, run: _ElementRun) -> Callable[[], None]:
-        """Add to `uses` the tiles that hold a run of a tensor; return a function to call when all have been read.
+        """Add to `uses` a rank's tiles that hold a run of state tensor `name`; return what to call when all are read.
 
         That decodes a tensor stored as several: a master's planes, codes and their scales. Another is decoded tile by
         tile.
@@ -767,6 +767,7 @@ class Checkpoint:
             arena.close()
 
     def _read_tile(self, key: _TileKey) -> None:
+        """Read a tile, to see whether that raises."""
         for _ in self._tiles([key]):
             pass
 

@@ -47,14 +47,14 @@ class SaveRequest:
     extra: bytes | Callable[[], bytes] | None = None
     copy: bool = False
     mirrored: bool = True
-    on_commit: Callable[[], object] = tuple
+    on_commit: Callable[[], object] = tuple  # does nothing
     on_done: Callable[[BaseException | None], None] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     rank: int = 0
     ranks: int = 1
     replica: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
-    find_ended: Callable[[], Collection[int]] = tuple
+    find_ended: Callable[[], Collection[int]] = tuple  # returns none
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that cannot be saved."""

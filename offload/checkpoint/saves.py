@@ -130,6 +130,8 @@ class PendingSave:
         keep: How many checkpoints without `copy` are kept once this one is committed.
         done: Set when the save has ended.
         error: Why it failed; an error of a tier is its `__cause__`.
+        job: The commit, once `thread` has begun it.
+        thread: The committing thread; None while tiles are written.
         cancelled: Set when the session breaks during the commit.
         ranks_until_s: Time, on the monotonic clock, at which other ranks are given up.
         records: The tiles that the commit names.
@@ -291,12 +293,13 @@ class Saves:
         commit = read_commit(open_folder(path))
         if self.last is not None and self.last.request.id == commit.id:  # its request knows what ranks have ended
             return replace(self.last.request, path=path)
-        return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
+        rank = min(rank, commit.ranks - 1)  # a request's rank exists; callers refuse another number of ranks
+        return SaveRequest(path, id=commit.id, rank=rank, ranks=commit.ranks)
 
     def end_mirror(self, patience_s: float) -> None:
         """Wait up to `patience_s` for the mirror, close it, and release the checkpoints that waited for it."""
         self.mirror.close(patience_s, self._settle_s)
-        for kept in self._awaiting_mirror:
+        for kept in self._awaiting_mirror:  # `missing`, as callers may have deleted the folders
             release(kept, note="", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
@@ -614,13 +617,14 @@ class Saves:
         extra = request.extra() if callable(request.extra) else request.extra
         older = [*self._by_release_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
         own_paths = [path for path, _ in self.stores[: self._path_count]]
+        # A copy holds no slots on the session's paths, so nothing there is freed for it: no kept checkpoint, except
+        # the one that its folder held before, no leftover, and no store that was only read.
         return CommitJob(
             pending.folder,
             request,
             self._manifest_with_tiles(pending, records, extra),
             extra,
             older,
-            # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
             keep=len(older) + 1 if request.copy else pending.keep,
             cancelled=pending.cancelled,
             paths=[] if request.copy else own_paths,
@@ -763,6 +767,8 @@ class Saves:
 
         Stores that can be written to replace this session's own; the others are only read. On the engine thread, with
         nothing in flight. Where one rank has saved for all, only that rank writes to the stores.
+
+        `manifest` is what `manifest_in_place` has returned. The machine's `index` is not changed here.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.

@@ -121,7 +121,7 @@ def standing(pin: Pin, store: str) -> Standing:
             nothing, as the store is in use.
         store: The store's directory, or prefix of a bucket. "" will do if the pin's folder is not `HERE`.
     """
-    if not pin.id:  # see `_pins_of_copy_around`
+    if not pin.id:  # it stands for a checkpoint around the store that cannot be read
         return Standing.MISSING
     folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
     try:
@@ -421,7 +421,10 @@ def delete_free(paths: Iterable[str]) -> None:
 
 
 def note_reading(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
-    """Note in stores without locks that this session reads them. Failures are ignored: writing may be forbidden."""
+    """Note in stores without locks, in a file called `reader`, that this session reads them.
+
+    Failures are ignored: writing may be forbidden.
+    """
     content = json.dumps(describe_user()).encode()
     for path, store in stores:
         with contextlib.suppress(CheckpointError):

@@ -211,10 +211,10 @@ class FolderCopy:
     def __init__(self, whole: WholeFolder, mirror: str, *, is_new: bool = True) -> None:
         self.whole = whole
         self._is_new = is_new
-        self.target = f"{mirror}/{whole.name}"
+        self.target = f"{mirror}/{whole.name}"  # the folder in the mirror
         self.mirror = mirror
-        self._copied: dict[str, tuple[int, int]] = {}
-        self.files: dict[str, _File] = {}
+        self._copied: dict[str, tuple[int, int]] = {}  # files that are durable there, by name: `_File.state`
+        self.files: dict[str, _File] = {}  # those to copy, by name
         try:
             for name in whole.files():
                 try:
@@ -281,7 +281,7 @@ class FolderCopy:
         marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or time.time())
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
-        folder.write(mark, marker.encode())  # without the files, whoever goes on copies all again
+        folder.write(mark, marker.encode())  # if it leaves `files` out, whoever goes on copies all again
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
@@ -359,7 +359,7 @@ def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False)
     is_unfinished_here = mark is Mark.BEGUN and marker.process == Process.this()
     if mark is Mark.NONE or (is_unfinished and not is_unfinished_here):
         return
-    if mark is Mark.WHOLE:  # an interrupted deletion must leave no whole folder; others need no room for a marker
+    if mark is Mark.WHOLE:  # so that an interrupted deletion leaves no whole folder; with `BEGUN` none is
         folder.write(BEGUN, Marker(Process.this()).encode())
     folder.remove_tree()
 

@@ -333,9 +333,7 @@ class AcceleratorDevice(Driver):
             pause_target, pause_source = self._pauses[lane]
             targets = [each for piece in target_bytes.unsafe_split(piece_bytes) for each in (piece, pause_target)]
             sources = [each for piece in source_bytes.unsafe_split(piece_bytes) for each in (piece, pause_source)]
-            torch._foreach_copy_(
-                targets, sources, non_blocking=True
-            )  # enqueues one copy after the other, in one call
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # one copy after the other, by one call
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """See `Device.copy_pieces`."""

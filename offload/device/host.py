@@ -243,11 +243,8 @@ class HostMemory:
         for arena in self.arenas:
             at, arena_end = arena.address, arena.address + arena.nbytes
             kept_here = [(start, end) for start, end in kept_pages if at <= start < arena_end]
-            for start, end in [
-                *kept_here,
-                (arena_end, arena_end),
-            ]:  # what lies before each, from `at` on, is discarded
-                if start > at:
+            for start, end in [*kept_here, (arena_end, arena_end)]:
+                if start > at:  # what lies before each range is discarded
                     arena.discard(at - arena.address, start - at)
                     discarded_bytes += start - at
                 at = max(at, end)
@@ -268,7 +265,10 @@ class HostMemory:
                     self._lanes.free_arena(sample)
 
     def restore_pages(self) -> None:
-        """Undo `discard_pages`, but for content: pin all arenas, and touch the staging slots by several threads."""
+        """Undo `discard_pages`, but for content: pin all arenas, and touch the staging slots by several threads.
+
+        Homes are touched as they are read to: see `touch_home`.
+        """
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:

@@ -5,7 +5,8 @@ every address. A copy to the GPU, or an update there, is reported as done once i
 is enqueued after it, so no thread wakes up in between, and a step ends when all its work is enqueued. Only where host
 memory is read or used again is the end reported: of copies from the GPU, and of copies of weights out of their slot.
 
-All methods belong to the engine thread, except those of `GpuLanes` that say otherwise.
+All methods belong to the engine thread, except those of `GpuLanes` that say otherwise. Their `due_s` is for timelines
+alone: when the event that has made an operation possible happened, on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class GpuLanes(Lanes):
         self._weights = weights
         self._weights_address = 0  # of the first weight slot
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}  # copies of new weights, by subgroup
-        self._written: dict[int, tuple[Mark, ...]] = {}  # after the copies of a subgroup's new weights to the device
+        self._written: dict[int, tuple[Mark, ...]] = {}
+        """After a subgroup's new weights are on the device; those from host memory have left it at the first mark."""
         self._inputs: dict[int, tuple[Mark, ...]] = {}  # after the copies of gradients that a subgroup's run reads
 
     # What there is of memory
@@ -134,9 +136,9 @@ class GpuLanes(Lanes):
             home_bytes = free_bytes - staging_bytes
             useful_bytes = min(home_bytes, layout.state_bytes)
             allocated_bytes = self._try_bytes(useful_bytes, beside=staging_bytes)
-            if allocated_bytes != useful_bytes:
+            if allocated_bytes != useful_bytes:  # else all that is free is offered, though only that much was tried
                 home_bytes = allocated_bytes
-        elif not self.borrows:
+        elif not self.borrows:  # borrowed memory has no homes
             home_bytes = int(home_memory)
         return Offer(on_gpu=True, gpu_bytes=home_bytes, gpu_staging_bytes=staging_bytes)
 
@@ -552,7 +554,7 @@ class GpuLanes(Lanes):
         self._note_timed("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
-        """Make a subgroup's next run on the CPU wait also for the copy of its last new weights to the device."""
+        """Make a subgroup's next run on the CPU wait also until its last new weights have left host memory."""
         self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
 
     def order_after_sent(self, subgroup: int) -> None:

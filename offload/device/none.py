@@ -161,7 +161,7 @@ class Lanes:
         return None
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
-        """Copy new weights of a subgroup to the parameters: rows of `Tables.weight_copies`."""
+        """Copy new weights of a subgroup to the parameters: rows of `Tables.weight_copies`; ignore `due_s`."""
         self.copy_to_device(copies.tolist())
 
     def copy_to_host(self, copies: Pieces) -> None:

@@ -159,10 +159,11 @@ class PieceCopies:
     def _arrange(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:
         """Return the pieces to copy one by one, and the others in rounds, each as many as one buffer holds.
 
-        In a round, pieces with small gaps between them in host memory make a *run*, which is one copy.
+        In a round, pieces with small gaps between them in host memory, and no overlap, make a *run*: one copy.
         """
+        # A small piece fits into a buffer wherever it begins in its unit of `PIECE_ALIGNMENT`.
         small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
-        if np.count_nonzero(small) <= KERNEL_COPIES:
+        if np.count_nonzero(small) <= KERNEL_COPIES:  # to gather them would take as long as to copy each
             return pieces, []
         alone, rest = [pieces[~small]], pieces[small].astype(np.int64)
         rest = rest[np.argsort(rest[:, 1], kind="stable")]  # by host address: backward goes from last layer to first
@@ -181,8 +182,7 @@ class PieceCopies:
         rounds, first = [], 0
         while first < len(rest):
             origin = offsets[first] // PIECE_ALIGNMENT * PIECE_ALIGNMENT
-            fitting = int(np.searchsorted(ends, origin + self.buffer_bytes, side="right"))
-            beyond = max(first + 1, fitting)
+            beyond = int(np.searchsorted(ends, origin + self.buffer_bytes, side="right"))
             part, count = slice(first, beyond), beyond - first
             first = beyond
             heads = np.flatnonzero(np.append(True, begins_run[part][1:]))  # each run's first piece of this round

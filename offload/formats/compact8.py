@@ -36,8 +36,8 @@ class _Compact8(StateFormat):
         return ROOT if is_root else SIGNED
 
     def state(self, rule: UpdateRule) -> tuple[StateTensor, ...]:
-        states = len(rule.state)
-        return (*super().state(rule), StateTensor(SCALES, Format(f"scales{states}", states, BLOCK_NUMEL)))
+        tensor_count = len(rule.state)  # each has a scale of one byte in every block
+        return (*super().state(rule), StateTensor(SCALES, Format(f"scales{tensor_count}", tensor_count, BLOCK_NUMEL)))
 
     def stored_as(self, name: str) -> tuple[str, ...]:
         return (name, MASTER_LOW if name == MASTER else SCALES)

@@ -51,7 +51,7 @@ class Format:
 
     @property
     def sector_numel(self) -> int:
-        """Elements of the fewest items that fill whole sectors."""
+        """Elements of the fewest items that fill whole sectors; a power of two, as bytes of a sector are."""
         return SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.item_bytes) * self.item_numel
 
     def offset(self, numel: Any) -> Any:
@@ -74,7 +74,6 @@ FP32 = Format("fp32", 4, dtype="float32", code=DtypeCode.FLOAT32)
 
 BF16 = Format("bf16", 2, dtype="bfloat16", code=DtypeCode.BFLOAT16)
 """Rounded stochastically by updates (`offload.kernels.reference.rounding`), to nearest where state is set."""
-
 
 FORMAT_OF_DTYPE = {
     DtypeCode.BFLOAT16: BF16,

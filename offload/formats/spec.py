@@ -74,7 +74,7 @@ class StateSpec:
 
     @property
     def tile_unit(self) -> int:
-        """The least number of elements that fill whole sectors of every tensor: tiles have a multiple of it."""
+        """The least number of elements that fill sectors of every tensor, a power of two; tiles have multiples."""
         return max(tensor.format.sector_numel for tensor in self.stored)
 
     @property

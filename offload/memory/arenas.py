@@ -40,7 +40,7 @@ _GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
-"""By version: files of limit and used bytes, and the prefix of names in memory.stat that count subgroups."""
+"""By version: files of limit and used bytes, and the prefix of names in memory.stat that count groups below, too."""
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
 _MADV_DONTNEED_LOCKED = 24  # since Linux 5.18
@@ -210,7 +210,7 @@ class Arena:
             mapping.close()
 
     def touch(self, nodes: Nodes | None = None, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Touch every page, by several threads; see `offload.memory.touching.touch`.
+        """Touch every page, by several threads; for the arguments see `offload.memory.touching.touch`.
 
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.

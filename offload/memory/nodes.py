@@ -74,7 +74,10 @@ def free_bytes(number: int) -> int:
 
 
 def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
-    """Raise `InfeasiblePlanError` if a memory node has less free than needed: the kernel could kill the process."""
+    """Raise `InfeasiblePlanError` if a memory node has less free than needed: the kernel could kill the process.
+
+    `remedy` tells users what to do.
+    """
     for number, needed in needed_bytes.items():
         free = free_bytes(number)
         if needed > free:
@@ -101,9 +104,8 @@ def bind_pages(address: int, nbytes: int, number: int) -> frozenset[int]:
     """
     mask = (ctypes.c_ulong * (MAX_NODES // 64))()  # a bit for each node
     mask[number // 64] = 1 << (number % 64)
-    code = system_call(
-        _MBIND, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_BIND, mask, ctypes.c_ulong(MAX_NODES + 1), 0
-    )
+    mask_bits = ctypes.c_ulong(MAX_NODES + 1)  # Linux reads one bit less than it is told
+    code = system_call(_MBIND, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_BIND, mask, mask_bits, 0)
     if code in _REFUSED:
         near = touching.nodes_here().get(number, frozenset())
         instead = "threads on its CPUs touch it first"

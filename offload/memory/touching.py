@@ -68,9 +68,10 @@ def nodes_for(reader: int | None) -> Nodes:
 
 
 def cores_of_rank(number: int, ranks: int) -> frozenset[int]:
-    """Return the cores that one of several ranks is to use, all of which may run on the same cores: whole nodes'.
+    """Return the cores that a rank is to use, of several ranks that may all run on the same cores: whole nodes'.
 
-    Empty if there is one node only: each rank then uses all cores. `number` is that of the rank, from 0.
+    Empty if there is one node only: each rank then uses all cores. `number` is that of the rank, from 0; `ranks` is
+    their count.
     """
     cpus_of_nodes = sorted(nodes_here().values(), key=min)
     if len(cpus_of_nodes) < 2:
@@ -127,7 +128,7 @@ def touch(
 
     thread_count = max(min(MOST_THREADS, cpu_count, piece_count), len(cpu_sets))  # at least one a node
     if thread_count == 1:
-        touch_pieces(0, frozenset())
+        touch_pieces(0, cpu_sets[0])
         return
 
     def awaited() -> str:

@@ -9,7 +9,7 @@ from offload.rules.rule import UpdateRule, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
-    """The numbers that an update needs beside tensors."""
+    """The numbers that an update needs beside tensors; `decay` times the master is added to the gradient."""
 
     grad_scale: float
     decay: float

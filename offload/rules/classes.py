@@ -23,7 +23,7 @@ class Runner(Protocol):
         """Update one whole parameter; see `UpdateRule.update`."""
 
     def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
-        """Return a function that makes a step of the class on a tensor of this shape and type, to be timed."""
+        """Return a function that makes a step of the class on a tensor of such a shape, with a group's options."""
 
 
 @dataclass(frozen=True)

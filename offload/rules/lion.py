@@ -9,7 +9,7 @@ from offload.rules.rule import UpdateRule, check_decay_rates, decay_rates, flag,
 
 
 class Scalars(NamedTuple):
-    """The numbers that an update needs beside tensors."""
+    """The numbers that an update needs beside tensors; the master is multiplied by `decay`."""
 
     grad_scale: float
     decay: float

@@ -49,7 +49,10 @@ class _Muon(WholeRule):
         }
 
     def work(self, shape: Sequence[int]) -> float:
-        """Return the floating-point operations of Newton-Schulz: by iteration, three products of matrices."""
+        """Return the floating-point operations of Newton-Schulz with the default number of iterations.
+
+        An iteration has three products: X with its transpose, that square matrix with itself, and a square with X.
+        """
         rows, columns = shape
         shorter = min(rows, columns)
         return float(self.defaults["ns_steps"]) * (4.0 * rows * columns * shorter + 2.0 * shorter**3)

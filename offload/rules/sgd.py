@@ -50,7 +50,7 @@ class _Sgd(UpdateRule):
         return {
             "lr": lr,
             "momentum": momentum,
-            "dampening": dampening if momentum else 0.0,
+            "dampening": dampening if momentum else 0.0,  # torch's SGD ignores it without a momentum
             "weight_decay": weight_decay,
             "nesterov": flag(group, "nesterov"),
             "sign": sign,

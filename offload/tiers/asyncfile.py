@@ -88,7 +88,7 @@ class AsyncIo:
         with contextlib.ExitStack() as undo:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self._descriptor)
-            self._lane = Lane("offload-file", 0)
+            self._lane = Lane("offload-file", 0)  # threads come when `undo` can end those that the system has given
             undo.callback(self._lane.close)
             self._lane.set_threads(2 * depth)  # for the system calls of both directions
             self._loop = _Loop()

@@ -151,7 +151,10 @@ class BucketFolder(Folder):
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """Return who may still use the store, "" for nobody: its session, or one that has noted that it reads it."""
+        """Return who may still use the store, "" for nobody: its session, or one that has noted that it reads it.
+
+        A record or note that is missing, or empty, counts as that of a process that has ended.
+        """
         with raising_checkpoint_error("list", f"{self.path}/"):
             notes = self._client.list(self._prefix + READER_NAME)
         for name in (RECORD_NAME, *(key.removeprefix(self._prefix) for key in notes)):

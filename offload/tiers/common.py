@@ -231,8 +231,9 @@ def check_depth(depth: int) -> None:
 def verify_header(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
     """Return an error unless a header that was read is the requested tile's (else 0); and the payload's checksum.
 
-    The checksum is for `verify_payload`; None if the payload is not to be verified. It is verified even if the caller
-    will do that again (`request.checksum` is given): if it was damaged in transfer, the tier can read it again.
+    The header has to name the uuid `store`. The checksum is for `verify_payload`; None if the payload is not to be
+    verified. It is verified even if the caller will do that again (`request.checksum` is given): if it was damaged in
+    transfer, the tier can read it again.
     """
     verifies = request.verify or request.checksum is not None
     return admit_slot_header(header, store, request.tile, request.step, request.nbytes, request.checksum, verifies)

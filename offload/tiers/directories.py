@@ -220,6 +220,7 @@ class DirectoryFolder(Folder):
         return ""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
+        """See `Folder.write`; until the file is whole it has the name `begun`, or a new one."""
         temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"
         with (
             raising_checkpoint_error("write", os.path.join(self.path, name)),
@@ -303,7 +304,7 @@ class DirectoryFolder(Folder):
 
     def remove_tree(self) -> None:
         with raising_checkpoint_error("delete", f"{self.label}/"), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.label)
+            shutil.rmtree(self.label)  # not `path`, which a link has been resolved in: this refuses a link
             sync_directory(self._root.parent)
 
     def remove_empty(self) -> bool:

@@ -101,7 +101,7 @@ class FileTier(Owned):
         used_bytes = options.used_bytes
         is_existing = used_bytes is not None
         if is_existing:
-            self.kept = frozenset()
+            self.kept = frozenset()  # so that `close` does not delete the store
         with self.raising_tier_error("open"), contextlib.ExitStack() as undo:
             self._directory = Store(self.path, store, existing=is_existing)
             undo.callback(self._directory.close, keep=is_existing)
@@ -109,6 +109,7 @@ class FileTier(Owned):
             direct = direct and self.io_backend != "asyncio"
             descriptor, self.direct = _open_data(self.data_path, direct, existing=is_existing)
             self.cached = not self.direct
+            # `close` makes an existing file no shorter than it was.
             self._bytes_before = os.fstat(descriptor).st_size if is_existing else 0
             # The `StoreFile` owns the descriptor from here on: its destructor closes it, whatever happens.
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)

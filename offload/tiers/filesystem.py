@@ -298,6 +298,7 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
                 if existing:
                     raise BlockingIOError(errno.EAGAIN, "another process has locked it", str(path))
                 waits.wait_for(partial(_try_lock_as_owner, descriptor), lambda: f"whoever has locked {path}")
+            # A new file's name is its session's alone: nobody else makes another file there.
             is_there = _is_at(path, descriptor) if existing else path.exists()
             if not is_there:
                 raise FileNotFoundError(errno.ENOENT, "somebody has deleted it meanwhile", str(path))

@@ -13,7 +13,7 @@ _STOP = None
 
 
 class Lane:
-    """Threads that take work from one queue, in order.
+    """The threads of a lane: they take work from one queue, in order, each one piece of work at a time.
 
     They are daemons, unlike those of `concurrent.futures`: an interpreter that exits does not wait for them.
     """

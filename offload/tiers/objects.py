@@ -257,6 +257,7 @@ class S3Client:
     Args:
         path: "s3://bucket/prefix", for messages.
         retry: How requests are tried.
+        part_bytes: Size of the parts in which objects of more than `multipart_bytes` are uploaded.
 
     Attributes:
         retry: May be changed between requests.
@@ -279,8 +280,8 @@ class S3Client:
         self._multipart_bytes = multipart_bytes
         self._part_bytes = part_bytes
         self._most_attempts = sys.maxsize
-        self._gives_up = threading.Event()
-        self._idle: list[tuple[str, http.client.HTTPConnection]] = []
+        self._gives_up = threading.Event()  # ends waits between attempts
+        self._idle: list[tuple[str, http.client.HTTPConnection]] = []  # to be used again, with their host and port
         self._lock = threading.Lock()
         self._botocore = import_botocore(path)
         try:
@@ -348,7 +349,7 @@ class S3Client:
             for failed in answer.get("Errors", []):
                 code = str(failed.get("Code", "unknown"))
                 what = f"delete {failed.get('Key')}: {code} {failed.get('Message', '')}"
-                status = 403 if code == "AccessDenied" else 400
+                status = 403 if code == "AccessDenied" else 400  # the answer has none for each key
                 raise ObjectError(what, code=code, status=status, errno=_errno_of(status), transient=False)
 
     def list(self, prefix: str) -> list[str]:
@@ -559,7 +560,7 @@ class S3Client:
                     answer = connection.getresponse()
                 except (http.client.HTTPException, OSError):
                     raise cause from None
-                if answer.status < 300:
+                if answer.status < 300:  # no error, so the lost connection is all that is known
                     raise
                 _raise_for_answer(what, answer)
             answer = connection.getresponse()

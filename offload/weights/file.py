@@ -144,7 +144,14 @@ class WeightsInFile:
         offsets: dict[torch.Tensor, int],
         moved: dict[torch.Tensor, nn.Parameter],
     ) -> _Unit:
-        """Move weights that are used together to the file; tied ones that were moved before are only noted."""
+        """Move weights that are used together to the file; tied ones that were moved before are only noted.
+
+        Args:
+            modules: The modules that have them.
+            names: Of all modules in the model.
+            offsets: Of all weights in the file.
+            moved: The weights that were moved so far, by what they were before; this adds to it.
+        """
         weights, places = [], list[tuple[int, int]]()
         for module in modules:
             for name, weight in own_parameters(module).items():

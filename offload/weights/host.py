@@ -126,7 +126,7 @@ class WeightsInHostMemory:
             _shard(model, modules, stays, self.device)
             self._groups = shards.fsdp_groups(model)
             layer_bytes = {group: self._move_group(group, originals) for group in self._groups}
-            _state_of(model)._lazy_init()
+            _state_of(model)._lazy_init()  # the model is FSDP2's root, whichever of its modules is called first
 
         self.nbytes = sum(layer_bytes.values())
         self.pinned_bytes = self._pinned.pinned_bytes

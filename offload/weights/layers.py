@@ -97,8 +97,9 @@ class GatherGroups:
     ) -> None:
         self._others = {*others}
         self._names = {module: name for name, module in model.named_modules()}
+        # How often a module, and a weight, is in the model.
         self._paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-        self._uses = Counter(weight for weight in self._weights_used_in(model))
+        self._uses = Counter(self._weights_used_in(model))
         chosen = _chosen_layers(model, layers) - {model}
         groups = set[nn.Module]()
         for layer in self._names:
@@ -180,7 +181,7 @@ def check_weights(model: nn.Module, late: combinations.Row) -> None:
     """Refuse to move weights that share memory, or that an optimizer has, which would go on with the old ones.
 
     Raises:
-        ConfigError: Two weights share memory, or an optimizer has one (`late`).
+        ConfigError: Two weights share memory; or an optimizer has one, which is refused as `late` says.
     """
     names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     dense = (weight for weight in names if weight.layout == torch.strided and shards.is_dense(weight))

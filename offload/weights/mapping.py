@@ -323,7 +323,7 @@ def mapped_weights_of(table: npt.NDArray[Any]) -> MappedWeights | None:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted ranges (offset, size), with those joined to one that are at most a page apart."""
+    """Return sorted ranges (offset, size), with those joined that are at most a page apart: one call serves each."""
     runs: list[tuple[int, int]] = []
     for offset, nbytes in sorted(ranges):
         begin, size = runs[-1] if runs else (0, 0)

@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 
 from offload.checkpoint import marker
-from offload.checkpoint.marker import BEGUN, WHOLE, Mark, mark_begun, mark_of, mark_whole, set_aside
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.marker import (
+    BEGUN,
+    DAMAGED,
+    WHOLE,
+    Mark,
+    Marker,
+    mark_begun,
+    mark_in,
+    mark_of,
+    mark_whole,
+    set_aside,
+)
+from offload.checkpoint.whole import FolderCopy, WholeFolder
 from offload.errors import OffloadError
 
 NAMES = re.compile(r"checkpoint-\d+")
@@ -59,6 +72,21 @@ def test_what_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OffloadError):
         mark_begun(str(tmp_path / "file"))
+
+
+def test_a_mirrors_marker_that_names_files_elsewhere_lets_none_be_deleted(tmp_path: Path) -> None:
+    run, mirror, another = tmp_path / "run", tmp_path / "mirror", tmp_path / "another"
+    (run / "checkpoint-1").mkdir(parents=True)
+    (mirror / "checkpoint-1").mkdir(parents=True)
+    (run / "checkpoint-1" / "weights").write_bytes(b"1")
+    another.write_bytes(b"1")
+    planted = Marker(files={"checkpoint-1/../../another": (1, 1)})
+    (mirror / "checkpoint-1" / WHOLE).write_bytes(planted.encode())
+    assert mark_in(open_folder(mirror / "checkpoint-1")) == (Mark.WHOLE, DAMAGED)
+    copy = FolderCopy(WholeFolder(str(run), "checkpoint-1"), str(mirror))
+    copy.begin()
+    copy.close()
+    assert another.exists()
 
 
 def test_only_what_nobody_can_end_is_set_aside(tmp_path: Path) -> None:

@@ -336,9 +336,11 @@ def test_what_is_touched_keeps_its_content(knows: bool, monkeypatch: pytest.Monk
     arena.close()
 
 
-def test_this_thread_stays_where_it_was() -> None:
-    before = os.sched_getaffinity(0)
-    touch(lambda at, size: None, PIECE_BYTES, {0: frozenset({min(before)})})
+def test_one_piece_is_touched_by_this_thread_on_its_node_which_then_goes_back() -> None:
+    before, during = os.sched_getaffinity(0), list[set[int]]()
+    cpus = frozenset({min(before)})
+    touch(lambda at, size: during.append(os.sched_getaffinity(0)), PIECE_BYTES, {0: cpus})
+    assert during == [cpus]
     assert os.sched_getaffinity(0) == before
 
 
