@@ -65,7 +65,7 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
     weight = gradient.to(dtype)
     values = rule.values(rule.defaults)
     parameter = Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
-    scalars = rule.row(1, values, 1.0)
+    scalars = rule.row(step=1, values=values, grad_scale=1.0)
     piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, scalars, rule))
     return partial(_UPDATES[rule.name], piece, group, values)
 
