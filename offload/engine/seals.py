@@ -97,7 +97,7 @@ class Seals:
         return state.seal.checksum(tile.tensor, tile.tile)
 
     def checksum_for_save(self, operation: SaveTile) -> int | None:
-        """Return the checksum of a tile that is about to be saved, if it is known."""
+        """Return the checksum of a tile that is about to be saved, if it is known: not of what copy buffers hold."""
         return self._home_checksum(operation.tile) if operation.buffer is None else None
 
     def _home_checksum(self, tile: TileId) -> int | None:

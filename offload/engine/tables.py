@@ -152,7 +152,7 @@ class Tables:
             scale: Factor that the gradients were multiplied by (a loss scale).
             clip: Factor to multiply the unscaled gradients by.
             active: The parameters that the step updates.
-            gradients: Where the CPU reads gradients.
+            gradients: Where the CPU reads gradients; None for where they are bound.
             weights: Address of each weight; None for where they are bound.
 
         Raises:
@@ -358,7 +358,10 @@ class Tables:
         return slice(None) if parameters is None else parameters[self._columns[subgroup].parameter]
 
     def is_due(self, subgroup: int, parameters: Parameters | None = None) -> bool:
-        """Return whether a master of a subgroup (of one of these parameters) has to be taken from its weight."""
+        """Return whether a master of a subgroup (of one of these parameters) has to be taken from its weight.
+
+        An fp32 weight is its own master.
+        """
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return False
         return bool(self._due[subgroup][self._segments_of(subgroup, parameters)].any())
@@ -368,7 +371,7 @@ class Tables:
         return bool(self._due[subgroup].any())
 
     def due(self, subgroup: int, segment: Segment) -> SegmentFlag:
-        """Return how the master of a segment has to be taken from its weight; no flag if it has not."""
+        """Return how a segment's master has to be taken from its weight; no flag if it is current, or the weight."""
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return SegmentFlag(0)
         position = dict(self._layout.places[segment.parameter])[subgroup]

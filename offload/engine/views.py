@@ -152,7 +152,7 @@ class StateViews:
             address = view.address + subgroup.offsets[tensor.name] + tensor.format.offset(segment.offset)
             nbytes, dtype = tensor.format.run_bytes(first_index, segment.numel), stored_dtype(tensor.format)
             stored[tensor.name] = tensor_at(address, nbytes // dtype.itemsize, dtype)
-        if MASTER not in stored:
+        if MASTER not in stored:  # an fp32 weight is the master
             stored[MASTER] = self.weight(subgroup.index, segment, view)
         visit = run.visit
         with as_fp32(subgroup.state, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:
