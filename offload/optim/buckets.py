@@ -185,6 +185,7 @@ def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares anno
 
 
 def _only_value(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """Return the one tensor that was reduced."""
     return reduced.value()[0]
 
 
