@@ -326,6 +326,7 @@ class LiveExecutor:
         lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case RunVisit():
+                # A table that was copied with the state is on the device already.
                 table = None if lanes.has_table(operation) else self._visitor(operation)
                 lanes.enqueue_update(operation, table, due_s)
             case AwaitPush():

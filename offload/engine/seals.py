@@ -186,7 +186,7 @@ class Seals:
         return state if state is not None and state.subgroup == run.visit.subgroup else None
 
     def _verify(self, state: _SlotState) -> None:
-        """Compare all unverified tiles of a slot with their records' checksums."""
+        """Compare all unverified tiles of a slot with their records' checksums; raise `DamagedError` if unlike."""
         for operation, _ in state.unverified.values():
             slot = known(operation.slot, "a tile at home waits to be verified")
             address = self._memory.slot_address(slot) + operation.buffer_offset

@@ -46,7 +46,7 @@ class _Columns(NamedTuple):
 
 
 def _segment_flags(rule: UpdateRule, group: Any, update: int) -> int:
-    """Return the flags of an active parameter's segments in its update of this number."""
+    """Return the flags of an active parameter's segments in update number `update`; some forget the old state."""
     decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(group) else 0
     zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, group) else 0
     return int(SegmentFlag.ACTIVE | decoupled | zeroed)
@@ -159,7 +159,7 @@ class Tables:
             ConfigError: If a group's hyperparameters cannot be used.
         """
         layout, factor = self._layout, clip / scale
-        # Parameters may have rules with different numbers of scalars: rows are padded to the widest.
+        # Rules may have different numbers of scalars beside `grad_scale` and `decay`: rows are padded to the widest.
         width = 2 + MAX_SCALARS if layout.has_rules else len(layout.state.rule.scalars._fields)
         # Rows that many parameters have in common are computed once; the first one is that of idle parameters.
         scalars, flags = [(0.0,) * width], [0]

@@ -304,7 +304,7 @@ class Uploads(HostTables):
 
     def __init__(self, device: torch.device, backend: Backend, stream: Any = None) -> None:
         self._device, self._backend = device, backend
-        self._stream = stream or backend.stream(device, False)
+        self._stream = stream or backend.stream(device, False)  # of no higher priority than others
         # Tables for reuse by stream and size, the oldest first: the work with it may still be under way.
         self._queues: dict[Any, deque[ArgumentTable]] = {}
 

@@ -338,7 +338,7 @@ def scales_of(row, start, room, STATES: tl.constexpr, STATE_FORMAT: tl.constexpr
     blocks = tl.arange(0, BLOCK // SHARED)
     scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint8)) + blocks * STATES
     if STATE_FORMAT == COMPACT8:
-        scales += tl.cdiv(start, SHARED) * STATES  # `start` is negative by less than a block
+        scales += tl.cdiv(start, SHARED) * STATES  # 0 where `start` is negative, by less than a block
     return scales, blocks * SHARED < room
 
 
@@ -367,7 +367,7 @@ def read_master(master, lower, inside, PLANES: tl.constexpr, UPPER: tl.constexpr
 
 @triton.jit
 def taken(p, weight, matches, WEIGHT: tl.constexpr):
-    """Return the master that is taken from a weight: if `matches`, `p` where the weight is its rounding."""
+    """Return the master taken from a weight: the weight, but, if `matches`, `p` where that rounds to the weight."""
     kept = narrow(p, WEIGHT).to(tl.uint16, bitcast=True) == weight.to(tl.uint16, bitcast=True)
     return tl.where(matches & kept, p, widen(weight, WEIGHT))
 
@@ -383,7 +383,7 @@ def read_state(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Return a state tensor's values in fp32."""
+    """Return a state tensor's values in fp32; `there` are the scales that exist (`scales_of`)."""
     if STATE_FORMAT == COMPACT8:
         return decoded(read(items, inside, FULL), read(scales, there, FULL), ROOT, BLOCK)
     else:
@@ -414,7 +414,7 @@ def write_zeros(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Make state zeros."""
+    """Make state zeros, and the scales that are `there`."""
     zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
     write(first, zeros, inside, FULL)
     if STATES == 2:
@@ -441,7 +441,7 @@ def write_codes(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Write state as codes and scales."""
+    """Write state as codes and scales, of which those exist that are `there`."""
     codes, scale = encoded(m, random, inside, ROOT, BLOCK, FULL)
     write(scales, scale, there, FULL)
     if STATES == 2:
@@ -586,7 +586,10 @@ def gather_block(
     ALIGNED: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Copy or add one block of the norm, of which `room` elements exist, and write its sum of squares to `blocks`."""
+    """Copy or add one block of the norm, and write its sum of squares to `blocks`.
+
+    The gradient has `room` elements from the block's first one, `start`, on.
+    """
     inside = tl.arange(0, NORM_BLOCK) < room
     found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)
     values = widen(found, SOURCE)

@@ -139,7 +139,7 @@ class WholeUpdate:
                 update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
                 if segment.weight is None:
                     continue
-                if segment.master.dtype is segment.weight.dtype:
+                if segment.master.dtype is segment.weight.dtype:  # there are no fp32 masters
                     segment.weight.copy_(segment.master)
                 else:
                     store_rounded(reference.master_of(segment), segment.weight)

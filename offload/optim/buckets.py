@@ -154,7 +154,7 @@ class Buckets:
 def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
     """Register the hook of `Buckets` with a DDP model, unless it is registered already; return the model's buckets.
 
-    `hook` and `state` are as for `Buckets`; in buckets that are registered, they replace those given before.
+    `hook` and `state` are as for `Buckets`; in buckets that are registered, a hook replaces that given before.
 
     Raises:
         ConfigError: It is no DDP model, or has another hook.

@@ -168,7 +168,7 @@ def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     """Return whether JSON can hold a value; also a tensor of one element, which is marked as such there."""
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
-    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))  # which is NaN for others
+    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))  # NaN for others
     if is_number:  # of a class that `_to_plain` can convert
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
     elements = None if isinstance(value, Mapping | bytes) else items(value)
