@@ -261,7 +261,7 @@ class LiveExecutor:
             tier.write(request)
             return
         if isinstance(operation, ReadTile):
-            if operation.slot is None:
+            if operation.slot is None:  # touch the home, so that missing memory is an error here
                 self._memory.touch_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
             if operation.tile.tensor == operation.tile.tile == 0:  # the first of a subgroup
                 self._coming(operation.tile.subgroup)
@@ -326,6 +326,7 @@ class LiveExecutor:
         lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case RunVisit():
+                # A table that was copied with the state is on the device already.
                 table = None if lanes.has_table(operation) else self._visitor(operation)
                 lanes.enqueue_update(operation, table, due_s)
             case AwaitPush():
@@ -386,7 +387,7 @@ class LiveExecutor:
     def wait(self) -> list[Event]:
         """Wait for completions and return their events; none if only a request came, or nothing for long.
 
-        A lane that is silent for `stall_s` makes a `Stop`.
+        A lane that is silent for `stall_s` makes a `Stop`; after `waits.QUIET_S` an interrupted caller does, too.
         """
         self.end_turn()
         is_watched = self._operation_that_must_end() is not None

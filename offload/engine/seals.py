@@ -97,7 +97,7 @@ class Seals:
         return state.seal.checksum(tile.tensor, tile.tile)
 
     def checksum_for_save(self, operation: SaveTile) -> int | None:
-        """Return the checksum of a tile that is about to be saved, if it is known."""
+        """Return the checksum of a tile that is about to be saved, if it is known: not of what copy buffers hold."""
         return self._home_checksum(operation.tile) if operation.buffer is None else None
 
     def _home_checksum(self, tile: TileId) -> int | None:
@@ -186,7 +186,7 @@ class Seals:
         return state if state is not None and state.subgroup == run.visit.subgroup else None
 
     def _verify(self, state: _SlotState) -> None:
-        """Compare all unverified tiles of a slot with their records' checksums."""
+        """Compare all unverified tiles of a slot with their records' checksums; raise `DamagedError` if unlike."""
         for operation, _ in state.unverified.values():
             slot = known(operation.slot, "a tile at home waits to be verified")
             address = self._memory.slot_address(slot) + operation.buffer_offset

@@ -46,7 +46,7 @@ class _Columns(NamedTuple):
 
 
 def _segment_flags(rule: UpdateRule, group: Any, update: int) -> int:
-    """Return the flags of an active parameter's segments in its update of this number."""
+    """Return the flags of an active parameter's segments in update number `update`; some forget the old state."""
     decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(group) else 0
     zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, group) else 0
     return int(SegmentFlag.ACTIVE | decoupled | zeroed)
@@ -152,14 +152,14 @@ class Tables:
             scale: Factor that the gradients were multiplied by (a loss scale).
             clip: Factor to multiply the unscaled gradients by.
             active: The parameters that the step updates.
-            gradients: Where the CPU reads gradients.
+            gradients: Where the CPU reads gradients; None for where they are bound.
             weights: Address of each weight; None for where they are bound.
 
         Raises:
             ConfigError: If a group's hyperparameters cannot be used.
         """
         layout, factor = self._layout, clip / scale
-        # Parameters may have rules with different numbers of scalars: rows are padded to the widest.
+        # Rules may have different numbers of scalars beside `grad_scale` and `decay`: rows are padded to the widest.
         width = 2 + MAX_SCALARS if layout.has_rules else len(layout.state.rule.scalars._fields)
         # Rows that many parameters have in common are computed once; the first one is that of idle parameters.
         scalars, flags = [(0.0,) * width], [0]
@@ -358,7 +358,10 @@ class Tables:
         return slice(None) if parameters is None else parameters[self._columns[subgroup].parameter]
 
     def is_due(self, subgroup: int, parameters: Parameters | None = None) -> bool:
-        """Return whether a master of a subgroup (of one of these parameters) has to be taken from its weight."""
+        """Return whether a master of a subgroup (of one of these parameters) has to be taken from its weight.
+
+        An fp32 weight is its own master.
+        """
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return False
         return bool(self._due[subgroup][self._segments_of(subgroup, parameters)].any())
@@ -368,7 +371,7 @@ class Tables:
         return bool(self._due[subgroup].any())
 
     def due(self, subgroup: int, segment: Segment) -> SegmentFlag:
-        """Return how the master of a segment has to be taken from its weight; no flag if it has not."""
+        """Return how a segment's master has to be taken from its weight; no flag if it is current, or the weight."""
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return SegmentFlag(0)
         position = dict(self._layout.places[segment.parameter])[subgroup]

@@ -16,6 +16,7 @@ from offload.device.none import Lanes
 from offload.device.pieces import as_pieces
 from offload.dtypes import DtypeCode
 from offload.engine.tables import Parameters, StepRows, Tables
+from offload.errors import known
 from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.plain import PIECE_NUMEL
@@ -94,9 +95,9 @@ class StateViews:
         """Lend a run its state and weights in host memory, wherever they lie; changes are copied back."""
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
-        home, bounce = lanes.homes.get(subgroup), self._memory.bounce
-        if home is not None and bounce is not None:  # the state is at home on the GPU
-            address = bounce.address
+        home = lanes.homes.get(subgroup)
+        if home is not None:  # on the GPU
+            address = known(self._memory.bounce, "state at home on a GPU, and no buffer for it").address
             if not run.fresh and not run.visit.overwrites:
                 lanes.copy_to_host(as_pieces([(home.address, address, nbytes)]))
         else:
@@ -152,7 +153,7 @@ class StateViews:
             address = view.address + subgroup.offsets[tensor.name] + tensor.format.offset(segment.offset)
             nbytes, dtype = tensor.format.run_bytes(first_index, segment.numel), stored_dtype(tensor.format)
             stored[tensor.name] = tensor_at(address, nbytes // dtype.itemsize, dtype)
-        if MASTER not in stored:
+        if MASTER not in stored:  # an fp32 weight is the master
             stored[MASTER] = self.weight(subgroup.index, segment, view)
         visit = run.visit
         with as_fp32(subgroup.state, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:

@@ -170,7 +170,7 @@ class Additions:
 
     def _wait_for_buffer(self, filling: Filling) -> None:
         """Wait until the use of a filling's buffer before this one has ended."""
-        previous = self._last_fillings[filling.buffer]
+        previous = self._last_fillings[filling.buffer]  # the filling itself if an interrupted `send` goes on
         if previous is not None and previous is not filling and not previous.ended.is_set():
             self._wait(previous)
 
@@ -221,6 +221,7 @@ class Additions:
     def _add(self, filling: Filling) -> None:
         """Wait for a filling's copies, add its gradients, and free its buffer; keep an error for `finish`."""
         try:
+            # Without a mark `send` was interrupted, and its gradients are forgotten.
             if filling.mark is not None and self._error is None:
                 filling.mark.wait()
                 for dtype, rows in filling.rows.items():
@@ -229,12 +230,12 @@ class Additions:
             self._error = error
         finally:
             filling.ended.set()
-            self._lanes.wake()
+            self._lanes.wake()  # an update may wait for these gradients
 
     # The end
 
     def _free_buffers(self) -> None:
-        """Free the buffers, if there are any."""
+        """Free the buffers."""
         if self.arena is not None:
             self._lanes.free_arena(self.arena)
             self.arena = None

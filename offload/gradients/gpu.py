@@ -269,13 +269,13 @@ class GpuGradients(GradientStore):
         return device_block, host_arena
 
     def _note_slots(self, plan: Plan) -> None:
-        """Note in all records which slots a plan gives them, and which gradients stay on the GPU."""
-        for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=False):
+        """Note which slots a plan gives the records, which gradients stay on the GPU, and what lies between slots."""
+        for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=True):
             record.slot = slot
             record.stays = any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
         self._slots_bytes = sum(slot.nbytes for slot in self._slots)
         self._slot_addresses, _ = self.slots_at()
-        # A gap that is smaller than any slot has none in it.
+        # The size of the smallest slot: no third slot lies in a smaller gap between two slots.
         item_bytes = (
             TORCH_DTYPES[self._slot_settings.dtype_of(parameter)].itemsize for parameter in self._parameters
         )
@@ -457,7 +457,7 @@ class GpuGradients(GradientStore):
     def _sum_squares(self, gradients: Sequence[_Collected]) -> None:
         """Enqueue kernels that sum the squares of gradients, block by block: one for each dtype."""
         device = self.lanes.device
-        if len(gradients) == 1:
+        if len(gradients) == 1:  # which needs no table of gradients on the device
             position, address, dtype = gradients[0]
             record = self.records[position]
             device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_sums.address)

@@ -89,7 +89,7 @@ class PathGradients(GradientStore):
             [(number, subgroups[number].segments[at]) for number, at in reversed(segment_places)]
             for segment_places in plan.layout.places
         ]
-        added = len(self._segments) - len(self._arrivals)
+        added = len(self._segments) - len(self._arrivals)  # negative after a `use_plan` that failed
         self._arrivals = np.concatenate([self._arrivals[: len(self._segments)], np.zeros(max(added, 0), np.int64)])
         old_bytes = self._buffers.nbytes if self._buffers is not None else 0
         if self.used_bytes(plan) > old_bytes:
@@ -249,7 +249,7 @@ class PathGradients(GradientStore):
         return None
 
     def begin_step(self, plan: Plan, visits: object) -> bool:
-        """Note that a step uses all gradients; those that arrive next are the first of a new step."""
+        """Note that a step uses all gradients, and the next are a new step's; return False: no memory was added."""
         self._filler.begin_step()
         self._reset()
         return False

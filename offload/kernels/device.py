@@ -40,7 +40,7 @@ class DeviceKernel(ABC):
     """The device whose memory tables and addresses point at."""
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:  # noqa: B027
-        """Compile and load what updates and gradients need, so that no step waits for that.
+        """Compile and load what updates and gradients need, so that no step waits for that; by default nothing.
 
         Args:
             rule: The update rule.
@@ -70,7 +70,7 @@ class DeviceKernel(ABC):
         return self._send(table)
 
     def update(self, sent: Any) -> None:
-        """Enqueue the update of the segments of a table that was sent."""
+        """Enqueue the update of a table that was sent; nothing for None, a table that changes nothing."""
         if sent is not None:
             self._update(sent)
 
@@ -163,7 +163,7 @@ class DeviceKernel(ABC):
         if len(not_empty):
             self._fingerprint_rows(int(dtype), not_empty)
 
-    # What subclasses implement; arguments have been as_segment_rows
+    # What subclasses implement; arguments have been checked
 
     @abstractmethod
     def _send(self, table: npt.NDArray[Any]) -> Any:

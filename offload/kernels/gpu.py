@@ -136,7 +136,7 @@ class GpuUpdateKernel(DeviceKernel):
         problem, launches = _native.update_programs(table.ctypes.data, table.size, BLOCK_NUMEL, address, room)
         invariant(not problem, problem)
         if not launches:
-            sent.unused.append(sent)
+            sent.queue.append(sent)  # no work reads it: it can be used again at once
             return None
         self._tables.send(sent, programs_at + sum(program_count for *_, program_count in launches))
         return sent, programs_at, launches
@@ -199,7 +199,7 @@ class GpuUpdateKernel(DeviceKernel):
     def _launch_rows(
         self, kernel: Any, rows: npt.NDArray[np.uint64], size_column: int, block: int, options: dict[str, Any]
     ) -> None:
-        """Launch a kernel over rows of three words: a program for each `block` of what `size_column` has."""
+        """Launch a kernel over rows of three words: a program for each `block` of a row's size, in its unit."""
         rows = np.ascontiguousarray(rows)
         sizes = rows[:, size_column]
         programs_at = _programs_at(4 * len(rows))
@@ -255,7 +255,7 @@ class ArgumentTable:
         on_device: The memory on the device.
         sent: An event after the copy to the device, and later after the work that has used the table.
         using: The stream of the work that uses it.
-        unused: The queue in which it waits for its next use.
+        queue: Where it waits for its next use; see `Uploads`.
     """
 
     words: npt.NDArray[np.int64]
@@ -263,7 +263,7 @@ class ArgumentTable:
     on_device: torch.Tensor
     sent: Any = None
     using: Any = None
-    unused: deque[ArgumentTable] = field(default_factory=deque)
+    queue: deque[ArgumentTable] = field(default_factory=deque)
 
 
 SentUpdate = tuple[ArgumentTable, int, list[tuple[int, int, int, int, bool, int]]]
@@ -280,7 +280,7 @@ class HostTables:
         return ArgumentTable(on_host.numpy(), on_host, on_host)
 
     def send(self, table: ArgumentTable, words: int) -> None:
-        """Copy the first words of a table to the device."""
+        """Do nothing: the table is used where it was filled."""
 
     @contextlib.contextmanager
     def in_use(self, table: ArgumentTable) -> Iterator[torch.Tensor]:
@@ -304,16 +304,17 @@ class Uploads(HostTables):
 
     def __init__(self, device: torch.device, backend: Backend, stream: Any = None) -> None:
         self._device, self._backend = device, backend
-        self._stream = stream or backend.stream(device, False)
-        self._used: dict[Any, deque[ArgumentTable]] = {}
+        self._stream = stream or backend.stream(device, False)  # of no higher priority than others
+        # Tables for reuse by stream and size, the oldest first: the work with it may still be under way.
+        self._queues: dict[Any, deque[ArgumentTable]] = {}
 
     def get_table(self, words: int) -> ArgumentTable:
         """Return a table for work of the current stream; one that is then not sent and lent is not reused."""
         using = self._backend.current_stream(self._device)
         power_of_two = 1 << (words - 1).bit_length()
         size = max(_LEAST_WORDS, power_of_two)
-        used = self._used.setdefault((using, size), deque())
-        return self._take_reusable(used) or self._make(size, using, used)
+        queue = self._queues.setdefault((using, size), deque())
+        return self._take_reusable(queue) or self._make(size, using, queue)
 
     def send(self, table: ArgumentTable, words: int) -> None:
         """Enqueue the copy of a table's first words to the device."""
@@ -329,26 +330,27 @@ class Uploads(HostTables):
             yield table.on_device
         finally:
             table.sent.record(table.using)
-            table.unused.append(table)
+            table.queue.append(table)
 
-    def _take_reusable(self, used: deque[ArgumentTable]) -> ArgumentTable | None:
+    def _take_reusable(self, queue: deque[ArgumentTable]) -> ArgumentTable | None:
         """Take a stream's oldest table if the work with it has been done; else return None."""
         try:
-            oldest = used.popleft()
+            oldest = queue.popleft()
         except IndexError:
             return None
         if oldest.sent.query():
             return oldest
-        used.appendleft(oldest)
+        queue.appendleft(oldest)
         return None
 
-    def _make(self, size: int, using: Any, unused: deque[ArgumentTable]) -> ArgumentTable:
-        """Allocate a table of `size` words for work of the stream `using`; `unused` is its queue."""
+    def _make(self, size: int, using: Any, queue: deque[ArgumentTable]) -> ArgumentTable:
+        """Allocate a table of `size` words for work of the stream `using`; it will wait in `queue` for its reuse."""
         on_host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         with working_on(self._stream):  # the allocator orders reuse of the memory by this stream
-            there = torch.empty(size, dtype=torch.int64, device=self._device)
-        there.record_stream(using)  # an interrupt may drop the table while work reads it
-        return ArgumentTable(on_host.numpy(), on_host, there, self._backend.event(self._device, False), using, unused)
+            on_device = torch.empty(size, dtype=torch.int64, device=self._device)
+        on_device.record_stream(using)  # an interrupt may drop the table while work reads it
+        untimed = self._backend.event(self._device, False)
+        return ArgumentTable(on_host.numpy(), on_host, on_device, untimed, using, queue)
 
 
 def _programs_at(words: int) -> int:

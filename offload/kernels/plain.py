@@ -98,6 +98,7 @@ class PlainUpdateKernel(DeviceKernel):
         if has_weight:
             weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))]
             weight = written("weight", weight_dtype, takes_master) if is_active else at("weight", weight_dtype)
+        # An update that only zeroes state does not touch the master.
         master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
         if is_active or takes_master:
             reads_master = not (takes_master and SegmentFlag.LOAD_MASTER in flags)

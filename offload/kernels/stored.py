@@ -92,7 +92,7 @@ def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], 
         first_index: Index of the segment's first element in the unsharded parameter.
     """
     formats = dict(state.stored)
-    _, *others = state.format.stored_as(name)
+    _, *others = state.format.stored_as(name)  # the name of the tensor beside it, if there is one
     if not others:
         return Stored(formats[name], tensors[name])
     (other,) = others

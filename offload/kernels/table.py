@@ -40,7 +40,7 @@ def segment_table(
         weight_dtype: Element type of the weights.
         gradient_dtype: `DtypeCode` of the gradients.
         flags: `SegmentFlag`s.
-        scalars: What `rule.row` returns, or columns of it.
+        scalars: What `rule.row` returns, or columns of it; None for zeros.
         rounding_key: The update's, from `offload.kernels.rounding_keys`; for formats that round, as is `first_index`.
         first_index: Index of a segment's first element in the unsharded parameter.
     """
@@ -97,7 +97,7 @@ def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int
         weight_dtype=DtypeCode.BFLOAT16,
         gradient_dtype=DtypeCode.BFLOAT16,
         flags=flags,
-        scalars=rule.row(10, values, 1.0),
+        scalars=rule.row(step=10, values=values, grad_scale=1.0),
     )
 
 

@@ -97,7 +97,10 @@ ROOTS, STATES_EACH = tl.constexpr(_roots()), tl.constexpr(MAX_STATES)
 
 @triton.jit
 def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to elements `start` to `start + BLOCK` of the tensor at `address`; bf16 as its bits."""
+    """Return pointers to elements `start` to `start + BLOCK` of the tensor at `address`; bf16 as its bits.
+
+    `ALIGNED`: the first lies at a multiple of four elements.
+    """
     if DTYPE == BYTE:
         first = (address + start).to(tl.pointer_type(tl.uint8))
         if ALIGNED:
@@ -119,7 +122,7 @@ def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: 
 
 @triton.jit
 def old_and_new(old, new, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers as `pointers` has them, to what is read and what is written: addresses that two fields have."""
+    """Return `pointers` to what is read and to what is written; a field `new` of 0 means: where it is read."""
     read_at, written_at = tl.load(old), tl.load(new)
     written_at = tl.where(written_at == 0, read_at, written_at)
     return pointers(read_at, start, BLOCK, DTYPE, ALIGNED), pointers(written_at, start, BLOCK, DTYPE, ALIGNED)
@@ -127,7 +130,7 @@ def old_and_new(old, new, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGN
 
 @triton.jit
 def read(at, inside, FULL: tl.constexpr):
-    """Load what is `inside`, else zeros. Without a mask, where FULL, it is as wide as memory allows."""
+    """Load what is `inside`, else zeros. Where all is inside (FULL) no mask keeps loads from being wide."""
     if FULL:
         return tl.load(at)
     else:
@@ -228,10 +231,11 @@ def decoded(codes, scales, ROOT: tl.constexpr, BLOCK: tl.constexpr):
     """Return fp32 values of codes and their blocks' scales, as `offload.kernels.reference.minifloat` does.
 
     An fp32 has subnormals as codes have them. So a code's bits, as the lowest of an exponent and the highest of a
-    mantissa, are its integer times 2^(-126 - mantissa bits): that of its block and of 2^126 is its value.
+    mantissa, are its integer times 2^(-126 - mantissa bits); times 2^126 and a power of its block, it is the value.
     """
     MANTISSA: tl.constexpr = ROOT_BITS if ROOT else SIGNED_BITS
     code, scale = codes.to(tl.uint32), spread(scales.to(tl.uint32), BLOCK)
+    # The block's power of two in an fp32's bits: 2^(scale - 133), or 2^MANTISSA where the block is zeros.
     exponent = tl.where(scale > 0, scale - 6, 127 + MANTISSA)
     power = tl.where(scale == NAN_SCALE, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
     if ROOT:
@@ -330,11 +334,11 @@ def change_of(s, g, first, second, RULE: tl.constexpr):
 
 @triton.jit
 def scales_of(row, start, room, STATES: tl.constexpr, STATE_FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where the scales of a block's elements begin, and which there are: as many as there are elements for."""
+    """Return pointers to the first scale of each block that shares scales, and which of them have elements."""
     blocks = tl.arange(0, BLOCK // SHARED)
     scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint8)) + blocks * STATES
     if STATE_FORMAT == COMPACT8:
-        scales += tl.cdiv(start, SHARED) * STATES  # `start` is negative by less than a block
+        scales += tl.cdiv(start, SHARED) * STATES  # 0 where `start` is negative, by less than a block
     return scales, blocks * SHARED < room
 
 
@@ -363,7 +367,7 @@ def read_master(master, lower, inside, PLANES: tl.constexpr, UPPER: tl.constexpr
 
 @triton.jit
 def taken(p, weight, matches, WEIGHT: tl.constexpr):
-    """Return the weight as the master, or, where it `matches`, with `p` wherever the weight is its rounding."""
+    """Return the master taken from a weight: the weight, but, if `matches`, `p` where that rounds to the weight."""
     kept = narrow(p, WEIGHT).to(tl.uint16, bitcast=True) == weight.to(tl.uint16, bitcast=True)
     return tl.where(matches & kept, p, widen(weight, WEIGHT))
 
@@ -379,7 +383,7 @@ def read_state(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Return a state tensor's values in fp32."""
+    """Return a state tensor's values in fp32; `there` are the scales that exist (`scales_of`)."""
     if STATE_FORMAT == COMPACT8:
         return decoded(read(items, inside, FULL), read(scales, there, FULL), ROOT, BLOCK)
     else:
@@ -410,7 +414,7 @@ def write_zeros(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Make state zeros."""
+    """Make state zeros, and the scales that are `there`."""
     zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
     write(first, zeros, inside, FULL)
     if STATES == 2:
@@ -437,13 +441,13 @@ def write_codes(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Write state as codes and scales."""
+    """Write state as codes and scales, of which those exist that are `there`."""
     codes, scale = encoded(m, random, inside, ROOT, BLOCK, FULL)
     write(scales, scale, there, FULL)
     if STATES == 2:
         others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
         write(scales + 1, scale, there, FULL)
-        # What is divided by a root that is 0 now would be divided by almost nothing; and see `store_state`.
+        # What is divided by a root that is 0 now would be divided by almost nothing; and see `encode_state`.
         if SECOND_ROOT:
             codes = tl.where((others == 0) | (v.to(tl.uint32, bitcast=True) == INFINITY), 0, codes)
         if ROOT:
@@ -466,7 +470,11 @@ def update_block(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Do to one block of a segment what `offload.kernels.reference.update` does, in the same order."""
+    """Do to one block of a segment what `offload.kernels.reference.update` does, in the same order.
+
+    The block begins at element `start` of the segment, which has `room` elements from there on; FULL: the segment has
+    all of the block's elements.
+    """
     words = row.to(tl.pointer_type(tl.int32))
     scalars = row.to(tl.pointer_type(tl.float32))
     flags = tl.load(words + FLAGS)
@@ -476,7 +484,7 @@ def update_block(
     if STATE_FORMAT == COMPACT8:
         inside &= tl.arange(0, BLOCK) >= -start
     master, new_master = old_and_new(row + MASTER, row + NEW_MASTER, start, BLOCK, UPPER, ALIGNED)
-    lower, new_lower = master, new_master
+    lower, new_lower = master, new_master  # not used unless there are planes
     if PLANES:
         lower, new_lower = old_and_new(row + MASTER_LOW, row + NEW_MASTER_LOW, start, BLOCK, BYTE, ALIGNED)
     weight, new_weight = old_and_new(row + WEIGHT_ADDRESS, row + NEW_WEIGHT, start, BLOCK, WEIGHT, ALIGNED)
@@ -492,7 +500,8 @@ def update_block(
         if WEIGHT != NONE and (flags & TAKES_MASTER) != 0:
             p = read_master(master, lower, inside, PLANES, UPPER, FULL)
             p = taken(p, read(weight, inside, FULL), (flags & LOAD_MASTER) == 0, WEIGHT)
-            write_master(new_master, new_lower, p, tl.zeros([BLOCK], tl.uint32), inside, PLANES, FULL)
+            nothing_added = tl.zeros([BLOCK], tl.uint32)  # a stored master, or a weight: no bits are cut off
+            write_master(new_master, new_lower, p, nothing_added, inside, PLANES, FULL)
         if (flags & ZERO_STATE) != 0:
             write_zeros(first, second, scales, inside, there, STATES, STATE_FORMAT, BLOCK, FULL)
     else:
@@ -577,7 +586,10 @@ def gather_block(
     ALIGNED: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Copy or add one block of the norm and write its sum of squares."""
+    """Copy or add one block of the norm, and write its sum of squares to `blocks`.
+
+    The gradient has `room` elements from the block's first one, `start`, on.
+    """
     inside = tl.arange(0, NORM_BLOCK) < room
     found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)
     values = widen(found, SOURCE)

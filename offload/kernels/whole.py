@@ -65,7 +65,7 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
     weight = gradient.to(dtype)
     values = rule.values(rule.defaults)
     parameter = Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
-    scalars = rule.row(1, values, 1.0)
+    scalars = rule.row(step=1, values=values, grad_scale=1.0)
     piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, scalars, rule))
     return partial(_UPDATES[rule.name], piece, group, values)
 
@@ -139,7 +139,7 @@ class WholeUpdate:
                 update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
                 if segment.weight is None:
                     continue
-                if segment.master.dtype is segment.weight.dtype:
+                if segment.master.dtype is segment.weight.dtype:  # there are no fp32 masters
                     segment.weight.copy_(segment.master)
                 else:
                     store_rounded(reference.master_of(segment), segment.weight)

@@ -118,7 +118,7 @@ class _SavedOnPaths(_Saved):
         self.activations = activations
         self.form = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.kind = tensor.device, tensor.dtype
-        self.storage: _Storage
+        self.storage: _Storage  # which `_write_storage` sets
 
     def unpack(self) -> torch.Tensor:
         """Wait until the storage is read into new memory; return a tensor that lies in it as the saved one did."""

@@ -154,7 +154,7 @@ class Buckets:
 def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
     """Register the hook of `Buckets` with a DDP model, unless it is registered already; return the model's buckets.
 
-    `hook` and `state` are as for `Buckets`; in buckets that are registered, they replace those given before.
+    `hook` and `state` are as for `Buckets`; in buckets that are registered, a hook replaces that given before.
 
     Raises:
         ConfigError: It is no DDP model, or has another hook.
@@ -185,6 +185,7 @@ def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares anno
 
 
 def _only_value(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """Return the one tensor that was reduced."""
     return reduced.value()[0]
 
 

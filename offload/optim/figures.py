@@ -96,7 +96,7 @@ class StepFigures:
         return backward_s + forward_and_step_s
 
     def explain(self) -> Explanation:
-        """Return predicted and measured seconds of the last step, lane by lane; print it.
+        """Return predicted and measured seconds of the last step, lane by lane, which `print` shows.
 
         Warns, once a process, if weights on the CPU have a dtype with which forward and backward are slow there.
         """

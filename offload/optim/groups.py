@@ -127,7 +127,10 @@ def from_json(
     check: Callable[[Group], None],
     ignored: Collection[str] = NOT_LOADED,
 ) -> list[dict[str, Any]]:
-    """Return the groups' hyperparameters from a checkpoint's metadata, after checks: a file may hold anything."""
+    """Return the groups' hyperparameters from a checkpoint's metadata, after checks: a file may hold anything.
+
+    `check` is called with each group as it would be; `path` and `kind` (the optimizer's) are for errors.
+    """
     saved_groups = metadata.get("groups")
     if metadata.get("optimizer") != kind:
         raise CheckpointError(f"{path} is of {metadata.get('optimizer')}, and this is {kind}")
@@ -165,7 +168,7 @@ def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     """Return whether JSON can hold a value; also a tensor of one element, which is marked as such there."""
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
-    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))
+    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))  # NaN for others
     if is_number:  # of a class that `_to_plain` can convert
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
     elements = None if isinstance(value, Mapping | bytes) else items(value)

@@ -109,7 +109,7 @@ class ModelRest:
         return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
 
     def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
-        """Write frozen weights to a file of their own; return the bytes of all else.
+        """Write frozen weights to a file that is named by the checkpoint's `id` and `rank`; return bytes of all else.
 
         The bytes are a line of JSON, `extra` (the caller's own bytes), and the other values as `torch.save` writes
         them. If this fails, the file is deleted.

@@ -198,7 +198,8 @@ class Muon(OffloadedOptimizer):
         if parameter.dim() != 2 or not flag(self.param_groups[group], "use_muon"):
             return False
         patterns = self._holder.config.exact_names
-        if patterns and name.startswith("param_groups[") and not self._has_warned_of_names:
+        has_made_up_name = name.startswith("param_groups[")
+        if patterns and has_made_up_name and not self._has_warned_of_names:
             self._has_warned_of_names = True
             log.warning(
                 "parameters have no names, so embeddings cannot be told from other matrices and are updated by Muon, "

@@ -64,7 +64,7 @@ class Overlap:
     def hook_model(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
         """Hook a model that has some of these parameters; another call also hooks modules added since.
 
-        Waits for the last step. Makes `exchange` if weights are cut by rows.
+        `check` is as for `FollowedModel`. Waits for the last step. Makes `exchange` if weights are cut by rows.
         """
         self._check_model(model, check, parameters)
         self._holder.check_open()
@@ -216,7 +216,7 @@ class Overlap:
             self._copy_from_hidden([*self.hidden_copies])
 
     def _copy_from_hidden(self, bounds: Iterable[BoundParameter], is_closed: bool = False) -> None:
-        """Copy updated weights from their hidden copies into the parameters, and bind the parameters again."""
+        """Copy updated weights from hidden copies into the parameters; bind these again, if the engine is open."""
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
             if copy is not None:
@@ -375,7 +375,8 @@ class FollowedModel:
         parameters = shards.gathered_by(group)
         if group.device.type != "cpu":
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-            if overlap.has_ended or self.check:  # perhaps only the caller's stream has waited for weights
+            # Perhaps only the caller's stream has waited for weights, or, if waits are checked, shows them again.
+            if overlap.has_ended or self.check:
                 overlap.wait_for_some(parameters)
                 stream.wait_stream(group.device_handle.current_stream())
             else:

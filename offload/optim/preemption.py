@@ -126,11 +126,11 @@ class Preemption:
     def __init__(self) -> None:
         self.is_late = False
         self.is_due = False
-        self._handler: SigtermHandler | None = None
-        self._folder: str | os.PathLike[str] | Callable[[], object] = ""
+        self._handler: SigtermHandler | None = None  # None while this is not in use
+        self._folder: str | os.PathLike[str] | Callable[[], object] = ""  # or a function that saves
         self._extra: Callable[[], Any] | None = None
-        self._model: Callable[[], torch.nn.Module | None] = _no_model
-        self._restore: Callable[[], object] = tuple  # does nothing before `use`
+        self._model: Callable[[], torch.nn.Module | None] = _no_model  # else a weak reference
+        self._restore_handler: Callable[[], object] = _nothing_to_restore
 
     def use(
         self,
@@ -156,7 +156,7 @@ class Preemption:
             combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
         if self._handler is None:
             self._handler = SigtermHandler()
-            self._restore = finalizer = weakref.finalize(optimizer, self._handler.restore)
+            self._restore_handler = finalizer = weakref.finalize(optimizer, self._handler.restore)
             finalizer.atexit = False
         self._folder = folder
         self._extra = extra
@@ -165,7 +165,7 @@ class Preemption:
     def end(self) -> None:
         """Restore the earlier handler, and commit no more; idempotent."""
         self._handler = self._extra = None
-        self._restore()
+        self._restore_handler()
 
     @property
     def _name(self) -> object:
@@ -216,6 +216,10 @@ class Preemption:
             raise failure or CheckpointError("another rank's extra could not be made")
         optimizer.save_checkpoint(self._folder, model=self._model(), extra=extra)
         optimizer.wait_checkpoint()
+
+
+def _nothing_to_restore() -> None:
+    """Do nothing: no handler was replaced."""
 
 
 def _no_model() -> None:

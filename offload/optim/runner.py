@@ -196,7 +196,7 @@ class ClassRunner:
     # What is kept
 
     def rule_of(self, parameter: torch.Tensor, name: str, group: Mapping[str, Any], number: int) -> ClassRule:
-        """Return the rule of a parameter in a group.
+        """Return the rule of a parameter in group `number`.
 
         Which state the class keeps is found out by a trial on fake tensors, once for each shape, dtype and group.
 
@@ -317,9 +317,9 @@ class ClassRunner:
     ) -> None:
         """Refuse a class whose update of a parameter depends on other parameters or groups, as here it runs alone.
 
-        A trial with real tensors: small ones like the smallest parameter of each dtype and number of dimensions, one
-        more like the first, and one in a second group with half the rate. One optimizer of the class updates them
-        together, and this runner each by itself. The results have to be equal.
+        A trial with real tensors: small ones like the smallest parameter of each dtype and number of dimensions of
+        group `number`, one more like the first, and one in a second group with half the rate. One optimizer of the
+        class updates them together, and this runner each by itself. The results have to be equal.
 
         Raises:
             ConfigError: The results differ; or the class keeps something in attributes of its own.

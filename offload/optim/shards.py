@@ -170,13 +170,13 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
 
     strides = row_major(parameter.shape)
     _check_contiguous(parameter, piece, name, strides)
-    if owner is not None and is_dtensor(parameter):
+    if owner is not None and is_dtensor(parameter):  # the owner updates a whole copy, not its shard
         from torch.distributed.tensor import Shard
 
         mesh = dealing_mesh(mesh, name)
         box = dealt_box(parameter.shape, mesh, owner)
         return Cut(mesh, (Shard(0),), box, start=0, is_run=True, owner_rank=owner)
-    if not piece.numel():
+    if not piece.numel():  # so no element is its first
         return Cut(mesh, placements, box, start=0, is_run=True, owner_rank=owner)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))

@@ -502,7 +502,7 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def in_memory_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
-    """Return a view of a user's tensor: this rank's elements, in row-major order that of the weight's memory.
+    """Return a view of this rank's elements of a user's tensor, whose row-major order is that of the weight's memory.
 
     Errors name `what`.
     """

@@ -554,6 +554,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
         if unused and without_saved_state:
             return saved_names, set()  # it is of another model, as loading it will say
+        # Another rank may have the rest, if this one has nothing of what its number has saved, or that is not known.
         may_be_of_another_rank = world_size > 1 and used_names.isdisjoint(rank_names or ())
         if unused and not may_be_of_another_rank:
             raise CheckpointError(

@@ -333,7 +333,7 @@ class Weights:
 
     @property
     def groups(self) -> list[Any]:
-        """The process groups of a mesh that weights are cut over; empty if this rank has all of each weight."""
+        """The process groups of the first mesh that weights are cut over; none if this rank has whole weights."""
         meshes = (bound.cut.mesh for bound in self.bound.values() if bound.cut is not None)
         mesh = next(meshes, None) if self.rows_over is None else self.rows_over
         return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]

@@ -32,9 +32,11 @@ class PackedState(StateView):
         self.runner = runner
 
     def _has_master(self, bound: BoundParameter) -> bool:
+        """Return whether a parameter has a master beside its weight, which only `wrap(masters=True)` keeps."""
         return self.runner.masters and super()._has_master(bound)
 
     def _layout_of(self, bound: BoundParameter) -> Parameter:
+        """Return a parameter as the engine's layout describes it."""
         return self._layout.parameters[bound.position]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:

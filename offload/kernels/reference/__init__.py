@@ -200,10 +200,12 @@ def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: 
 
 
 def _widened(segment: SegmentTensors) -> list[torch.Tensor]:
+    """Return copies of state in fp32 or bf16, in fp32."""
     return [tensor.to(torch.float32, copy=True) for tensor in segment.state]
 
 
 def _store(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
+    """Store values, or codes, as they are: nothing is rounded."""
     for tensor, values in zip(segment.state, state, strict=True):
         tensor.copy_(values)
 
@@ -218,6 +220,7 @@ def _store_rounded(segment: SegmentTensors, state: Sequence[torch.Tensor], rando
 
 
 def _are_roots(segment: SegmentTensors) -> list[bool]:
+    """Return for each state tensor whether codes are made of its square root."""
     return [name in segment.rule.roots for name in segment.rule.state]
 
 
@@ -251,7 +254,8 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
     for row, segment in enumerate(segments):
         numel, state = segment.master.numel(), StateSpec(segment.rule, segment.state_format)
-        formats = dict(state.stored if segment.master_low is not None else (StateTensor(MASTER), *state.beside))
+        has_planes = segment.master_low is not None  # else the master is fp32
+        formats = dict(state.stored if has_planes else (StateTensor(MASTER), *state.beside))
         for name, tensor in segment.tensors().items():
             form = formats.get(name)
             fits = tensor.dtype in DTYPE_CODES if form is None else tensor.dtype == getattr(torch, form.dtype)

@@ -57,11 +57,13 @@ def _in_blocks(values: torch.Tensor, first_index: int) -> torch.Tensor:
 
 
 def _spread(scales: torch.Tensor, first_index: int, numel: int) -> torch.Tensor:
+    """Return for each of `numel` elements the scale of its block."""
     before = first_index % BLOCK_NUMEL
     return scales.to(torch.int64).repeat_interleave(BLOCK_NUMEL)[before : before + numel]
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2^exponents in fp32, made from its bits; exponents are from -126 to 127."""
     return (exponents + 127 << 23).to(torch.int32).view(torch.float32)
 
 
@@ -82,6 +84,7 @@ def encode(
     cut, least_normal = 23 - mantissa_bits, 1 << mantissa_bits
     bits = values.contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF
     greatest = _in_blocks(bits, first_index).amax(dim=1)
+    # The exponent of the greatest value; one more if the value is above the greatest code of its binade.
     scales = (greatest + (1 << cut) - 1 >> 23).clamp(max=GREATEST_SCALES[mantissa_bits])
     scales = torch.where(scales < LEAST_SCALES[mantissa_bits], 0, scales)
     greatest_stored = 0x7F800000 if mantissa_bits == ROOT_MANTISSA_BITS else 0x7F7FFFFF
@@ -94,6 +97,7 @@ def encode(
     is_normal = y >= least_normal
     z = torch.where(is_normal, y, y + least_normal).view(torch.int32).to(torch.int64)
     added = (1 << cut - 1) if random is None else random
+    # The least normal number has exponent 127 + mantissa_bits in an fp32, and 1 in a code.
     codes = (z + added >> cut) - (127 + mantissa_bits << mantissa_bits) + torch.where(is_normal, least_normal, 0)
     codes = torch.where(coded, codes.clamp(max=(8 << mantissa_bits) - 1), 0)
     return codes.to(torch.uint8), scales.to(torch.uint8)
