@@ -686,7 +686,7 @@ class ForgetsWhatWasConfirmed(Filtered):
 
 
 class TakesRoomOfCheckpoints(TileIndex):
-    def missing_bytes(self, slot_counts, *, spare=False):
+    def missing_bytes(self, slot_counts, *, lent=False):
         return super().missing_bytes(slot_counts)
 
 
