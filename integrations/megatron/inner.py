@@ -92,8 +92,8 @@ class MegatronAdamW(torch.optim.Optimizer):
         self._copies: list[dict[str, torch.Tensor]] | None = None
         self._state_to_write: dict[int | str, dict[str, torch.Tensor]] = {}
         self._step_to_write: int | None = None
-        self._steps = 0
-        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())
+        self._steps = 0  # updates, also of a rank without shards
+        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())  # foresees the step, for the engine
 
     @property
     def shards(self) -> list[torch.Tensor]:
