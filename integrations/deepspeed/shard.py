@@ -217,7 +217,7 @@ class Shard:
             factor: An fp32 number by which gradients are multiplied first: it unscales them, and clips.
             loss_scale: A factor of 1 / `loss_scale` means that nothing is clipped; it is expected for the next step.
             order: Position of each piece in the order in which callers wait for them, pieces without one first; this
-                returns when the step has begun (with `gradient_memory`, when it is over). None: when the step is over.
+                returns when the step has begun. None: when the step is over.
         """
         self.gradients.settle()
         self._bind_weights()
@@ -225,7 +225,7 @@ class Shard:
         # `loss_scale` and 1. A factor that clips as well is all given as `clip`.
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
-        if order is None or self.engine.config.gradient_memory is not None:
+        if order is None:
             self.engine.step(groups, scale=scale, clip=clip, active=self.active)
             self.engine.finish(on_gpu=True)  # ZeRO-3 gathers weights on a stream that waits for no other
             return
