@@ -237,7 +237,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.under_way: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
-        self._nbytes = 0
+        self._nbytes = 0  # pinned memory under way
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy of a tensor on the accelerator to host memory."""

@@ -299,7 +299,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         with self._with_state_lent() as states:
             state: dict[str, Any] = super().state_dict()
             key = "single_partition_of_fp32_groups"
-            state[key] = [master.detach() for master in state[key]]
+            state[key] = [master.detach() for master in state[key]]  # which are views of tensors in a graph
         saved: dict[str, Any] = self._add_steps(state, states)
         return saved
 

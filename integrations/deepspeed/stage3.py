@@ -251,7 +251,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         """Return everything in DeepSpeed's layout."""
         with self._with_state_lent() as states:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
-            state_dict[FP32_FLAT_GROUPS] = [state.master for state in states]
+            state_dict[FP32_FLAT_GROUPS] = [state.master for state in states]  # the flats will be placeholders again
         saved: dict[str, Any] = self._add_steps(state_dict, states)
         return saved
 

@@ -336,8 +336,8 @@ class SessionParts:
     def allocate(self) -> bool:
         """Make the store slots that the plan needs, and allocate their space on paths; return whether all are there.
 
-        No other process can take the space then. While some is missing, a step may fail for want of it, so
-        checkpoints do not reserve slots that a step may need.
+        No other process can take the space then. While some is missing, a step may fail for want of it, so no save
+        keeps slots on the paths then (`Checkpoints._begin_save`).
         """
         index = self.machine.index
         if index.has_needed_slots or not self.tiers:
