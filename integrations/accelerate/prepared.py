@@ -245,7 +245,8 @@ def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
 def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterator[None]:
     """Replace Accelerate's functions that save and load optimizers under FSDP: ours are saved as pointers.
 
-    Accelerate calls them before its hooks, so they do what the hooks do.
+    Accelerate calls them before its hooks, so they do what the hooks do. `before_save` is the one before a save; None
+    in a load.
     """
     module = import_module("accelerate.accelerator")
     save_theirs, load_theirs = module.save_fsdp_optimizer, module.load_fsdp_optimizer
@@ -253,7 +254,7 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
     def save_ours(*given: Any, **options: Any) -> None:
         """Replaces `save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, ...)`."""
         _, accelerator, optimizer, _, folder, *_ = given
-        if before_save is None or not isinstance(optimizer, Prepared):
+        if before_save is None or not isinstance(optimizer, Prepared):  # another optimizer
             save_theirs(*given, **options)
             return
         before_save(None, None, folder)

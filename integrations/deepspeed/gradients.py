@@ -7,7 +7,7 @@ with `gradient_memory` in a few buffers, and on the paths.
 
 Invariants:
   * a gradient that is returned is complete: all copies and sums that it depends on have ended;
-  * DeepSpeed reuses the memory of a reduced gradient once `take` has returned, on the stream that was current then.
+  * DeepSpeed reuses the memory of a reduced gradient once `accept` has returned, on the stream that was current then.
     So the engine of weights on a GPU is given a copy, made on that stream, which it may read later.
 """
 
@@ -40,7 +40,7 @@ class SlotGradients:
     """
 
     adds_in_slots: ClassVar[bool] = True
-    """Whether DeepSpeed may add gradients in host memory to the engine's slots itself."""
+    """Whether others may add gradients in host memory to the engine's slots: not if the engine adds them itself."""
 
     def __init__(
         self, pieces: Sequence[Piece], engine: Engine, place: torch.device, dtypes: Sequence[torch.dtype]
@@ -51,7 +51,7 @@ class SlotGradients:
         self._dtypes = dtypes
         self._transfers = Transfers()
         self._lent_gradients: dict[int, torch.Tensor] = {}
-        """Copies of gradients, with padding, that callers may have written to; they replace what is in the slots."""
+        """Gradients, with padding, that callers may have written to; they replace what is in the slots."""
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ class SlotGradients:
         announce(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
 
     def _read_unless_lent(self, number: int, *, arrived: bool) -> torch.Tensor | None:
-        """Return a gradient that is not lent, complete; None or zeros if there is none."""
+        """Return a gradient that is not lent, complete; zeros (in the subclass None) if there is none."""
         self.settle()
         slot = self._engine.gradients.slot(number)
         # A slot whose memory was given back reads as zeros; writing to it would take the memory again.
@@ -129,19 +129,28 @@ class SlotGradients:
         return gradient[:wanted]
 
     def lend(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
-        """Return a piece's gradient, zeros if none `arrived`; the caller writes there and calls `note_changed`."""
+        """Return a piece's gradient, for a caller who writes there and then calls `note_changed`.
+
+        It is the engine's slot, if others may add there. Else, or for more elements than the slot has, it is a tensor
+        that replaces the slot's gradient until the next window.
+
+        Args:
+            number: The piece.
+            numel: How many elements, those beyond the piece being padding; None for the piece's own.
+            arrived: Whether the piece has a gradient of this window; if not, zeros are lent.
+        """
         if not arrived:
-            self._lent_gradients.pop(number, None)
+            self._lent_gradients.pop(number, None)  # of an earlier window
         piece_numel = self._pieces[number].numel
         wanted = piece_numel if numel is None else numel
-        if number not in self._lent_gradients and wanted <= piece_numel and self.adds_in_slots:
-            self._engine.gradients.take_memory()
+        lent = self._lent_gradients.get(number)
+        if lent is None and self.adds_in_slots and wanted <= piece_numel:
+            self._engine.gradients.take_memory()  # which parking may have given back
             return self.read(number, wanted, arrived=arrived)
-        if number not in self._lent_gradients or self._lent_gradients[number].numel() < wanted:
-            self._lent_gradients[number] = self.read(number, max(piece_numel, wanted), arrived=arrived).to(
-                self._place
-            )
-        return self._lent_gradients[number][:wanted]
+        if lent is None or lent.numel() < wanted:
+            lent = self.read(number, max(piece_numel, wanted), arrived=arrived).to(self._place)
+            self._lent_gradients[number] = lent
+        return lent[:wanted]
 
     def settle(self) -> None:
         """Wait for all copies to host memory."""
@@ -228,7 +237,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.under_way: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
-        self._nbytes = 0
+        self._nbytes = 0  # pinned memory under way
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy of a tensor on the accelerator to host memory."""

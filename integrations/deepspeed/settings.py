@@ -273,6 +273,8 @@ def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:
     """Return whether weight decay is decoupled, and the hyperparameters, by `optimizer.type` and `optimizer.params`.
 
+    Lion is `lion_from_config`'s.
+
     Raises:
         ConfigError: If it is not Adam or AdamW, or asks for a variant that the engine does not run.
     """

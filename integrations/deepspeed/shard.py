@@ -95,7 +95,7 @@ class Shard:
             Parameter(p.name, p.numel, codes[p.flat], p.group, p.start, p.unsharded_numel, p.shape)
             for p in self.pieces
         ]
-        reads_later = config.gradient_memory is None
+        reads_later = config.gradient_memory is None  # else a gradient is read before `arrived` has returned
         in_slots = device is None and reads_later
         sums = "float32" if gradient_dtype is torch.float32 else "parameter"
         config = dataclasses.replace(config, gradient_dtype=sums)
@@ -213,18 +213,19 @@ class Shard:
         """Update every piece that has a gradient.
 
         Args:
-            groups: Hyperparameters.
-            factor: An fp32 number by which gradients are multiplied first.
+            groups: Hyperparameters, by group.
+            factor: An fp32 number by which gradients are multiplied first: it unscales them, and clips.
             loss_scale: A factor of 1 / `loss_scale` means that nothing is clipped; it is expected for the next step.
-            order: Position of each piece in the order in which callers wait for them; this returns when the step has
-                begun. None: when the step is over.
+            order: Position of each piece in the order in which callers wait for them, pieces without one first; this
+                returns when the step has begun. None: when the step is over.
         """
         self.gradients.settle()
         self._bind_weights()
-        # Updates that were made in backward divided by `loss_scale`; a factor that clips as well revokes them.
+        # The engine confirms an update made in backward if the step's `scale` and `clip` are those that it had:
+        # `loss_scale` and 1. A factor that clips as well is all given as `clip`.
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
-        if order is None or self.engine.config.gradient_memory is not None:
+        if order is None:
             self.engine.step(groups, scale=scale, clip=clip, active=self.active)
             self.engine.finish(on_gpu=True)  # ZeRO-3 gathers weights on a stream that waits for no other
             return

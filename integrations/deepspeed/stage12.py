@@ -127,7 +127,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         for flat in self._flats:
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
-        buffers.clear()
+        buffers.clear()  # through these DeepSpeed would copy masters to weights
         dtype = self.gradient_accumulation_dtype
         rule = rule_of(self.optimizer)
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype, rule)
@@ -299,7 +299,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         with self._with_state_lent() as states:
             state: dict[str, Any] = super().state_dict()
             key = "single_partition_of_fp32_groups"
-            state[key] = [master.detach() for master in state[key]]
+            state[key] = [master.detach() for master in state[key]]  # which are views of tensors in a graph
         saved: dict[str, Any] = self._add_steps(state, states)
         return saved
 

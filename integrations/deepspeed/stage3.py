@@ -90,7 +90,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
     def _take_use_order(self) -> Mapping[int, int] | None:
-        """Return each piece's position in the order of use since the last step; forget that order."""
+        """Return each piece's position in the order of use since the last step; forget that order.
+
+        None if the step does not go on into the next forward pass.
+        """
         used, self._used = self._used, {}
         if not self._overlaps_forward:
             return None
@@ -161,7 +164,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             rule_of(self.optimizer),
         )
         for param_group in self.optimizer.param_groups:
-            param_group["params"] = []
+            param_group["params"] = []  # as DeepSpeed does here
 
     def _setup_for_real_optimizer(self) -> None:
         """Set up as DeepSpeed does, which calls `initialize_optimizer_states`; then show the groups again."""
@@ -194,7 +197,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             final = self._announce_arrival(number)
             if numel:
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
-                if parameter.grad is not None and parameter.grad.device.type != "cpu":
+                if parameter.grad is not None and parameter.grad.device.type != "cpu":  # as DeepSpeed frees it
                     parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))
             parameter.grad = None
 
@@ -248,7 +251,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         """Return everything in DeepSpeed's layout."""
         with self._with_state_lent() as states:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
-            state_dict[FP32_FLAT_GROUPS] = [state.master for state in states]
+            state_dict[FP32_FLAT_GROUPS] = [state.master for state in states]  # the flats will be placeholders again
         saved: dict[str, Any] = self._add_steps(state_dict, states)
         return saved
 

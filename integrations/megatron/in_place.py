@@ -50,7 +50,7 @@ _watched: weakref.WeakKeyDictionary[Any, dict[str, WatchedFolder]] = weakref.Wea
 
 def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
     """Return what `DistributedOptimizer.sharded_state_dict` does, with an id for state; collective for a save."""
-    ids = [uuid.uuid4().hex]
+    ids = [uuid.uuid4().hex]  # in a load Megatron replaces it by the id that was saved
     if not is_loading:
         torch.distributed.broadcast_object_list(ids)
         for known in [known for known, each in asked_states.items() if each is distributed]:
@@ -115,8 +115,9 @@ def _end_folder(optimizer: Any, place: str, ids: list[str]) -> None:
 
 def _ids(state: Any) -> Iterator[str]:
     """Yield the ids of our checkpoints in a state dict of Megatron's, to be saved or as it was loaded."""
-    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        pointer = getattr(value, "data", value)
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    for value in values:
+        pointer = getattr(value, "data", value)  # of a `ShardedObject`, in a state dict to be saved
         if isinstance(pointer, dict) and POINTER in pointer:
             yield pointer[POINTER]
         else:
@@ -157,7 +158,7 @@ def begin_saves(place: str, asked: Mapping[str, Any], ended: Collection[int] = (
                 names=_names(distributed),
                 mirrored=False,
                 copy=is_copy,
-                replica=distributed.distributed_optimizer_instance_id > 0,
+                replica=distributed.distributed_optimizer_instance_id > 0,  # the first instance saves the same state
                 on_done=functools.partial(_end, end, folder, None if is_copy else watched),
                 find_ended=lambda: ended,
             )
@@ -216,6 +217,7 @@ def load_state(distributed: Any, id: str) -> None:
     """
 
     def part() -> None:
+        """Load this rank's part."""
         engine, (ranks, rank), place = distributed.optimizer.engine_with_state_written(), world(), _read.get(id)
         if place is None:
             raise CheckpointError(f"state {id} is in a folder: load the state dict by dist_checkpointing.load")

@@ -89,11 +89,11 @@ class MegatronAdamW(torch.optim.Optimizer):
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "bias_correction": bias_correction})
-        self._copies: list[dict[str, torch.Tensor]] | None = None
-        self._state_to_write: dict[int | str, dict[str, torch.Tensor]] = {}
-        self._step_to_write: int | None = None
-        self._steps = 0
-        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())
+        self._copies: list[dict[str, torch.Tensor]] | None = None  # of all state, by shard
+        self._state_to_write: dict[int | str, dict[str, torch.Tensor]] = {}  # that was set, by shard
+        self._step_to_write: int | None = None  # that was set
+        self._steps = 0  # updates, also of a rank without shards
+        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())  # foresees the step, for the engine
 
     @property
     def shards(self) -> list[torch.Tensor]:

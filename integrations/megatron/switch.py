@@ -254,7 +254,10 @@ def sharded_state_dict(
     sharding_type: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Replaces `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded."""
+    """Replaces `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded.
+
+    Ranks that get the state of all are warned of that, as it may not fit.
+    """
     metadata = metadata or {}
     if isinstance(distributed.optimizer, MegatronAdamW):
         if metadata.get(in_place.KEY) == in_place.SHARDING:

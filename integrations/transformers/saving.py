@@ -36,7 +36,7 @@ class DeletionHook:
     """
 
     def __init__(self) -> None:
-        self._postponed: list[Callable[[], None]] | None = None
+        self._postponed: list[Callable[[], None]] | None = None  # deletions, in `postponed`
 
     def __getattr__(self, name: str) -> Any:
         """Return all else of `shutil`."""
@@ -100,7 +100,7 @@ def make_sigterm_callback(find_optimizer: Callable[[], Any]) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
             """Handle SIGTERM while training lasts."""
-            self.on_train_end()
+            self.on_train_end()  # of an earlier `train` that an error has ended
             if getattr(args, "enable_jit_checkpoint", False):
                 TWO_SAVES.refuse("commit_on_sigterm", True)
             if find_optimizer() is not None:

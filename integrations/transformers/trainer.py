@@ -235,7 +235,7 @@ def _move_weights_to_host(trainer: Any) -> None:
     layer_classes = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
     layers = [module for module in model.modules() if type(module) in layer_classes]
     if plugin.activation_checkpointing:
-        plugin.activation_checkpointing = False  # Accelerate looks for layers by their names again
+        plugin.activation_checkpointing = False  # done here: Accelerate would look for layers by their old names
         import_module("accelerate.utils").fsdp2_apply_ac(accelerator, model)
     offload.weights_in_host_memory(model, layers=layers or None)
     if accelerator.native_amp:  # autocast, as without FSDP: FSDP's mixed precision would need fp32 weights
@@ -275,7 +275,8 @@ def _create_optimizer(
         _move_weights_to_host(trainer)
     optimizer = original(trainer, *arguments, **options)
     accelerator = trainer.accelerator
-    if _our_optimizer(trainer) is not None and "clip_grad_norm_" not in vars(accelerator):
+    is_prepared = "clip_grad_norm_" in vars(accelerator)  # by an earlier `train`
+    if _our_optimizer(trainer) is not None and not is_prepared:
         clip = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -304,22 +305,22 @@ def _create_optimizer(
 
 
 def _make_overlap_callback(trainer: Any) -> Any:
-    """Return a callback that gives the optimizer its model, and waits at the end until all weights are updated."""
+    """Return a callback that has steps hidden in the Trainer's model; at the end it waits, and frees store slots."""
 
     class Overlapping(import_module("transformers").TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *arguments: Any, **options: Any) -> None:
             """Let steps be hidden in what the model does next."""
             ours = _our_optimizer(trainer)
             if ours is not None:
-                called_models = [trainer.model_wrapped]  # as it is called: wrapped, compiled
-                hide_steps(ours, called_models, called_models)
+                as_called = [trainer.model_wrapped]  # compiled, or in DDP or FSDP2, which also reduce gradients
+                hide_steps(ours, called=as_called, reducing=as_called)
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
             """Wait for the last step: the caller may read weights next."""
             ours = _our_optimizer(trainer)
             if ours is not None:
                 ours.finish()
-                ours.engine.checkpoints.release_deleted()
+                ours.engine.checkpoints.release_deleted()  # those deleted after the last save: no other save does it
 
     return Overlapping()
 
@@ -404,7 +405,7 @@ def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *ar
     """Replaces `Trainer._load_from_checkpoint`, with which a resume begins: refuse a folder that is not whole."""
     if _names_ours(trainer.args):
         _check_whole(checkpoint)
-    if _is_of_fsdp(checkpoint):
+    if _is_of_fsdp(checkpoint):  # whose files FSDP alone reads
         return original(trainer, checkpoint, *arguments, **options)
     return _call_as_without_fsdp(trainer, original, checkpoint, *arguments, **options)
 
@@ -485,8 +486,7 @@ def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str 
             )
         _call_as_without_fsdp(trainer, original, checkpoint)
         return
-
-    if _is_of_fsdp(checkpoint):
+    if _is_of_fsdp(checkpoint):  # whose files FSDP alone reads
         original(trainer, checkpoint)
         return
     loaded = _call_with_pointer(trainer, original, checkpoint)

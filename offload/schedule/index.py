@@ -180,6 +180,7 @@ class TileIndex:
         """
         slot_bytes = nbytes + SECTOR_BYTES
         unmade_to_keep = self._unmade_to_keep(nbytes)
+        # How many may be made without exceeding what is planned and reserved.
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
         handicap_bytes = 0.0 if unmade > 0 else GROWTH_CREDIT_TILES * slot_bytes  # of a slot beyond the plan
@@ -273,7 +274,8 @@ class TileIndex:
         if record.location not in self._claimed:  # not by `invariant`: its message would be made for every tile
             raise InternalError(f"{tile} was written to a slot nobody claimed (this is a bug in offload)")
         before = self._records.get(tile)
-        if before is not None:  # else evicted state or activations: `free_and_unreserve` gives the room back
+        # A lent slot of a first version (evicted state, activations) stays beyond the plan: see `free_and_unreserve`.
+        if before is not None:
             self.loan_to_plan(record.location)
         self._unclaim(record.location)
         self._records[tile] = record
@@ -325,38 +327,38 @@ class TileIndex:
             slot_counts: How many, by payload bytes.
             lent: Whether no step needs them: the room that checkpoints may still need must then remain.
         """
-        fits = self.missing_bytes(slot_counts, spare=lent) <= 0
+        fits = self.missing_bytes(slot_counts, lent=lent) <= 0
         if fits:
             self._change_unmade(slot_counts, 1, lent=lent)
         return fits
 
-    def missing_bytes(self, slot_counts: Mapping[int, int], *, spare: bool = False) -> int:
-        """Return the bytes that the stores lack to `reserve` these slots; `spare` is its `lent`."""
+    def missing_bytes(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> int:
+        """Return the bytes that the stores lack to `reserve` these slots; arguments as there."""
         if not any(slot_counts.values()):
             return 0
+        if not any(store.usable for store in self._stores):
+            return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
         unmade = dict(self._unmade)
         for nbytes, count in slot_counts.items():
             unmade[nbytes] = unmade.get(nbytes, 0) + count
-        if not any(store.usable for store in self._stores):
-            return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
-        checkpoint_bytes = self._unheld_checkpoint_bytes() if spare else 0
-        return max(0, checkpoint_bytes - self._spare_bytes(unmade, for_any_size=spare))
+        bytes_to_leave = self._unheld_checkpoint_bytes() if lent else 0
+        return max(0, bytes_to_leave - self._spare_bytes(unmade, for_any_size=lent))
 
     def unreserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
         """Give back reserved room that was not used."""
         self._change_unmade(slot_counts, -1, lent=lent)
 
     def _change_unmade(self, slot_counts: Mapping[int, int], sign: int, *, lent: bool = False) -> None:
-        """Add these counts, or subtract them, to the number of slots that may still be made."""
+        """Add counts (or subtract: `sign` -1) to the slots that may still be made; with `lent` to loans, too."""
         for nbytes, count in slot_counts.items():
-            self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
+            self._unmade[nbytes] += sign * count
             self._unmade_loans[nbytes] += sign * count if lent else 0
 
     def hold(self, location: Location) -> bool:
         """Hold a live, held or (once written) claimed slot for a checkpoint; return whether it was not held yet."""
         if location in self._claimed:
             self._unclaim(location)
-            self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES  # which claimed ones count in
+            self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES  # of live and claimed slots only
         self._held[location] = self._held.get(location, 0) + 1
         is_first = self._held[location] == 1
         if is_first:
@@ -398,7 +400,7 @@ class TileIndex:
                 while store.end + nbytes + SECTOR_BYTES <= location.offset:
                     store.free.setdefault(nbytes, []).append(store.end)
                     store.end += nbytes + SECTOR_BYTES
-                    self._unmade[nbytes] = self._unmade.get(nbytes, 0) - 1
+                    self._unmade[nbytes] -= 1
             store.lost_bytes += location.offset - store.end
             store.end = location.offset + location.nbytes + SECTOR_BYTES
             self._held[location] = held[location]
@@ -494,9 +496,9 @@ class TileIndex:
             store.share = share
 
     def plan_more_slots(self, slot_counts: Mapping[int, int]) -> None:
-        """Raise the number of planned slots to that of a larger plan."""
+        """Raise the numbers of planned slots, by payload bytes, to those of a larger plan."""
         for nbytes, count in slot_counts.items():
-            self._unmade[nbytes] = self._unmade.get(nbytes, 0) + count - self._planned.get(nbytes, 0)
+            self._unmade[nbytes] += count - self._planned.get(nbytes, 0)
         self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:

@@ -292,7 +292,8 @@ class Machine:
                 self.saver.release(number)
             case Done(op, written):
                 decisions_can_follow = self._handle_done(self._issued.end(op), written)
-                return decisions_can_follow or self.broken is not None  # then the last end of all ends the sweep
+                # A broken machine's sweep ends when nothing is in flight, whatever ends last.
+                return decisions_can_follow or self.broken is not None
             case Failed(op, error):
                 self._handle_failure(self._issued.end(op), error)
             case Stop(error):
@@ -361,6 +362,7 @@ class Machine:
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
         awaits_state = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY)
+        # A dirty subgroup is flushed at once, admitted or not.
         awaits_admission = visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number)
         awaits_event = (
             awaits_state
@@ -417,7 +419,7 @@ class Machine:
         """Begin an open sweep with the first of its visits, as many as the stores have room for new versions of."""
         invariant(self._sweep is None and self.finished_sweep is None, "a sweep begins while another is under way")
         self._sweep = sweep
-        self.is_paused = self.broken is not None
+        self.is_paused = False
         for place, visit in enumerate(sweep.visits):
             self._check_may_be_speculative(visit)
             subgroup = visit.subgroup
@@ -587,7 +589,8 @@ class Machine:
             self._begin_flush(number)
             return
         self.staging.set_phase(number, Phase.FLUSHING)
-        # The slots count as the plan's from now on, not as loans.
+        # No slot is claimed, so what `_begin_eviction` reserved stays reserved until `free_and_unreserve`; but not as
+        # loans, which only a claim uses up.
         self.index.unreserve(slot_counts, lent=True)
         invariant(self.index.reserve(slot_counts), "room that was set aside is gone")
         for tile, record in held_records.items():
@@ -632,6 +635,7 @@ class Machine:
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
         invariant(self._eviction is None, "a save begins while state leaves memory")
         dirty = list(self.staging.dirty)
+        # Where a speculative version is flushed (a revoked one, by now), the live one lies on storage.
         flushing = [number for number, flush in self._flushes.items() if not flush.speculative]
         unsaved = dict.fromkeys([*dirty, *flushing])
         if self.broken is not None:
@@ -733,7 +737,7 @@ class Machine:
         for _, record in flush.records:
             self.index.abandon(record.location)
         self._enter_whole_phase(subgroup, changed=True)
-        if not self.plan.is_resident(subgroup):
+        if not self.plan.is_resident(subgroup):  # it was for a save: an eviction flushes resident state alone
             self.saver.abort(error)
             return
         self.index.unreserve(self._slot_counts(subgroup), lent=True)  # which the eviction had reserved
@@ -769,7 +773,7 @@ class Machine:
             return
         scratch, owner = self.scratch[visit.reads.kind], visit.reads.number
         invariant(not scratch.is_filling(owner), f"a visit reads {visit.reads}, which is being filled")
-        if not scratch.is_wanted(owner):
+        if not scratch.is_wanted(owner):  # a visit that began to wait during a flush of its state has asked before
             # Streamed state keeps a staging slot meanwhile, for which other visits wait.
             scratch.request(owner, fills=False, hurries=not self.plan.is_resident(visit.subgroup))
 
@@ -827,7 +831,7 @@ class Machine:
         """Set the phase of a subgroup whose state is whole in memory and no longer in use, and queue its visit."""
         if self.plan.is_resident(subgroup):
             self.staging.set_phase(subgroup, Phase.RESIDENT)
-        elif changed or subgroup in self.staging.dirty:
+        elif changed or subgroup in self.staging.dirty:  # the latter before a visit that has only read it
             self.staging.mark_dirty(subgroup)
             self._flush_if_live_is_dirty(subgroup)  # the GPU's copy out may end when the next sweep is open
         else:
@@ -867,7 +871,7 @@ class Machine:
             self._give_up_slot(write, error)
             self._abort_version(write.tile.subgroup, error)
             self._end_tile_write(write.tile.subgroup)
-        elif write.slot is None:
+        elif write.slot is None:  # from its home
             self._retry_eviction_write(write, flush, error)
         elif flush.for_save:
             self._retry_save_write(write, flush, error)
@@ -898,7 +902,7 @@ class Machine:
         self._end_tile_write(write.tile.subgroup)
 
     def _undo_run(self, run: RunVisit) -> None:
-        """Count off a run that failed, and set the phase after BUSY; a subgroup with a slot on the GPU stays BUSY."""
+        """Count off a run that failed, and set the phase after BUSY; owners of GPU slots stay so (an invariant)."""
         self._runs.device_of(run.visit).runs -= 1
         subgroup = run.visit.subgroup
         if run.transfer_slot is None or not run.visit.gpu:

@@ -250,7 +250,7 @@ class Saver:
     def _take_next_items(self, save: RunningSave) -> Iterator[_SaveItem]:
         """Yield the tiles to write or copy now: fp32 weights, then state (urgent first), then copies for a sink.
 
-        The caller issues each one before it asks for the next: that uses a copy buffer, and may give the save up.
+        The caller issues each one before it asks for the next: issuing may use a copy buffer, or give the save up.
         """
         while len(save.in_flight) < SAVE_DEPTH and save.error is None:
             if save.weights and save.buffers:

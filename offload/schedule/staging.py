@@ -232,12 +232,12 @@ class Staging:
         The visit that loses its slot waits in the line again.
         """
         loser = None
-        lowest = self.priorities[subgroup]  # of the subgroup, then of the loser: the greatest value so far
+        last = self.priorities[subgroup]  # the greatest value so far: the subgroup's, then the loser's
         for number in self.slots.owners:
             if number is None or self.subgroups[number].visit is None or self.is_admitted(number):
                 continue
-            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > lowest:
-                lowest, loser = self.priorities[number], number
+            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > last:
+                last, loser = self.priorities[number], number
         if loser is None:
             return None
         self.enqueue_for_slot(loser)

@@ -103,7 +103,7 @@ class Checkpoints:
         # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
-        if unmade := sorted({*foreign, *self._uncreated(request.replica)}):
+        if unmade := sorted({*foreign, *self._due_before_save(request.replica)}):
             masters = range(len(layout.parameters))
             # Masters are taken from weights, which stay as they are (`follow`).
             visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, follow=False)
@@ -116,7 +116,7 @@ class Checkpoints:
         def begin() -> None:
             """Begin the save, unless a signal handler's request has begun another one, or has set weights."""
             nonlocal is_overtaken
-            is_overtaken = parts.saves.pending is not None or bool(self._uncreated(request.replica))
+            is_overtaken = parts.saves.pending is not None or bool(self._due_before_save(request.replica))
             if not is_overtaken:
                 self._begin_save(folder, request)
 
@@ -152,8 +152,10 @@ class Checkpoints:
                 self._thread.note_save_end()
                 raise error
 
-    def _uncreated(self, is_replica: bool) -> list[int]:
-        """Return subgroups whose state does not exist yet, as it is still to be made from weights.
+    def _due_before_save(self, is_replica: bool) -> list[int]:
+        """Return subgroups that a save has to visit first, as state is still to be made from weights.
+
+        Or fp32 weights, which are masters, were written to: a checkpoint may hold other bytes of this version.
 
         Args:
             is_replica: Whether another rank saves this rank's state: state that was never changed need not be made.

@@ -257,6 +257,7 @@ class Engine:
             OffloadError: Paths have failed; state that they did not take is still in memory, and training goes on.
         """
         parts, thread = self._parts, self._thread
+        parks: list[PendingPark] = []
         self.activations.release_tiles()
         with thread.turn():
             if wait:
@@ -266,7 +267,6 @@ class Engine:
                 """Begin the park on the engine thread, which carries it on between requests."""
                 parks.append(thread.parking.begin(accepted or parts.gradients.bound_slots, keep_host=keep_host))
 
-            parks: list[PendingPark] = []
             if self.activations.are_in_use():
                 gc.collect()  # activation checkpointing leaves cycles, which hold tensors of an interrupted pass
             thread.request(begin, needs_memory=False)

@@ -151,7 +151,7 @@ class Parking:
             if to_host == on_host:
                 leaving_gpu = to_host = ()  # the last park has put them where they may stay
             else:
-                self._reallocate_memory()
+                self._reallocate_memory()  # with which all of them go back to the GPU first
         moves_bytes = self._parts.plan.state_bytes_of((*leaving, *leaving_gpu, *machine.staging.dirty))
         self._staged_before = tuple(machine.slots) or self._staged_before  # a second park finds the slots empty
         self._last_number += 1
@@ -198,7 +198,7 @@ class Parking:
         if needed and not parts.plan.budgets.paths:
             advice = "give paths, or let it stay: park(keep_host=True)"
             raise InfeasiblePlanError("the state that leaves memory", needed, {"paths": 0}, advice)
-        missing = parts.machine.index.missing_bytes(Counter(nbytes for _, _, nbytes in tiles), spare=True)
+        missing = parts.machine.index.missing_bytes(Counter(nbytes for _, _, nbytes in tiles), lent=True)
         if missing:
             offers = {"room on the paths beside promised checkpoints": max(0, needed - missing)}
             raise InfeasiblePlanError("the state that leaves memory", needed, offers, advice)

@@ -58,6 +58,7 @@ from offload.tiers import check_places
 log = logging.getLogger("offload")
 
 TILES_PER_PATH = 4
+"""How many tiles of a subgroup each path gets at least, as far as tiles stay large enough."""
 
 
 class SessionParts:
@@ -65,7 +66,7 @@ class SessionParts:
 
     Made in two steps, so that their maker can end them whatever is raised in between: new ones hold nothing, and
     `open` makes the session. From then on `executor`, `machine`, `views`, `saves` and `plan` belong to the engine
-    thread; other threads may read `plan`.
+    thread; other threads may read `plan`. Arguments are those of `Engine`; `rank_count` is the count in its `among`.
     """
 
     executor: LiveExecutor
@@ -225,7 +226,8 @@ class SessionParts:
             return known
         make_kernel = partial(CpuUpdateKernel, self.queue, self._threads)
         with cpu_affinity(self._update_cpus), contextlib.closing(make_kernel()) as kernel:
-            measured = probe_nodes(kernel, self.queue, sorted(node_bytes), max(node_bytes.values()), self.lanes)
+            most_bytes = max(node_bytes.values())
+            measured = probe_nodes(kernel, self.queue, sorted(node_bytes), most_bytes, self.lanes)
         log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, measured)))
         return measured
 
@@ -334,8 +336,8 @@ class SessionParts:
     def allocate(self) -> bool:
         """Make the store slots that the plan needs, and allocate their space on paths; return whether all are there.
 
-        No other process can take the space then. While some is missing, a step may fail for want of it, so
-        checkpoints do not reserve slots that a step may need.
+        No other process can take the space then. While some is missing, a step may fail for want of it, so no save
+        keeps slots on the paths then (`Checkpoints._begin_save`).
         """
         index = self.machine.index
         if index.has_needed_slots or not self.tiers:
@@ -415,7 +417,8 @@ class SessionParts:
     def _extend_plan(self, layout: Layout, budgets: Budgets) -> Plan:
         """Return the present plan extended to a larger layout within budgets."""
         before = self.plan
-        if before.gradient_buffers:  # they may become larger, but no fewer, as they may hold gradients
+        # Buffers may become larger, but no fewer, as they may hold gradients; `LEAST_BUFFERS` of them need no budget.
+        if before.gradient_buffers:
             buffer_bytes = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
             kept_bytes = max(
                 budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * buffer_bytes

@@ -125,7 +125,7 @@ def plan_to_fit(
 
 
 def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str:
-    """Return advice for a plan that needs more host memory than is available: which given settings to lower."""
+    """Return advice for a plan that needs more than the `available` bytes of host memory: which settings to lower."""
     if not config.paths:
         return "give paths to stream state from"
     if plan.fits_but_for_backward(available):

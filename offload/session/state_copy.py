@@ -108,7 +108,7 @@ class StateCopy:
             needed_bytes += round_up(size, ALIGNMENT)
         self._file: IO[bytes] | None = None
         if needed_bytes > large_bytes:
-            self._directory, self._file = _reserve(needed_bytes, free_bytes_by_directory, left_bytes=large_bytes)
+            self._directory, self._file = _make_file(needed_bytes, free_bytes_by_directory, left_bytes=large_bytes)
         if self._file is None:
             self.tensors = [torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
@@ -148,10 +148,10 @@ class StateCopy:
             self._file.close()
 
 
-def _reserve(
+def _make_file(
     nbytes: int, free_bytes_by_directory: Mapping[str, int], left_bytes: int
 ) -> tuple[str, IO[bytes] | None]:
-    """Return the first directory with room, and a file of `nbytes` allocated there; no file if only memory has room.
+    """Return the first directory with room, and a new file of `nbytes` there; "" and None if only memory has room.
 
     A copy in memory has to leave `left_bytes` of memory free, which are not offered.
     """

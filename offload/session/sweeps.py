@@ -63,7 +63,16 @@ class Sweeps:
         updates: bool = False,
         is_open: bool = False,
     ) -> Sweep:
-        """Number the next sweep, have the executor call `visitor` in it (see its `set_visitor`), and return it."""
+        """Number the next sweep, have the executor call `visitor` in it, and return it.
+
+        Args:
+            visits: Of the sweep, in order.
+            visitor: Called at the start of each run.
+            coming: Called with each subgroup that starts to be fetched.
+            changes: Whether visits change state, which gets a new version then.
+            updates: Whether the visitor only returns tables for the kernel, which updates.
+            is_open: Whether it is an open sweep.
+        """
         self._parts.executor.set_visitor(visitor, coming, updates=updates)
         self._sweep_count += 1
         self.version += 1 if changes else 0

@@ -198,9 +198,8 @@ class EngineThread(MachineListener):
                 self.check_usable()
                 yield
         finally:
-            if (
-                self._close_after_turn is not None and not self.is_in_turn
-            ):  # else a handler's turn in another one ends
+            has_ended = not self.is_in_turn  # else this was a signal handler's turn within another one
+            if has_ended and self._close_after_turn is not None:
                 closable, self._close_after_turn = self._close_after_turn, None
                 closable.close()
 

@@ -93,7 +93,7 @@ class SweepRequests:
             """Make the subgroup's state whole, then do the work on each segment."""
             with views.on_host(run) as view:
                 views.make_whole(run, view, is_master_chosen)
-                if changes:
+                if changes:  # of fresh state all masters have been made from weights now
                     tables.note_masters_current(run.visit.subgroup, None if run.fresh else is_master_chosen)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
                     sets_master = follow and bool(is_master_chosen[segment.parameter])
@@ -111,6 +111,7 @@ class SweepRequests:
         """Seal the step that updates some subgroups as `Tables.step_rows` says; return the sweep of the rest.
 
         Updates that were made in backward are confirmed or revoked; the sweep has those that are still to be made.
+        `active` has the positions of the parameters with a gradient.
         """
         parts, speculation, sweeps = self._parts, self._thread.speculation, self._thread.sweeps
         speculation.begin_step(active)
@@ -141,7 +142,7 @@ class SweepRequests:
         """Borrow GPU slots for a step, as many as there is memory for, and return the step's visits in order."""
         parts, machine, tables = self._parts, self._parts.machine, self._parts.tables
         slots = parts.lanes.borrow_slots()
-        if slots is not None:
+        if slots is not None:  # else all of the plan's are there
             machine.handle(LimitGpuSlots(slots))
         plan = parts.plan.unborrowed if slots == 0 else parts.plan  # without memory for them the CPU updates
         order = visit_order(subgroups, machine.live_slots)

@@ -602,7 +602,7 @@ class ConfirmsWhatIsHalfWritten(BesideTheLive):
 
 
 class TakesRoomOfCheckpoints(TileIndex):
-    def missing_bytes(self, slot_counts, *, spare=False):
+    def missing_bytes(self, slot_counts, *, lent=False):
         return super().missing_bytes(slot_counts)
 
 

@@ -417,7 +417,7 @@ class Parks(Saves):
         homes = [n for n in range(len(self.plan.homes)) if self.plan.is_resident(n) and not machine.is_evicted(n)]
         leaving = [n for n in homes if n in self.filled and self.rng.random() < 0.7]
         room = Counter(nbytes for n in leaving for _, _, nbytes in self.plan.layout.subgroups[n].tiles)
-        if machine.index.missing_bytes(room, spare=True):
+        if machine.index.missing_bytes(room, lent=True):
             self.outcome.counts["refused"] += 1
             return
         self.parks += 1
