@@ -184,7 +184,7 @@ class GpuProbe:
     def _finish_run(
         self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], suffix: str, run_s: float, most: int
     ) -> dict[str, float]:
-        """Wait for a run and return its rates; choose how many copies or updates make the next one take `run_s`."""
+        """Wait for a run and return its rates; choose how many copies or updates, up to `most`, take `run_s` next."""
         kind = (*marks, suffix)
         repeats = self._repeats.get(kind, 1)
         rates = {}

@@ -144,7 +144,7 @@ class Runs:
     counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, name: str, least: int, loads: Callable[[int], Sequence[Load]]) -> list[Interval]:
-        """Drive loads with at least `least` operations."""
+        """Drive the loads of a number of operations, at least `least`; return what they did."""
         count = max(least, self.counts.get(name, least))
         timeline = drive(self.queue, loads(count))
         took_s = max(each.finished_s for each in timeline) - min(each.started_s for each in timeline)
