@@ -412,7 +412,7 @@ class Layout:
 
     @property
     def device_state(self) -> StateSpec:
-        """What a device's kernels are made ready for; AdamW's for a rule of whole parameters, which no device updates."""
+        """What a device's kernels are made ready for; AdamW's for a rule of whole parameters: the CPU updates these."""
         return EXACT_ADAMW.stored_in(self.state.format) if self.rule.is_whole else self.state
 
     def numel_of(self, parameter: int, name: str) -> int:

@@ -184,8 +184,9 @@ class Choices:
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
             least_rounding = min((state_format.code for state_format in fitting), default=math.inf)
+            # Weights in a file are slower and wear a drive: only if nothing fits yet that rounds state as little.
             if variant.model.weights_on == "path" and least_rounding <= variant.config.format.code:
-                continue  # slower, and a drive is worn
+                continue
             planned = variant  # which the error names if no budgets can be fixed
             try:
                 planned = self.fix_budgets(variant)
@@ -205,7 +206,7 @@ class Choices:
         """Return the node's memory that a variant has to fit; None for no limit.
 
         What is left of a host whose budget is given is the user's choice. Without paths the system's part stays free
-        in any case, else less state would be at home in memory.
+        in any case, by `check_fits` if `leaves`, else here: only with paths the budget itself can be less.
         """
         if "host_memory" not in self.computed or scenario.machine.memory_bytes is None:
             return None
@@ -335,8 +336,8 @@ def _rounding_unit(budget: int) -> int:
 def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
     """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
 
-    It is "" if nothing can be planned.
-    If those that are left open do not help, the user's own budgets and placement are given up, too.
+    If those that are left open do not help, the user's own budgets and placement are given up, too. "" if nothing can
+    be planned.
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
     lacking = ""
@@ -607,8 +608,7 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     """Return a setting as one would write it, by the `FRAMEWORKS` that can have it.
 
-    Weights that lie elsewhere than where they are computed: for the Trainer in host memory and of one rank, and in a
-    file not for DeepSpeed.
+    Streamed weights: the Trainer can have them in host memory, for one rank; DeepSpeed cannot have them in a file.
     """
     scenario, config = setting.answer.scenario, setting.config
     model = scenario.model
@@ -732,7 +732,10 @@ def _python_dict(config: Mapping[str, Any]) -> str:
 
 
 def _rounding_lines(settings: list[Setting], without_exact: str) -> list[str]:
-    """Return a line that says which settings round state, and what that saves beside one that does not."""
+    """Return a line that says which settings round state, and what that saves beside one that does not; none if none.
+
+    `without_exact`: see `describe`.
+    """
     state_bytes = {}
     for setting in settings:
         scenario = setting.answer.scenario

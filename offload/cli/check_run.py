@@ -304,7 +304,7 @@ def _distance(folder: Path, number: int) -> str:
     ours, theirs = (tensor.double().reshape(-1) for tensor in (ours, theirs))
     different = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     first = int(different.int().argmax())
-    apart = float((ours - theirs).abs().nan_to_num(torch.inf).max())
+    apart = float((ours - theirs).abs().nan_to_num(torch.inf).masked_fill(~different, 0.0).max())
     return (
         f": {int(different.sum()):,} of {len(ours):,} elements, by up to {apart:.3g} (the largest is "
         f"{float(theirs.abs().max()):.3g}); element {first} is {float(ours[first])!r}, and in memory "

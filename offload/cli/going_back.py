@@ -126,7 +126,7 @@ def _state_folder(checkpoint: str) -> str:
     if os.path.isfile(checkpoint):
         frameworks.append("lightning")
     if not frameworks:
-        return checkpoint
+        return checkpoint  # opening it says why it is none
     folders = [*_folders_by_file(frameworks[0], checkpoint).values()]
     if len(folders) > 1:
         advice = f"it has several optimizers; give the folder of one: {', '.join(folders)}"

@@ -588,13 +588,13 @@ def _figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return every number by its name, as in `source`; zeros, which say nothing, are left out."""
     figures: dict[str, float] = {}
     for name, value in values.items():
-        if name == "memory_cost":  # of plain DMA, whatever the machine
+        if name in ("memory_cost", "at_once"):  # 1, whatever the machine, and without a source
             continue
         if isinstance(value, Mapping):
             figures |= _figures(value, f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 figures |= _figures(item, f"{prefix}{name}[{number}].")
-        elif value and f"{prefix}{name}".rpartition(".")[2] != "at_once":  # 1, without a source
+        elif value:
             figures[f"{prefix}{name}"] = value
     return figures

@@ -272,6 +272,7 @@ class _Run:
             "interrupted": self.interrupted,
             "error": self.error,
             **summary,
+            # Without figures, `path_bytes` is empty.
             "paths": [{"path": path, **moved} for path, moved in zip(paths, path_bytes, strict=False)],
             "in_memory": self.in_memory.summary() if self.in_memory.rows else None,
             "comparison": asdict(comparison) if comparison is not None else None,
