@@ -288,7 +288,8 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
         field: The budget: "host_memory" or "gpu_memory".
         room: Bytes that a rank may take.
     """
-    fits, too_much = 0, room + 1  # the largest budget that is known to fit, and the least that does not
+    # The answer is not below the first, which fits or is too little for a plan; it is below the second.
+    lower, too_much = 0, room + 1
     budget = 0
     last_state_bytes = -1
     for _ in range(FITTING_ROUNDS):
@@ -297,22 +298,22 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
         except InfeasiblePlanError:  # it is too little for what has to lie there: try all the room, then between
             if budget >= room:
                 return 0
-            fits = budget
-            budget = _round_down((fits + too_much) // 2) if budget else room // LEAST_BUDGET * LEAST_BUDGET
+            lower = budget
+            budget = _round_down((lower + too_much) // 2) if budget else room // LEAST_BUDGET * LEAST_BUDGET
             continue
         bytes_by_purpose = use.host if field == "host_memory" else use.gpu
         excess = sum(bytes_by_purpose.values()) - room
         if excess > 0:
             too_much = budget
         else:
-            fits = budget
+            lower = budget
         state_bytes = bytes_by_purpose["state"]
         nearer = _round_down(max(0, min(budget, state_bytes) - excess))  # as other uses hardly change
-        if nearer <= fits or state_bytes == last_state_bytes:  # nothing more fits, or the last change had no effect
+        if nearer <= lower or state_bytes == last_state_bytes:  # nothing more fits, or the last change had no effect
             break
         last_state_bytes = state_bytes
-        budget = nearer if nearer < too_much else _round_down((fits + too_much) // 2)
-    return _round_down(fits)
+        budget = nearer if nearer < too_much else _round_down((lower + too_much) // 2)
+    return _round_down(lower)
 
 
 def _round_down(budget: int) -> int:

@@ -205,7 +205,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
 
 
 def _run_both(request: Request, folder: Path, progress: Progress, *, first: int, total: int) -> list[Seen]:
-    """Run the script as it is and in memory, in folders numbered from `first`; return what was seen."""
+    """Run the script as it is and in memory, in folders numbered from `first` (of `total`); return what was seen."""
     seen = []
     for number, (name, reference) in enumerate(KINDS.items(), first):
         progress.show(number, total, name)

@@ -324,7 +324,7 @@ class _Notes:
 
 
 def _gpu_rates(gpus: Gpus, link: float | None, notes: _Notes) -> GpuRates:
-    """Return the rates of a described GPU, and note where they are from."""
+    """Return the rates of a described GPU, and note where they are from. `link`: bytes a second each way, or None."""
     from offload.plan import GpuRates
     from offload.plan.rates import UPDATE_MEMORY_COST
 

@@ -665,7 +665,10 @@ class Answer:
 
 @lru_cache(maxsize=4)
 def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) -> Layout:
-    """Return the layout of one rank's part of a model; cached, as advice asks for the same one many times."""
+    """Return the layout of one rank's part of a model, with the rule and format of the `empty` layout.
+
+    Cached, as advice asks for the same one many times.
+    """
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, extend_layout
 
@@ -714,7 +717,12 @@ def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
 
 
 def _subgroup_numel(config: OffloadConfig, numel: int, empty: Layout) -> int:
-    """Return the elements of a subgroup: as given, or as a session chooses, but no more than `MOST_SUBGROUPS`."""
+    """Return the elements of a subgroup: as given, or as a session chooses, but no more than `MOST_SUBGROUPS`.
+
+    Args:
+        numel: Elements of a rank.
+        empty: See `_layout`.
+    """
     from offload.plan import choose_subgroup_numel
 
     least_numel = _least_subgroup_numel(numel)

@@ -253,7 +253,7 @@ class _Run:
         self._weights = {}
 
     def write(self, paths: Sequence[str]) -> dict[str, Any]:
-        """Write the summary and pictures of the steps that were taken; return the summary."""
+        """Write the summary and pictures of the steps that were taken; return the summary. `paths`: of state."""
         shape, text, comparison = self._shape, self._text, self.comparison
         summary = self.main.summary()
         path_bytes = summary.pop("path_bytes", [])

@@ -37,7 +37,10 @@ GATE = DeviceLane.LEAVING
 
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
-    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses."""
+    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses.
+
+    `update`: see `GpuProbe`.
+    """
     import torch
 
     with contextlib.ExitStack() as ends:

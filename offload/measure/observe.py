@@ -342,7 +342,7 @@ class _Turns:
     ends_s: tuple[float, ...]
 
     def of(self, due_s: float) -> int | None:
-        """Return the turn that started an operation; None if it is not known."""
+        """Return the turn that started an operation: the first since that was due; None if it is not known."""
         turn = bisect.bisect_left(self.begins_s, due_s)
         return turn if turn < len(self.begins_s) else None
 

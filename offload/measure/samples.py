@@ -180,7 +180,7 @@ class CpuProbe:
                 yield "memory bandwidth", partial(self._stream, name, variants)
 
     def load(self, count: int | None, state_format: StateFormat = EXACT, threads: int | None = None) -> Load:
-        """Return the update as a load; with the most threads if `threads` is None."""
+        """Return a load of `count` updates (see `Load`); with the most threads if `threads` is None."""
         return self.states[state_format].updates(self.kernels[threads or max(self.kernels)], count)
 
     def rate(self, state_format: StateFormat = EXACT, threads: int | None = None, part: float = 1.0) -> float:

@@ -481,7 +481,8 @@ def _turn(
     update_s = mix.mean_streamed_bytes * cpu_s_per_byte
     busiest_s = max((1 - gpu_part) * update_s, gpu_part * mix.mean_streamed_bytes * max(per_byte))
     # Reactions to the ends of update, flush and fetch, and the start of the update. The thread starts tile after
-    # tile, while the first is on its way: only what takes longer than the transfer is added.
+    # tile, while earlier ones are on their way. They end `io_s` after the first start, or a tile's part of it after
+    # the last one if that is later: what exceeds `io_s` is added.
     tiles = max(mix.mean_tiles, 1.0)
     start_s = rates.operation_s  # of one operation
     engine_s = 3 * rates.reaction_s + start_s
@@ -584,7 +585,7 @@ def _gpu_s(mix: Mix, per_byte: _GpuSeconds, push_s: float, fetch_s: float, react
     first_s = each.in_s + each.update_s
     waiting = max(0, count - mix.gpu_slots)  # number of those that have to wait for a slot
     copies_out_s = first_s + waiting * each.out_s + fetches_s if waiting else 0.0
-    rounds, others = divmod(count - 1, mix.gpu_slots)
+    rounds, others = divmod(count - 1, mix.gpu_slots)  # of all slots; then one slot after the other
     slots_s = rounds * (each.chain_s + reaction_s) + others * max(each.in_s, each.update_s)
     return max(
         count * each.in_s + pushes_s + each.update_s,
