@@ -412,7 +412,7 @@ class Layout:
 
     @property
     def device_state(self) -> StateSpec:
-        """What kernels of a device update; AdamW's where whole parameters are, as the CPU updates these."""
+        """What a device's kernels are made ready for; AdamW's for a rule of whole parameters, which need none."""
         return EXACT_ADAMW.stored_in(self.state.format) if self.rule.is_whole else self.state
 
     def numel_of(self, parameter: int, name: str) -> int:
@@ -579,7 +579,7 @@ def build_layout(
 def extend_layout(
     layout: Layout, added: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
 ) -> Layout:
-    """Return `layout` with more parameters; its subgroups stay as they are and new ones follow."""
+    """Return `layout` with more parameters, cut as in `build_layout`; its subgroups stay, and new ones follow."""
     subgroup_numel = check_subgroup_numel(subgroup_numel, layout.state)
     added = tuple(added)
     parameters = layout.parameters + added

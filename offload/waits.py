@@ -235,7 +235,8 @@ def side_by_side(
     """Do several works at once, each on a thread of its own, and wait until all have ended.
 
     Args:
-        works: The works; an interrupt is raised again when all that have begun have ended.
+        works: The works. At an interrupt those that have not begun never begin; it is raised again when the others
+            have ended.
         name: Name of the threads.
         what: See `wait_for`.
         give_up: Called at an interrupt, to make the works end soon.
@@ -252,7 +253,7 @@ def side_by_side(
     except BaseException:
         give_up()
         for work in all_work:
-            if work.started:
+            if work.forestall():  # it has begun
                 work.wait()
         raise
     for work in all_work:

@@ -184,8 +184,9 @@ class Choices:
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
             least_rounding = min((state_format.code for state_format in fitting), default=math.inf)
+            # Weights in a file are slower and wear a drive: only if nothing fits yet that rounds state as little.
             if variant.model.weights_on == "path" and least_rounding <= variant.config.format.code:
-                continue  # slower, and a drive is worn
+                continue
             planned = variant  # which the error names if no budgets can be fixed
             try:
                 planned = self.fix_budgets(variant)
@@ -205,7 +206,7 @@ class Choices:
         """Return the node's memory that a variant has to fit; None for no limit.
 
         What is left of a host whose budget is given is the user's choice. Without paths the system's part stays free
-        in any case, else less state would be at home in memory.
+        in any case, by `check_fits` if `leaves`, else here: only with paths the budget itself can be less.
         """
         if "host_memory" not in self.computed or scenario.machine.memory_bytes is None:
             return None
@@ -287,7 +288,8 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
         field: The budget: "host_memory" or "gpu_memory".
         room: Bytes that a rank may take.
     """
-    fits, too_much = 0, room + 1  # the largest budget that is known to fit, and the least that does not
+    # The answer is not below the first, which fits or is too little for a plan; it is below the second.
+    lower, too_much = 0, room + 1
     budget = 0
     last_state_bytes = -1
     for _ in range(FITTING_ROUNDS):
@@ -296,22 +298,22 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
         except InfeasiblePlanError:  # it is too little for what has to lie there: try all the room, then between
             if budget >= room:
                 return 0
-            fits = budget
-            budget = _round_down((fits + too_much) // 2) if budget else room // LEAST_BUDGET * LEAST_BUDGET
+            lower = budget
+            budget = _round_down((lower + too_much) // 2) if budget else room // LEAST_BUDGET * LEAST_BUDGET
             continue
         bytes_by_purpose = use.host if field == "host_memory" else use.gpu
         excess = sum(bytes_by_purpose.values()) - room
         if excess > 0:
             too_much = budget
         else:
-            fits = budget
+            lower = budget
         state_bytes = bytes_by_purpose["state"]
         nearer = _round_down(max(0, min(budget, state_bytes) - excess))  # as other uses hardly change
-        if nearer <= fits or state_bytes == last_state_bytes:  # nothing more fits, or the last change had no effect
+        if nearer <= lower or state_bytes == last_state_bytes:  # nothing more fits, or the last change had no effect
             break
         last_state_bytes = state_bytes
-        budget = nearer if nearer < too_much else _round_down((fits + too_much) // 2)
-    return _round_down(fits)
+        budget = nearer if nearer < too_much else _round_down((lower + too_much) // 2)
+    return _round_down(lower)
 
 
 def _round_down(budget: int) -> int:
@@ -335,8 +337,8 @@ def _rounding_unit(budget: int) -> int:
 def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
     """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
 
-    It is "" if nothing can be planned.
-    If those that are left open do not help, the user's own budgets and placement are given up, too.
+    If those that are left open do not help, the user's own budgets and placement are given up, too. "" if nothing can
+    be planned.
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
     lacking = ""
@@ -607,8 +609,7 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     """Return a setting as one would write it, by the `FRAMEWORKS` that can have it.
 
-    Weights that lie elsewhere than where they are computed: for the Trainer in host memory and of one rank, and in a
-    file not for DeepSpeed.
+    Streamed weights: the Trainer can have them in host memory, for one rank; DeepSpeed cannot have them in a file.
     """
     scenario, config = setting.answer.scenario, setting.config
     model = scenario.model
@@ -732,7 +733,10 @@ def _python_dict(config: Mapping[str, Any]) -> str:
 
 
 def _rounding_lines(settings: list[Setting], without_exact: str) -> list[str]:
-    """Return a line that says which settings round state, and what that saves beside one that does not."""
+    """Return a line that says which settings round state, and what that saves beside one that does not; none if none.
+
+    `without_exact`: see `describe`.
+    """
     state_bytes = {}
     for setting in settings:
         scenario = setting.answer.scenario

@@ -205,7 +205,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
 
 
 def _run_both(request: Request, folder: Path, progress: Progress, *, first: int, total: int) -> list[Seen]:
-    """Run the script as it is and in memory, in folders numbered from `first`; return what was seen."""
+    """Run the script as it is and in memory, in folders numbered from `first` (of `total`); return what was seen."""
     seen = []
     for number, (name, reference) in enumerate(KINDS.items(), first):
         progress.show(number, total, name)
@@ -304,7 +304,7 @@ def _distance(folder: Path, number: int) -> str:
     ours, theirs = (tensor.double().reshape(-1) for tensor in (ours, theirs))
     different = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     first = int(different.int().argmax())
-    apart = float((ours - theirs).abs().nan_to_num(torch.inf).max())
+    apart = float((ours - theirs).abs().nan_to_num(torch.inf).masked_fill(~different, 0.0).max())
     return (
         f": {int(different.sum()):,} of {len(ours):,} elements, by up to {apart:.3g} (the largest is "
         f"{float(theirs.abs().max()):.3g}); element {first} is {float(ours[first])!r}, and in memory "

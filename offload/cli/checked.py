@@ -69,7 +69,7 @@ class _TorchTwin:
 
     @torch.no_grad()
     def step(self, optimizer: Any, max_norm: float) -> None:
-        """Take the step that our optimizer is about to take: the same hyperparameters and gradients, clipped."""
+        """Take the step that our optimizer is about to take: its hyperparameters, gradients clipped to `max_norm`."""
         for group, torch_group in zip(optimizer.param_groups, self._torch_optimizer.param_groups, strict=True):
             known = {name: value for name, value in group.items() if name in torch_group and name != "params"}
             torch_group.update(known)
@@ -87,7 +87,7 @@ class _TorchTwin:
         self._torch_optimizer.step()
 
     def compare(self, optimizer: Any, step: int) -> Iterator[tuple[int, str, float, float]]:
-        """Yield, for each parameter, a row of `Seen.beside`; note the versions of the weights."""
+        """Yield, for each parameter, a row of `Seen.beside` about a step; note the versions of the weights."""
         for parameter, name in self._names.items():
             master = self._masters[parameter]
             moved = float((master - self._first_masters[parameter]).norm())
@@ -257,7 +257,7 @@ class _Watch:
                 self.seen.own[name] = self._digest(tensor, (step, name))
 
     def _digest(self, tensor: torch.Tensor, about: tuple[int, str]) -> str:
-        """Return a digest of a tensor's bits; write the tensor to a file if the request asks for it."""
+        """Return a digest of a tensor's bits; write it to a file if the request asks for `about` (step and name)."""
         if about in self._request.dump:
             file = self._folder / TENSOR.format(self._request.dump.index(about))
             torch.save(shards.local(tensor).detach().cpu().clone(), file)
@@ -317,7 +317,10 @@ def _is_own_file(script: str) -> Callable[[str | None], bool]:
 
 
 def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that an object contains, each after the text to append to the object's expression."""
+    """Yield the objects that an object contains, each after the text to append to the object's expression.
+
+    Of functions and classes, only those of `modules` (by name: the script's) contain any.
+    """
     if isinstance(value, dict):
         for number, (key, child) in enumerate([*value.items()]):  # torch's optimizers have tensors as keys
             yield f"[{key!r}]" if isinstance(key, _PLAIN) else f"[{number}]", child

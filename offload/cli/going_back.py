@@ -126,7 +126,7 @@ def _state_folder(checkpoint: str) -> str:
     if os.path.isfile(checkpoint):
         frameworks.append("lightning")
     if not frameworks:
-        return checkpoint
+        return checkpoint  # opening it says why it is none
     folders = [*_folders_by_file(frameworks[0], checkpoint).values()]
     if len(folders) > 1:
         advice = f"it has several optimizers; give the folder of one: {', '.join(folders)}"
@@ -156,7 +156,7 @@ def _folders_by_file(framework: str, checkpoint: str) -> dict[str, str]:
 
 
 def _state_folder_of_lightning(checkpoint: str, advice: str) -> str:
-    """Return the folder of state that Lightning's file names."""
+    """Return the folder of state that Lightning's file names; raise `ConfigError` with `advice` if it names none."""
     if not os.path.isfile(checkpoint):
         raise ConfigError("CHECKPOINT", checkpoint, advice)
     path = os.path.realpath(checkpoint)  # Lightning's `save_last="link"` makes links; the folder is beside the file

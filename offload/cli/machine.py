@@ -324,7 +324,7 @@ class _Notes:
 
 
 def _gpu_rates(gpus: Gpus, link: float | None, notes: _Notes) -> GpuRates:
-    """Return the rates of a described GPU, and note where they are from."""
+    """Return the rates of a described GPU, and note where they are from. `link`: bytes a second each way, or None."""
     from offload.plan import GpuRates
     from offload.plan.rates import UPDATE_MEMORY_COST
 
@@ -588,13 +588,13 @@ def _figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return every number by its name, as in `source`; zeros, which say nothing, are left out."""
     figures: dict[str, float] = {}
     for name, value in values.items():
-        if name == "memory_cost":  # of plain DMA, whatever the machine
+        if name in ("memory_cost", "at_once"):  # 1, whatever the machine, and without a source
             continue
         if isinstance(value, Mapping):
             figures |= _figures(value, f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 figures |= _figures(item, f"{prefix}{name}[{number}].")
-        elif value and f"{prefix}{name}".rpartition(".")[2] != "at_once":  # 1, without a source
+        elif value:
             figures[f"{prefix}{name}"] = value
     return figures

@@ -403,7 +403,7 @@ def _gpu_fraction(plan: Plan) -> float:
 def _as_dict(
     answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]
 ) -> dict[str, Any]:
-    """Return an answer for `--json`."""
+    """Return an answer for `--json`, with its `_path_wear` and `advise.advice`."""
     from offload.plan import Home
 
     plan, cost, prediction, machine = answer.plan, answer.estimate, answer.prediction, answer.scenario.machine
@@ -465,7 +465,7 @@ def _as_dict(
 
 
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]) -> str:
-    """Return an answer as text."""
+    """Return an answer as text, with its `_path_wear` and `advise.advice`."""
     machine = answer.scenario.machine
     on_nodes = f" on each of {machine.nodes:,} nodes" if machine.nodes > 1 else ""
     on_ranks = f"{format_count(machine.ranks, 'rank')}{on_nodes}"

@@ -43,7 +43,7 @@ class Progress:
                 self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True, delay=after_s)
 
     def show(self, done: int, total: int, details: str) -> None:
-        """Show that so many units are done."""
+        """Show how many of all units are done, and details behind that."""
         if self._quiet:
             return
         if self._bar is not None:

@@ -179,7 +179,7 @@ class Scenario:
         sizes: dict[int, int] = {}
         for number in fastest_first:
             size = min(left, node_bytes[number])
-            sizes[number] = size if size >= LEAST_BUDGET else 0
+            sizes[number] = size if size >= LEAST_BUDGET else 0  # a config refuses less
             left -= sizes[number]
         if fastest_first:  # else no nodes are configured, and `sizes` is empty
             sizes[fastest_first[0]] += left
@@ -462,8 +462,9 @@ def _gpu_bytes_by_purpose(plan: Plan, weight_bytes: int) -> dict[str, int]:
     from offload.plan.budget import PIECE_BUFFERS
 
     all_gradient_bytes = GRADIENT_BYTES * sum(parameter.numel for parameter in plan.layout.parameters)
+    # Those that are copied to the host during backward:
     if plan.gradient_buffers:
-        leaving_bytes = all_gradient_bytes  # copied to the host during backward
+        leaving_bytes = all_gradient_bytes
     else:
         leaving_bytes = 0 if plan.budgets.gradients_on_gpu else plan.budgets.gradient_bytes
     nbytes = {
@@ -548,7 +549,7 @@ _LACKED = {
 def lacking_bytes(error: InfeasiblePlanError) -> int:
     """Return how many bytes more a plan needed that does not fit."""
     offers = dict(error.available_bytes)
-    if any(name not in BUDGET_NAMES for name in offers):  # what is lacking has to be stored: it is at home nowhere
+    if any(name not in BUDGET_NAMES for name in offers):  # then `needed_bytes` is without what is at home in memory
         offers = {name: nbytes for name, nbytes in offers.items() if name not in BUDGET_NAMES}
     return error.needed_bytes - sum(offers.values())
 
@@ -664,7 +665,10 @@ class Answer:
 
 @lru_cache(maxsize=4)
 def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) -> Layout:
-    """Return the layout of one rank's part of a model; cached, as advice asks for the same one many times."""
+    """Return the layout of one rank's part of a model, with the rule and format of the `empty` layout.
+
+    Cached, as advice asks for the same one many times.
+    """
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, extend_layout
 
@@ -713,7 +717,12 @@ def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
 
 
 def _subgroup_numel(config: OffloadConfig, numel: int, empty: Layout) -> int:
-    """Return the elements of a subgroup: as given, or as a session chooses, but no more than `MOST_SUBGROUPS`."""
+    """Return the elements of a subgroup: as given, or as a session chooses, but no more than `MOST_SUBGROUPS`.
+
+    Args:
+        numel: Elements of a rank.
+        empty: See `_layout`.
+    """
     from offload.plan import choose_subgroup_numel
 
     least_numel = _least_subgroup_numel(numel)

@@ -84,8 +84,8 @@ def load_text(data: str | None, *, min_bytes: int) -> Text:
     if not text.files:
         raise ConfigError("--data", data, "there is no readable text file in this folder")
     if len(text.values) < min_bytes:
-        allowed = f"it has {len(text.values)} bytes of text and at least {min_bytes} are needed; "
-        raise ConfigError("--data", data or text.source, f"{allowed}give more text or a shorter --seq")
+        lacking = f"it has {len(text.values)} bytes of text and at least {min_bytes} are needed"
+        raise ConfigError("--data", data or text.source, f"{lacking}; give more text or a shorter --seq")
     return text
 
 

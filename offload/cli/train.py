@@ -253,7 +253,7 @@ class _Run:
         self._weights = {}
 
     def write(self, paths: Sequence[str]) -> dict[str, Any]:
-        """Write the summary and pictures of the steps that were taken; return the summary."""
+        """Write the summary and pictures of the steps that were taken; return the summary. `paths`: of state."""
         shape, text, comparison = self._shape, self._text, self.comparison
         summary = self.main.summary()
         path_bytes = summary.pop("path_bytes", [])
@@ -272,6 +272,7 @@ class _Run:
             "interrupted": self.interrupted,
             "error": self.error,
             **summary,
+            # Without figures, `path_bytes` is empty.
             "paths": [{"path": path, **moved} for path, moved in zip(paths, path_bytes, strict=False)],
             "in_memory": self.in_memory.summary() if self.in_memory.rows else None,
             "comparison": asdict(comparison) if comparison is not None else None,

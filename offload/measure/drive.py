@@ -111,7 +111,8 @@ def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
     rates = lane_rates(timeline)
     if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
         return rates
-    return {lane: bytes_per_s(timeline, lane) or rate for lane, rate in rates.items()}  # 0 if it paused just then
+    # In the time together; a lane that paused just then has 0 there.
+    return {lane: bytes_per_s(timeline, lane) or rate for lane, rate in rates.items()}
 
 
 def _spans(timeline: Sequence[Interval]) -> list[tuple[float, float]]:

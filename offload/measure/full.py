@@ -201,6 +201,7 @@ def _path_probe(
     room = tier.free_bytes()  # before `tune_depth` writes slots: the regions take their place
     tune_depth(tier, queue, arena.address, arena.nbytes)
     affordable = _affordable_bytes(tier, queue, arena.address, run_s)
+    # The smaller regions together take no more room than the largest one.
     largest = min(MAX_TILE_BYTES, affordable, room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES)
     if largest < LADDER_BYTES[1]:
         least = 4 * PATH_SLOTS * LADDER_BYTES[1]
@@ -208,7 +209,7 @@ def _path_probe(
         raise ConfigError("paths", path, allowed)
     regions = []
     offset = 0
-    for index, size in enumerate([size for size in sizes if size < largest] + [largest]):
+    for index, size in enumerate([size for size in sizes if 2 * size <= largest] + [largest]):
         regions.append(Slots(tier, size, number=index, offset=offset))
         offset += 2 * PATH_SLOTS * slot_bytes(size)
     for region in regions:
@@ -223,5 +224,5 @@ def _affordable_bytes(tier: Tier, queue: CompletionQueue, address: int, run_s: f
     if tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
         return MAX_TILE_BYTES  # the little room decides on the size
     rate = lane_rates(drive(queue, [gauge.load("write", range(PATH_DEPTH), address)]))["write"]
-    tile_bytes = int(rate * run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
+    tile_bytes = int(rate * run_s / PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES  # a run moves at least so many tiles
     return max(LADDER_BYTES[1], tile_bytes)

@@ -37,7 +37,10 @@ GATE = DeviceLane.LEAVING
 
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
-    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses."""
+    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses.
+
+    `update`: see `GpuProbe`.
+    """
     import torch
 
     with contextlib.ExitStack() as ends:
@@ -184,7 +187,7 @@ class GpuProbe:
     def _finish_run(
         self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], suffix: str, run_s: float, most: int
     ) -> dict[str, float]:
-        """Wait for a run and return its rates; choose how many copies or updates make the next one take `run_s`."""
+        """Wait for a run and return its rates; choose how many copies or updates, up to `most`, take `run_s` next."""
         kind = (*marks, suffix)
         repeats = self._repeats.get(kind, 1)
         rates = {}

@@ -18,7 +18,7 @@ from offload.formats import EXACT, EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.measure.gpu import D2H, H2D, GpuProbe
-from offload.measure.probe import ALIGNMENT_BYTES, enough_bytes
+from offload.measure.probe import ALIGNMENT_BYTES, SHARE_OF_AVAILABLE, enough_bytes
 from offload.measure.samples import CpuProbe, Runs, repeated
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, TrialState
 from offload.memory.arenas import Arena
@@ -43,7 +43,8 @@ def probe_nodes(
         OffloadError: A node has no memory for it, or this process may not use it.
     """
     least = UPDATE_DEPTH * CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) + ALIGNMENT_BYTES
-    nbytes = max(least, min(most_bytes, enough_bytes(), *(free_bytes(number) // 8 for number in numbers)))
+    affordable = (free_bytes(number) // SHARE_OF_AVAILABLE for number in numbers)
+    nbytes = max(least, min(most_bytes, enough_bytes(), *affordable))
     return tuple(_probe_node(kernel, queue, number, nbytes, lanes) for number in numbers)
 
 

@@ -182,7 +182,7 @@ def _gpu_rates(step: _Step, known: GpuRates) -> GpuRates:
     """Return the rates that a step shows of a GPU and its link."""
     gpu = known.reaching({lane: step.totals.get(lane, _IDLE).rate(rate) for lane, (rate, _) in known.lanes.items()})
     for lane, other, direction in (("h2d", "d2h", known.h2d), ("d2h", "h2d", known.d2h)):
-        if direction.is_hindered and step.totals.get(lane, _IDLE).nbytes >= LEAST_BYTES:
+        if direction.is_hindered and step.totals.get(lane, _IDLE).shows_rate:
             # Which copies met is a matter of chance: the proportion stays.
             rates = step.show_direction(lane, other, direction, 0.0).rates(direction.rate_share_beside)
             gpu = gpu.reaching({lane: rates.beside, f"{lane}_alone": rates.alone})
@@ -342,7 +342,7 @@ class _Turns:
     ends_s: tuple[float, ...]
 
     def of(self, due_s: float) -> int | None:
-        """Return the turn that started an operation; None if it is not known."""
+        """Return the turn that started an operation: the first since that was due; None if it is not known."""
         turn = bisect.bisect_left(self.begins_s, due_s)
         return turn if turn < len(self.begins_s) else None
 

@@ -177,7 +177,7 @@ def probe_gpu(
     room_numel = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
     session_numel = sum(subgroup.numel for subgroup in plan.layout.subgroups)
     numel = max(SECTOR_NUMEL, min(GPU_NUMEL, session_numel, room_numel))
-    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2
+    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2  # of two of these, host memory takes as much as a chunk
     beside = (*key, lanes.device.name)  # the key of what is measured of the CPU beside this GPU
     update = None if beside in _known else lambda: cpu().rate(part=PART_BESIDE)  # None: that is known
     while True:
@@ -238,7 +238,11 @@ def _parse_size(text: str) -> int:
 def _path_probe(
     number: int, slots: Slots, queue: Queue, plan: Plan, staging: tuple[int, int], ends: contextlib.ExitStack
 ) -> PathProbe:
-    """Return a probe of a path with as large tiles as the session's and the room allow."""
+    """Return a probe of a path, with tiles as large as staging memory allows, and as many as the path has room for.
+
+    Args:
+        staging: Address and size; other memory is allocated if it is too small, and freed by `ends`.
+    """
     address, staging_bytes = staging
     # Without staging memory, the path is used when resident state is parked.
     usual_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)

@@ -365,7 +365,8 @@ def find_rates(name: str | os.PathLike[str]) -> RatesFile:
     """
     known = {file.stem: file for file in sorted(MACHINES.glob("*.json"))}
     wanted = os.fspath(name)
-    if not os.path.exists(wanted) and not os.path.dirname(wanted) and not wanted.endswith(".json"):
+    is_file = os.path.exists(wanted) or os.path.dirname(wanted) or wanted.endswith(".json")  # there, or meant as one
+    if not is_file:
         if wanted not in known:
             raise ConfigError("rates", wanted, f"name a file, or one of {', '.join(known)}; {_ADVICE}")
         return load_rates(known[wanted])

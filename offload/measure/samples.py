@@ -144,7 +144,7 @@ class Runs:
     counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, name: str, least: int, loads: Callable[[int], Sequence[Load]]) -> list[Interval]:
-        """Drive loads with at least `least` operations."""
+        """Drive the loads of a number of operations, at least `least`; return what they did."""
         count = max(least, self.counts.get(name, least))
         timeline = drive(self.queue, loads(count))
         took_s = max(each.finished_s for each in timeline) - min(each.started_s for each in timeline)
@@ -180,7 +180,7 @@ class CpuProbe:
                 yield "memory bandwidth", partial(self._stream, name, variants)
 
     def load(self, count: int | None, state_format: StateFormat = EXACT, threads: int | None = None) -> Load:
-        """Return the update as a load; with the most threads if `threads` is None."""
+        """Return a load of `count` updates (see `Load`); with the most threads if `threads` is None."""
         return self.states[state_format].updates(self.kernels[threads or max(self.kernels)], count)
 
     def rate(self, state_format: StateFormat = EXACT, threads: int | None = None, part: float = 1.0) -> float:

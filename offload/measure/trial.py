@@ -100,7 +100,7 @@ def trial_rates(
 
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
-    """Return a plan of the smallest subgroups, with the same part of state at home in memory as `plan`."""
+    """Return a plan of the smallest subgroups, a path for each tier, and as large a part resident as in `plan`."""
     count = SUBGROUPS
     slots = SLOTS
     streamed_part = 1.0

@@ -143,7 +143,7 @@ class TrialState:
         return moved_bytes / (time.perf_counter() - started_s)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
-        """Return a load of updates of the chunks in turn."""
+        """Return a load of `count` updates (see `Load`) of the chunks in turn."""
         # Each place has chunks of its own, so that no chunk has two updates at once.
         turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
 

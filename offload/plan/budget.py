@@ -439,7 +439,7 @@ class Plan:
         return self.layout.state_bytes
 
     def state_bytes_of(self, subgroups: Iterable[int]) -> int:
-        """Return the bytes of state of some subgroups."""
+        """Return the bytes of these subgroups' state."""
         return sum(self.layout.subgroups[number].state_bytes for number in subgroups)
 
     @cached_property
@@ -597,9 +597,9 @@ class Plan:
         live: Counter[int] = Counter()  # tiles of all subgroups, by size
         most_of_one: Counter[int] = Counter()  # tiles of the subgroup that has most of a size
         streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
-        for sizes, subgroups in Counter(subgroup.tile_sizes for subgroup in streamed).items():
+        for sizes, subgroup_count in Counter(subgroup.tile_sizes for subgroup in streamed).items():
             for nbytes, count in sizes:
-                live[nbytes] += subgroups * count
+                live[nbytes] += subgroup_count * count
                 most_of_one[nbytes] = max(most_of_one[nbytes], count)
         counts: Counter[int] = Counter()
         for nbytes, count in live.items():
@@ -674,7 +674,7 @@ class Plan:
         an even share): a path that was slow for a while is then seen to have recovered.
         """
         shares = self.budgets.path_shares(rates)
-        moved = self.home_bytes[Home.STREAMED] - self.staging_bytes
+        moved = self.home_bytes[Home.STREAMED] - self.staging_bytes  # what is in slots stays there between steps
         if not self.budgets.follow_rates or moved <= 0:
             return shares
         least = min(MEASURABLE_BYTES / moved, 0.5 / len(shares))
@@ -1003,6 +1003,7 @@ def count_staging_slots(budgets: Budgets, slot_bytes: int, streamed: int, wanted
         streamed: Number of streamed subgroups: more slots are of no use.
         wanted: Number of slots if the budgets have no `staging_bytes`.
     """
+    # Without paths nothing can be streamed: `make_plan` says that, and not that staging memory is too small.
     if budgets.staging_bytes is not None and budgets.paths:
         wanted = budgets.staging_bytes // slot_bytes
     return min(wanted, streamed)

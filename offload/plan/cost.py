@@ -69,7 +69,7 @@ class ByDevice(NamedTuple):
 
 
 class LaneWork(NamedTuple):
-    """What one lane does in a step: the bytes (of its own, or of the memory traffic it causes), and its seconds."""
+    """What one lane does in a step: its bytes (moved, updated, or of memory traffic that it causes), its seconds."""
 
     nbytes: float
     busy_s: float
@@ -77,9 +77,12 @@ class LaneWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What matters of a plan: how many subgroups, and how many bytes, of each kind.
+    """What matters of a plan.
 
     Attributes:
+        streamed: Streamed subgroups.
+        host: Those at home in host memory.
+        gpu: Those at home on the GPU, which updates them.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
         fetched_gradient_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
         staging_slots: Staging slots in host memory.
@@ -130,7 +133,7 @@ class Mix:
 
 
 def mix_of(plan: Plan) -> Mix:
-    """Sum up a plan's subgroups: all that `estimate_mix` needs to know of the plan."""
+    """Sum up a plan for `estimate_mix`."""
     subgroups = plan.layout.subgroups
 
     def sum_of(homes: Sequence[Home | int | None], home: Home | int, placement: Placement) -> SubgroupSum:
@@ -320,10 +323,13 @@ def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> flo
 
 
 def _engine_s(mix: Mix, rates: Rates) -> float:
-    """Return what the engine's thread does in a step, which is one thing after the other.
+    """Return the seconds that the engine's thread works in a step: it does one thing after the other.
 
-    For each subgroup on the CPU an update, and with weights on a GPU also a push and its awaiting; for each that is
-    copied to the GPU two copies and an update; for each tile on a path a read and a write.
+    Operations: for each subgroup on the CPU an update, and with weights on a GPU also a push and its awaiting; for
+    each that is copied to the GPU two copies and an update; for each at home there an update; for each tile that
+    moves a read and a write. Calls of the GPU's runtime come on top: `CALLS` for each copy of state and update there;
+    for each subgroup on the CPU, in each direction in which weights or gradients pass, `PASSING_CALLS` and a copy for
+    each segment.
     """
     on_cpu, copied = mix.count_on_cpu, mix.copied_count
     moved = mix.moved_count
@@ -353,7 +359,10 @@ def _lane_work(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, L
 
 
 def _path_work(mix: Mix, number: int, share: float, path: PathRates) -> dict[str, LaneWork]:
-    """Return what the lanes of one path do, which has this share of all tiles."""
+    """Return what the lanes of one path do, which has this share of all tiles.
+
+    Reads and writes are at their rates alone, as lower bounds; "path" is both at once, if they hinder each other.
+    """
     moved = mix.moved_count
     state_bytes = moved * mix.mean_streamed_bytes * share
     latency_s = moved * mix.mean_tiles * share * path.latency_s
@@ -421,6 +430,7 @@ def _step_s(
     cpu_s = lanes["cpu"].nbytes * cpu_s_per_byte
     if cpu_s > span_s:  # what the CPU has not done by then, it does at its full speed, as no lane is beside it
         cpu_s = span_s + (cpu_s - span_s) * speed
+    # The CPU begins with the first gradients, and the weights of its last update are pushed behind it.
     ends_s = max(fetch_s + cpu_s + push_s, pipeline_s + last_s, gpu_s)
     # Reactions: of the engine to the step's request, and of the caller to its end.
     return ends_s + 2 * rates.reaction_s + rates.begin_s, span_s
@@ -471,7 +481,8 @@ def _turn(
     update_s = mix.mean_streamed_bytes * cpu_s_per_byte
     busiest_s = max((1 - gpu_part) * update_s, gpu_part * mix.mean_streamed_bytes * max(per_byte))
     # Reactions to the ends of update, flush and fetch, and the start of the update. The thread starts tile after
-    # tile, while the first is on its way: only what takes longer than the transfer is added.
+    # tile, while earlier ones are on their way. They end `io_s` after the first start, or a tile's part of it after
+    # the last one if that is later: what exceeds `io_s` is added.
     tiles = max(mix.mean_tiles, 1.0)
     start_s = rates.operation_s  # of one operation
     engine_s = 3 * rates.reaction_s + start_s
@@ -574,7 +585,7 @@ def _gpu_s(mix: Mix, per_byte: _GpuSeconds, push_s: float, fetch_s: float, react
     first_s = each.in_s + each.update_s
     waiting = max(0, count - mix.gpu_slots)  # number of those that have to wait for a slot
     copies_out_s = first_s + waiting * each.out_s + fetches_s if waiting else 0.0
-    rounds, others = divmod(count - 1, mix.gpu_slots)
+    rounds, others = divmod(count - 1, mix.gpu_slots)  # of all slots; then one slot after the other
     slots_s = rounds * (each.chain_s + reaction_s) + others * max(each.in_s, each.update_s)
     return max(
         count * each.in_s + pushes_s + each.update_s,

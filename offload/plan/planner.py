@@ -212,7 +212,7 @@ def _plan_with_node_bytes(
         mix = mix_of(make(placements=placements, gpu_slots=budgets.most_gpu_slots))
     gpu_slots = _fewest_gpu_slots(mix, plan.path_shares(rates), rates)
     slots = plan.staging_slots
-    if budgets.staging_bytes is None and slots and kept is None:
+    if budgets.staging_bytes is None and slots and kept is None:  # a session with a plan has made its slots
         slots = _fewest_staging_slots(mix, plan.path_shares(rates), rates, slots)
         if placement == "auto" and placements != plan.placements and slots != plan.staging_slots:
             # With more slots, updates of more subgroups may be faster on the GPU, copies included.
@@ -315,10 +315,10 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     spread = [_spread(kind, count) for kind, count in zip(kinds, best_counts, strict=True)]
     # What the GPU may update, with the mix that it makes:
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
-    with_state = [frozenset(number for number in kind if sizes[number]) for kind in kinds]
+    members = [frozenset(kind) for kind in kinds]
     for stride in _strides(len(plan.homes)):
         picked = range(stride - 1, len(plan.homes), stride)
-        choices.append((mix_with([[n for n in picked if n in kind] for kind in with_state]), picked))
+        choices.append((mix_with([[n for n in picked if n in kind] for kind in members]), picked))
     seconds = [estimate_mix(each, shares, rates).step_s for each, _ in choices]
     least_s = min(seconds)
     if seconds[0] <= (1 + WORTH_THE_GPU) * least_s:  # all on the CPU

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from offload.errors import known
 from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
@@ -72,12 +73,12 @@ class Forecast:
         return with_backward_s(simulated, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
 
     def _drifted(self, plan: Plan, rates: Rates) -> tuple[Prediction, float]:
-        """Return the last simulation, which has a timeline, and the factor by which a step takes longer now.
+        """Return the last simulation, and the factor by which a step takes longer now.
 
-        What `carried_on` returns may be without a timeline.
+        The simulation has a timeline; what `carried_on` returns may have none.
         """
         now = self.carried_on(plan, rates)
-        simulated = now if self._last is None else self._last.prediction
+        simulated = known(self._last, "nothing was simulated").prediction
         factor = now.step_s / simulated.step_s if simulated.step_s else 1.0
         return simulated, factor
 

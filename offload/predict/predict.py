@@ -120,7 +120,8 @@ def with_backward_s(
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     io_in_backward_s = io_s - in_forward_s
     if plan.weights_on_gpu:
-        rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)  # left to the step
+        # What is left to the step: the same, and pushes.
+        rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
         s_per_byte = update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s
         update_s = streamed_bytes * s_per_byte
@@ -131,7 +132,7 @@ def with_backward_s(
             return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
         return forward_s + max(backward_s, update_s, io_in_backward_s) + rest_s
 
-    # Likewise: updates of state at home in memory.
+    # What is left to the step: updates of state at home in memory.
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:
         return max(forward_s + backward_s, update_s, io_s)

@@ -119,7 +119,7 @@ class Streams(Generic[What]):
     def _ready_s(self, stream: str, first: Work[What]) -> float:
         """Return when the first work of a stream waits for its engine only; infinite if that is not known yet."""
         ready_s = first.given_s
-        if first.gap_s:
+        if first.gap_s:  # without one, the work before it keeps only the engine, which a stream's work shares
             ready_s = max(ready_s, self._ended_s.get(stream, -math.inf) + first.gap_s)
         if first.follows is not None:
             ready_s = max(ready_s, first.follows.ends_s)

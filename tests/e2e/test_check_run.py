@@ -167,6 +167,14 @@ def test_an_average_of_weights_that_have_not_come_is_named(check: Any, tmp_path:
     assert (status, outcome["different"]) == (0, False), outcome["found"]
 
 
+def test_nan_in_both_is_no_distance(check: Any) -> None:
+    added = "paths = torch.tensor([math.nan, float(len(optimizer.config.paths))])\n    #end"
+    status, outcome, _ = check(text="import math\n" + SCRIPT.replace("#end", added))
+    assert (status, outcome["different"]) == (1, True)
+    assert "paths DIFFERS at the end: 1 of 2 elements, by up to 1 (" in outcome["found"][1]
+    assert outcome["found"][1].endswith("; element 1 is 1.0, and in memory 0.0")
+
+
 def test_a_tensor_without_a_seed_is_named_as_such(check: Any) -> None:
     added = "drawn = torch.rand(3, generator=torch.Generator().manual_seed(torch.Generator().seed()))\n    #end"
     status, outcome, _ = check(text=SCRIPT.replace("#end", added))

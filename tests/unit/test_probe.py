@@ -68,9 +68,12 @@ def test_every_tile_is_written_before_it_is_read_however_long_one_takes(
 
 
 @pytest.mark.slow
-def test_what_the_search_for_a_depth_has_written_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_bytes", [10 << 20, 9 << 19])  # of the second, smaller tiles need a large part, too
+def test_what_the_search_for_a_depth_has_written_is_room(
+    max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def opened(*arguments: Any, options: StoreOptions) -> Any:
-        return open_tier(*arguments, options=dataclasses.replace(options, max_bytes=10 << 20))
+        return open_tier(*arguments, options=dataclasses.replace(options, max_bytes=max_bytes))
 
     monkeypatch.setattr(full, "open_tier", opened)
     assert probe(tmp_path, seconds=0.1).rates.paths

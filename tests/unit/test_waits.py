@@ -89,6 +89,32 @@ def test_what_is_forestalled_is_never_done() -> None:
     assert runs == []
 
 
+def test_what_an_interrupt_finds_before_its_begin_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, threads, runs = threading.Event(), [], []
+
+    class LateThread(threading.Thread):
+        def start(self) -> None:
+            threads.append(self)
+            super().start()
+
+        def run(self) -> None:
+            assert go_on.wait(LONG_S)
+            super().run()
+
+    def interrupt(arrived: object, what: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waits.threading, "Thread", LateThread)
+    monkeypatch.setattr(waits, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        waits.side_by_side([lambda: runs.append(None)], "test", lambda: "")
+    go_on.set()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert threads
+    assert runs == []
+
+
 def test_without_another_thread_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
