@@ -93,6 +93,14 @@ FRAMEWORKS = {
 """For what a setting is written, by the words of `--for`, and what its lines begin with."""
 
 
+def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
+    """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
+
+    The Trainer can have streamed weights in host memory alone, and of one rank.
+    """
+    return framework != "transformers" or place in ("cpu", "gpu") or (place == "host" and ranks == 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What the user has left open, to be computed or tried.
@@ -102,21 +110,30 @@ class Choices:
         given: Settings that stay as they are.
         recompute: Values to be tried of `Model.recompute`.
         places: Values to be tried of `Model.weights_on`.
+        framework: One of `FRAMEWORKS` that has to be able to have what is tried; None for any.
     """
 
     computed: frozenset[str]
     given: frozenset[str]
     recompute: tuple[bool, ...]
     places: tuple[str, ...]
+    framework: str | None = None
 
     @classmethod
-    def of(cls, scenario: Scenario, given: Mapping[str, Any], weights_on: str | None = None) -> Choices:
+    def of(
+        cls,
+        scenario: Scenario,
+        given: Mapping[str, Any],
+        weights_on: str | None = None,
+        framework: str | None = None,
+    ) -> Choices:
         """Return what the user has left open.
 
         Args:
             scenario: The scenario of the user's options.
             given: The settings among these options.
             weights_on: Where the user wants the weights; None if that is left open.
+            framework: See `Choices`.
         """
         computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
         can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
@@ -125,13 +142,14 @@ class Choices:
         if weights_on is None and scenario.machine.all_ranks == 1 and not GPU_SETTINGS & given.keys():
             if scenario.machine.rates.gpu.lanes:
                 places.append("host")
-            if scenario.machine.rates.paths:
+            if scenario.machine.rates.paths and can_have_weights(framework, "path", ranks=1):
                 places.append("path")
         return cls(
             computed=frozenset(computed - scenario.implied_settings),
             given=frozenset(given),
             recompute=(False, True) if can_recompute else (scenario.model.recompute,),
             places=tuple(places),
+            framework=framework,
         )
 
     def _values_to_try(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
@@ -198,7 +216,8 @@ class Choices:
                 yield answer
         if not fitting:
             why, leanest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
-            text = f"{misfit_text(why)} with the leanest of all settings ({leanest}); {in_options(str(why), 'plan')}"
+            of_all = f"of all settings for {self.framework}" if self.framework else "of all settings"
+            text = f"{misfit_text(why)} with the leanest {of_all} ({leanest}); {in_options(str(why), 'plan')}"
             raise PlanError(text) from why
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
@@ -607,8 +626,7 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     """Return a setting as one would write it, by the `FRAMEWORKS` that can have it.
 
-    Weights that lie elsewhere than where they are computed: for the Trainer in host memory and of one rank, and in a
-    file not for DeepSpeed.
+    See `can_have_weights`.
     """
     scenario, config = setting.answer.scenario, setting.config
     model = scenario.model
@@ -631,16 +649,20 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             "    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own",
         ]
     lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
-    if model.weights_on != "path":
-        zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-        if in_host:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-        lines["deepspeed"] = [
-            f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
-            f'    "zero_optimization": {json.dumps(zero)},',
-            f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
-        ]
-    if not model.is_streamed or (in_host and scenario.machine.all_ranks == 1):
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    if in_host:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    elif model.weights_on == "path":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": scenario.machine.path_place(path_of(setting.answer.rates)),
+        }
+    lines["deepspeed"] = [
+        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
+        f'    "zero_optimization": {json.dumps(zero)},',
+        f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
+    ]
+    if can_have_weights("transformers", model.weights_on, scenario.machine.all_ranks):
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
         lines["transformers"] = [
             f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",

@@ -290,7 +290,7 @@ def _scenario_from_options(arguments: argparse.Namespace) -> tuple[Scenario, adv
         gpu_staging=arguments.gpu_staging,
         **{**usual, **settings},
     )
-    return scenario, advise.Choices.of(scenario, settings, arguments.weights_on)
+    return scenario, advise.Choices.of(scenario, settings, arguments.weights_on, arguments.framework)
 
 
 def _check_places(arguments: argparse.Namespace, rates: Rates) -> None:

@@ -403,12 +403,29 @@ def test_lines_for_one_framework(capsys: pytest.CaptureFixture[str], framework: 
 
 
 def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
+    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "transformers"]
     assert cli.main(["plan", *words]) == 0
-    assert "\nDeepSpeed, in its config: not with weights in a file (docs/weights.md)\n" in capsys.readouterr().out
+    assert "\nTrainer: not with weights in a file (docs/weights.md)\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["plan", *WORDS.split(), "--for", "deepspeed"])
     assert "--advise or --target" in capsys.readouterr().err
+
+
+def test_weights_in_a_file_are_a_setting_of_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
+    assert cli.main(["plan", *words]) == 0
+    (zero,) = re.findall(r'^    ("zero_optimization": .*),$', capsys.readouterr().out, re.MULTILINE)
+    param = {"device": "nvme", "nvme_path": "/mnt/drive0"}
+    assert json.loads(f"{{{zero}}}")["zero_optimization"]["offload_param"] == param
+
+
+def test_what_a_framework_cannot_have_is_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and gradients of 3 billion parameters, 6 GiB each, fit this host in a file alone."""
+    words = ["--model", "llama-3b", "--gpu", "7GiB", "--host", "8GiB", "--drive", "3.5GB/s:1TB", "--tokens", "128"]
+    words += ["--state-format", "exact", "--advise", "--for"]
+    assert cli.main(["plan", *words, "deepspeed"]) == 0
+    assert '"offload_param": {"device": "nvme"' in capsys.readouterr().out
+    assert "with the leanest of all settings for transformers (" in refused(capsys, *words, "transformers")
 
 
 @pytest.mark.parametrize(
