@@ -23,6 +23,7 @@ from offload.cli.scenario import (
     fits_text,
     gpu_room,
     lacking_bytes,
+    lacks_drives,
     memory_use,
     misfit_text,
     missing_option_line,
@@ -207,18 +208,37 @@ class Choices:
             planned = variant  # which the error names if no budgets can be fixed
             try:
                 planned = self.fix_budgets(variant)
-                answer = ask(planned, simulate=False)
-                check_fits(planned, self._limit_of_host(planned, leaves=leaves), answer.use, leaves=leaves)
+                answer = self._fitting_answer(planned, leaves=leaves)
             except InfeasiblePlanError as error:
                 misfits.append((error, planned))
             else:
                 fitting.append(variant.config.format)
                 yield answer
         if not fitting:
-            why, leanest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
-            of_all = f"of all settings for {self.framework}" if self.framework else "of all settings"
-            text = f"{misfit_text(why)} with the leanest {of_all} ({leanest}); {in_options(str(why), 'plan')}"
-            raise PlanError(text) from why
+            why, nearest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
+            framework = f" for {self.framework}" if self.framework else ""
+            text = f"{misfit_text(why)} with the settings{framework} that lack least ({nearest})"
+            if any(lacks_drives(error) for error, _ in misfits):
+                text += self._drives_text(scenario, leaves=leaves)
+            raise PlanError(f"{text}; {in_options(str(why), 'plan')}") from why
+
+    def _fitting_answer(self, planned: Scenario, *, leaves: bool) -> Answer:
+        """Return the answer by the closed form about a variant with its budgets; raise if it does not fit."""
+        answer = ask(planned, simulate=False)
+        check_fits(planned, self._limit_of_host(planned, leaves=leaves), answer.use, leaves=leaves)
+        return answer
+
+    def _drives_text(self, scenario: Scenario, *, leaves: bool) -> str:
+        """Return in words the least size of the drives with which a variant fits, and which variant; "" if none."""
+        fitting: list[Answer] = []
+        for variant in self.variants(scenario.with_room_on_paths()):
+            with contextlib.suppress(InfeasiblePlanError):
+                fitting.append(self._fitting_answer(self.fix_budgets(variant), leaves=leaves))
+        if not fitting:
+            return ""
+        least = min(fitting, key=lambda answer: answer.path_bytes)
+        size = budget_text(_with_spare(scenario.machine.ranks * least.path_bytes))
+        return f", or drives of {size} in all with these ({least.scenario})"
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
         """Return the node's memory that a variant has to fit; None for no limit.
