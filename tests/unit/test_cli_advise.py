@@ -505,7 +505,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
 def test_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--model", "qwen-0.5b", *SMALL, "--advise", "--target", "3s"])
-    assert "give --target or --advise, not both" in capsys.readouterr().err
+    assert "give --target or --advise, not both: each prints lines to paste" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", "qwen-0.5b", *SMALL, "--target", "3s", "--for", "torch"]) == 0
+    assert "optimizer = offload.AdamW(" in capsys.readouterr().out
 
 
 # Pictures
