@@ -23,6 +23,7 @@ from offload.cli.scenario import (
     fits_text,
     gpu_room,
     lacking_bytes,
+    lacks_drives,
     memory_use,
     misfit_text,
     missing_option_line,
@@ -93,6 +94,14 @@ FRAMEWORKS = {
 """For what a setting is written, by the words of `--for`, and what its lines begin with."""
 
 
+def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
+    """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
+
+    The Trainer can have streamed weights in host memory alone, and of one rank.
+    """
+    return framework != "transformers" or place in ("cpu", "gpu") or (place == "host" and ranks == 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What the user has left open, to be computed or tried.
@@ -102,21 +111,30 @@ class Choices:
         given: Settings that stay as they are.
         recompute: Values to be tried of `Model.recompute`.
         places: Values to be tried of `Model.weights_on`.
+        framework: One of `FRAMEWORKS` that has to be able to have what is tried; None for any.
     """
 
     computed: frozenset[str]
     given: frozenset[str]
     recompute: tuple[bool, ...]
     places: tuple[str, ...]
+    framework: str | None = None
 
     @classmethod
-    def of(cls, scenario: Scenario, given: Mapping[str, Any], weights_on: str | None = None) -> Choices:
+    def of(
+        cls,
+        scenario: Scenario,
+        given: Mapping[str, Any],
+        weights_on: str | None = None,
+        framework: str | None = None,
+    ) -> Choices:
         """Return what the user has left open.
 
         Args:
             scenario: The scenario of the user's options.
             given: The settings among these options.
             weights_on: Where the user wants the weights; None if that is left open.
+            framework: See `Choices`.
         """
         computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
         can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
@@ -125,13 +143,14 @@ class Choices:
         if weights_on is None and scenario.machine.all_ranks == 1 and not GPU_SETTINGS & given.keys():
             if scenario.machine.rates.gpu.lanes:
                 places.append("host")
-            if scenario.machine.rates.paths:
+            if scenario.machine.rates.paths and can_have_weights(framework, "path", ranks=1):
                 places.append("path")
         return cls(
             computed=frozenset(computed - scenario.implied_settings),
             given=frozenset(given),
             recompute=(False, True) if can_recompute else (scenario.model.recompute,),
             places=tuple(places),
+            framework=framework,
         )
 
     def _values_to_try(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
@@ -190,17 +209,37 @@ class Choices:
             planned = variant  # which the error names if no budgets can be fixed
             try:
                 planned = self.fix_budgets(variant)
-                answer = ask(planned, simulate=False)
-                check_fits(planned, self._limit_of_host(planned, leaves=leaves), answer.use, leaves=leaves)
+                answer = self._fitting_answer(planned, leaves=leaves)
             except InfeasiblePlanError as error:
                 misfits.append((error, planned))
             else:
                 fitting.append(variant.config.format)
                 yield answer
         if not fitting:
-            why, leanest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
-            text = f"{misfit_text(why)} with the leanest of all settings ({leanest}); {in_options(str(why), 'plan')}"
-            raise PlanError(text) from why
+            why, nearest = min(misfits, key=lambda misfit: lacking_bytes(misfit[0]))
+            framework = f" for {self.framework}" if self.framework else ""
+            text = f"{misfit_text(why)} with the settings{framework} that lack least ({nearest})"
+            if any(lacks_drives(error) for error, _ in misfits):
+                text += self._drives_text(scenario, leaves=leaves)
+            raise PlanError(f"{text}; {in_options(str(why), 'plan')}") from why
+
+    def _fitting_answer(self, planned: Scenario, *, leaves: bool) -> Answer:
+        """Return the answer by the closed form about a variant with its budgets; raise if it does not fit."""
+        answer = ask(planned, simulate=False)
+        check_fits(planned, self._limit_of_host(planned, leaves=leaves), answer.use, leaves=leaves)
+        return answer
+
+    def _drives_text(self, scenario: Scenario, *, leaves: bool) -> str:
+        """Return in words the least size of the drives with which a variant fits, and which variant; "" if none."""
+        fitting: list[Answer] = []
+        for variant in self.variants(scenario.with_room_on_paths()):
+            with contextlib.suppress(InfeasiblePlanError):
+                fitting.append(self._fitting_answer(self.fix_budgets(variant), leaves=leaves))
+        if not fitting:
+            return ""
+        least = min(fitting, key=lambda answer: answer.path_bytes)
+        size = budget_text(_with_spare(scenario.machine.ranks * least.path_bytes))
+        return f", or drives of {size} in all with these ({least.scenario})"
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
         """Return the node's memory that a variant has to fit; None for no limit.
@@ -609,7 +648,7 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     """Return a setting as one would write it, by the `FRAMEWORKS` that can have it.
 
-    Streamed weights: the Trainer can have them in host memory, for one rank; DeepSpeed cannot have them in a file.
+    See `can_have_weights`.
     """
     scenario, config = setting.answer.scenario, setting.config
     model = scenario.model
@@ -632,16 +671,20 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             "    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own",
         ]
     lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
-    if model.weights_on != "path":
-        zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-        if in_host:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-        lines["deepspeed"] = [
-            f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
-            f'    "zero_optimization": {json.dumps(zero)},',
-            f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
-        ]
-    if not model.is_streamed or (in_host and scenario.machine.all_ranks == 1):
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    if in_host:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    elif model.weights_on == "path":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": scenario.machine.path_place(path_of(setting.answer.rates)),
+        }
+    lines["deepspeed"] = [
+        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
+        f'    "zero_optimization": {json.dumps(zero)},',
+        f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
+    ]
+    if can_have_weights("transformers", model.weights_on, scenario.machine.all_ranks):
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
         lines["transformers"] = [
             f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",

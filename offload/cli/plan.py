@@ -149,7 +149,7 @@ def add_parser(commands: Any) -> None:
     )
     add_value(work, "--accumulate", parse_count, "micro-steps that the tokens come in (default: 1)", default=1)
     search = parser.add_argument_group("search for settings that are not given")
-    target = "show the cheapest setting whose iteration takes no longer, such as 10s"
+    target = "show the cheapest setting whose iteration takes no longer, such as 10s, and its lines to paste"
     add_value(search, "--target", parse_seconds, target, metavar="TIME")
     search.add_argument(
         "--advise",
@@ -265,7 +265,7 @@ def _check_options(arguments: argparse.Namespace) -> bool:
     search_options = {"--target": arguments.target, "--advise": arguments.advise}
     searches = [name for name, value in search_options.items() if value not in (None, False)]
     if len(searches) > 1:
-        arguments.refuse(f"give {searches[0]} or {searches[1]}, not both")
+        arguments.refuse(f"give {searches[0]} or {searches[1]}, not both: each prints lines to paste")
     if arguments.framework is not None and not searches:
         arguments.refuse("--for says which of the lines that --advise or --target print are shown: give one of these")
     if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
@@ -290,7 +290,7 @@ def _scenario_from_options(arguments: argparse.Namespace) -> tuple[Scenario, adv
         gpu_staging=arguments.gpu_staging,
         **{**usual, **settings},
     )
-    return scenario, advise.Choices.of(scenario, settings, arguments.weights_on)
+    return scenario, advise.Choices.of(scenario, settings, arguments.weights_on, arguments.framework)
 
 
 def _check_places(arguments: argparse.Namespace, rates: Rates) -> None:

@@ -185,6 +185,10 @@ class Scenario:
             sizes[fastest_first[0]] += left
         return self.with_settings(host_memory={f"node{number}": size for number, size in sizes.items()} or nbytes)
 
+    def with_room_on_paths(self) -> Scenario:
+        """Return this with paths that have room for anything."""
+        return self.with_settings(paths=[replace(path, max_bytes=None) for path in self.config.path_configs])
+
     @property
     def placement(self) -> str | float:
         """Which state that is not at home on the GPU is updated there, as `choose_plan` takes it."""
@@ -545,6 +549,9 @@ _LACKED = {
 }
 """In words, what is lacking by how an `InfeasiblePlanError` begins to call it."""
 
+_ROOM_ON_DRIVES = "room on the drives"
+"""Likewise where it calls paths by their names."""
+
 
 def lacking_bytes(error: InfeasiblePlanError) -> int:
     """Return how many bytes more a plan needed that does not fit."""
@@ -556,11 +563,20 @@ def lacking_bytes(error: InfeasiblePlanError) -> int:
 
 def misfit_text(error: InfeasiblePlanError) -> str:
     """Return the short answer about a plan that does not fit: how much more of what it needs."""
+    return f"{DOES_NOT_FIT} {format_bytes(lacking_bytes(error))} more {_lacked(error)} needed"
+
+
+def lacks_drives(error: InfeasiblePlanError) -> bool:
+    """Return whether room on the drives is what is lacking."""
+    return _lacked(error) in (_ROOM_ON_DRIVES, _LACKED[FASTEST_PATH_NAME])
+
+
+def _lacked(error: InfeasiblePlanError) -> str:
+    """Return in words what is lacking."""
     offers = error.available_bytes
-    usual = "memory for state" if BUDGET_NAMES.issuperset(offers) else "room on the drives"
+    usual = "memory for state" if BUDGET_NAMES.issuperset(offers) else _ROOM_ON_DRIVES
     lacked = (words for name, words in _LACKED.items() if any(offer.startswith(name) for offer in offers))
-    what = next(lacked, usual)
-    return f"{DOES_NOT_FIT} {format_bytes(lacking_bytes(error))} more {what} needed"
+    return next(lacked, usual)
 
 
 def fits_text(answer: Answer) -> str:
@@ -617,6 +633,12 @@ class Answer:
     def iteration_s(self) -> float:
         """Seconds of an iteration, as far as they are known."""
         return (self.forward_s or 0.0) + (self.backward_s or 0.0) + self.step_s
+
+    @property
+    def path_bytes(self) -> int:
+        """Bytes that a rank uses of the paths: state, versions in flight, and weights that lie in a file."""
+        in_file = self.scenario.model.weights_on == "path"
+        return self.plan.storage_bytes + (WEIGHT_BYTES * self.scenario.numel if in_file else 0)
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -75,6 +75,11 @@ def test_plans_that_are_left_to_the_docs_are_found() -> None:
     assert SHOWN in PLANS
 
 
+def test_the_readme_shows_the_command_of_a_row_of_its_table() -> None:
+    (shown,) = re.findall(r"^offload (plan .* --advise)$", README, re.MULTILINE)
+    assert shown in re.findall(PLAN, PLANNED, re.MULTILINE)
+
+
 def test_scripts_and_files_that_it_names_are_there() -> None:
     named = re.findall(r"`(?:python )?((?:bench|docs|offload|tests)/[\w/]+\.(?:py|md))`", PAGES)
     assert named

@@ -236,13 +236,26 @@ def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[s
     words = ["--model", "qwen-14b", *DESKTOP, "--tokens", "2048"]
     said = refused(capsys, *words, *more, *["--weights-on", "gpu"] * bool(more))
     if more:
-        leanest = "with the leanest of all settings (state exact, keep_grads=False, placement cpu, recomputation)"
+        leanest = "with the settings that lack least (state exact, keep_grads=False, placement cpu, recomputation)"
         assert re.search(rf"does not fit: [\d.]+ GiB more GPU memory needed {re.escape(leanest)}; ", said)
         assert "27.5 GiB gradients" not in said
     else:
         assert "it fits with weights in host memory (--weights-on host, docs/weights.md) and" in said
     assert "27.5 GiB weights" in said
     assert "or have weights in host memory (--weights-on host, docs/weights.md)" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--advise"], []], ids=["advise", "plan"])
+@pytest.mark.parametrize("size", ["50GB", "70GB"])
+def test_drives_that_would_do_are_named(capsys: pytest.CaptureFixture[str], size: str, more: list[str]) -> None:
+    """Host memory would do with weights in a file, for which these drives are too small."""
+    words = ["--model", "llama-8b", "--gpu", "rtx-4090", "--host", "16GB", "--tokens", "2048"]
+    said = refused(capsys, *words, "--drive", f"7GB/s,5GB/s:{size}", *more)
+    found = re.search(r", or drives of (\d+)GiB in all with these \(state compact8 .* weights in a file\); ", said)
+    assert found
+    asked(capsys, *words, "--drive", f"7GB/s,5GB/s:{found[1]}GiB", "--advise")
+    refused(capsys, *words, "--drive", f"7GB/s,5GB/s:{0.95 * int(found[1])}GiB", "--advise")
 
 
 @pytest.mark.parametrize("unfixed", ["state exact", "state compact8"])
@@ -260,7 +273,7 @@ def test_the_variant_without_budgets_is_named(
     monkeypatch.setattr(Choices, "fix_budgets", fix_most)
     words = ["--params", "70e9", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--weights-on", "cpu", "--advise"]
     said = refused(capsys, *words)
-    assert f"more memory for staging slots needed with the leanest of all settings ({unfixed}" in said
+    assert f"more memory for staging slots needed with the settings that lack least ({unfixed}" in said
 
 
 @pytest.mark.slow
@@ -403,12 +416,29 @@ def test_lines_for_one_framework(capsys: pytest.CaptureFixture[str], framework: 
 
 
 def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
+    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "transformers"]
     assert cli.main(["plan", *words]) == 0
-    assert "\nDeepSpeed, in its config: not with weights in a file (docs/weights.md)\n" in capsys.readouterr().out
+    assert "\nTrainer: not with weights in a file (docs/weights.md)\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["plan", *WORDS.split(), "--for", "deepspeed"])
     assert "--advise or --target" in capsys.readouterr().err
+
+
+def test_weights_in_a_file_are_a_setting_of_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
+    assert cli.main(["plan", *words]) == 0
+    (zero,) = re.findall(r'^    ("zero_optimization": .*),$', capsys.readouterr().out, re.MULTILINE)
+    param = {"device": "nvme", "nvme_path": "/mnt/drive0"}
+    assert json.loads(f"{{{zero}}}")["zero_optimization"]["offload_param"] == param
+
+
+def test_what_a_framework_cannot_have_is_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and gradients of 3 billion parameters, 6 GiB each, fit this host in a file alone."""
+    words = ["--model", "llama-3b", "--gpu", "7GiB", "--host", "8GiB", "--drive", "3.5GB/s:1TB", "--tokens", "128"]
+    words += ["--state-format", "exact", "--advise", "--for"]
+    assert cli.main(["plan", *words, "deepspeed"]) == 0
+    assert '"offload_param": {"device": "nvme"' in capsys.readouterr().out
+    assert "with the settings for transformers that lack least (" in refused(capsys, *words, "transformers")
 
 
 @pytest.mark.parametrize(
@@ -475,7 +505,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
 def test_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--model", "qwen-0.5b", *SMALL, "--advise", "--target", "3s"])
-    assert "give --target or --advise, not both" in capsys.readouterr().err
+    assert "give --target or --advise, not both: each prints lines to paste" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", "qwen-0.5b", *SMALL, "--target", "3s", "--for", "torch"]) == 0
+    assert "optimizer = offload.AdamW(" in capsys.readouterr().out
 
 
 # Pictures
