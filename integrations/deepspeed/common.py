@@ -30,7 +30,7 @@ from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.ranks import exchange_device, max_over_ranks, on_all_ranks
 from offload.integrations.deepspeed.settings import Saving, naming_object_in_errors
-from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
+from offload.integrations.deepspeed.shard import FlatState, Shard, group_values, rule_of
 from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.figures import StepFigures
 from offload.optim.hiding import Announcer, AutoOverlap
@@ -486,8 +486,8 @@ class OffloadedOptimizer(StepFigures):
         if self.behind is not None:
             self.behind.wait()
 
-    def refuse_other_rank_counts(self, engine: Any) -> None:
-        """Replace a DeepSpeed engine's methods that load: refuse state of another number of ranks, saying what to do.
+    def refuse_unfit_tags(self, engine: Any) -> None:
+        """Replace a DeepSpeed engine's methods that load: refuse state of another rule or number of ranks.
 
         If one rank cannot read its file, all raise: the others would wait for it.
         """
@@ -508,10 +508,21 @@ class OffloadedOptimizer(StepFigures):
                     saved_ranks = max_over_ranks(in_model, self.dp_process_group) or saved_ranks
                 if saved_ranks not in (0, ranks):
                     raise _other_rank_count_error(folder, saved_ranks, ranks)
+                self._on_all_ranks(lambda: self._check_rule(engine._get_zero_ckpt_name(load_dir, tag)))
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
         engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
+
+    def _check_rule(self, path: str) -> None:
+        """Raise `CheckpointError` if the state in a rank's file is of another rule: DeepSpeed loads any."""
+        saved, wanted = _state_names_in(path), {*self.shard.names[1:]}
+        if saved and saved != wanted:
+            raise CheckpointError(
+                f"{path} has state of another rule ({', '.join(sorted(saved))}), and this optimizer's is "
+                f"{rule_of(self.optimizer).name!r} ({', '.join(sorted(wanted))}); nothing was loaded. Use the "
+                "optimizer that saved it, or load the weights alone: load_optimizer_states=False"
+            )
 
     def _save_model_file(self, save: Callable[[], None], engine: Any, path: str) -> None:
         """Save the model's file to `path`, in the place of DeepSpeed's method, which is `save`. Collective.
@@ -771,6 +782,16 @@ def _rank_count_by_model(path: str) -> int:
     with contextlib.suppress(Exception):
         return int(torch.load(path, "meta", weights_only=False, mmap=True)["dp_world_size"])
     return 0
+
+
+def _state_names_in(path: str) -> set[str]:
+    """Return what a rank's file has of each parameter beside the master; empty if that cannot be read there."""
+    with contextlib.suppress(Exception):  # DeepSpeed says what is wrong with a file; a stub refuses to be looked into
+        part = torch.load(path, "meta", weights_only=False, mmap=True)[in_place.OPTIMIZERS[0]]
+        saved = next(part[name] for name in in_place.OPTIMIZERS if name in part)
+        states = saved["state"].values() if isinstance(saved, dict) else saved  # a list if it is "elastic"
+        return {name for state in states for name in state} - {"step"}
+    return set()
 
 
 def _other_rank_count_error(folder: str, saved_ranks: int, ranks: int) -> CheckpointError:

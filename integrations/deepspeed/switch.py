@@ -198,7 +198,7 @@ def _configure_optimizer_of(
     optimizer.hook_model(engine.module)
     # Each of these wraps what the ones before have made of the engine's methods.
     optimizer.stream_checkpoints(engine)
-    optimizer.refuse_other_rank_counts(engine)
+    optimizer.refuse_unfit_tags(engine)
     saving = settings.saving(engine.config)
     if not saving.is_deepspeeds:
         optimizer.replace_save_checkpoint(engine, saving)

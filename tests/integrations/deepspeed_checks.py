@@ -187,6 +187,32 @@ def lion_equals_its_definition(folder: Path) -> None:
 
 
 @check
+def state_of_another_rule_is_refused(folder: Path) -> None:
+    """With the layout "stock", too, whose files are DeepSpeed's; the weights alone can be loaded."""
+    adam, lion = ("adam", "exp_avg, exp_avg_sq"), ("lion", "exp_avg")
+    for stage, (saved, own) in itertools.product((2, 3), ((adam, lion), (lion, adam))):
+        tag = f"{saved[0]}-{stage}"
+        cases = [
+            Case(stage, offload=paths(folder), config={"optimizer": {"type": rule, "params": {"lr": 1e-3}}})
+            for rule, _ in (saved, own)
+        ]
+        with training(cases[0], ours=True) as engine:
+            train(engine, cases[0], 0, 2)
+            engine.save_checkpoint(str(folder), tag=tag)
+            weights = state_of(engine, ())
+        with training(cases[1], ours=True) as engine:
+            before = state_of(engine, ())
+            words = f"has state of another rule ({saved[1]}), and this optimizer's is '{own[0]}' ({own[1]})"
+            with pytest.raises(CheckpointError, match=re.escape(words)):
+                engine.load_checkpoint(str(folder), tag=tag)
+            assert_same(state_of(engine, ()), before)
+            engine.load_checkpoint(str(folder), tag=tag, load_optimizer_states=False)
+            found = state_of(engine, ())
+            assert_same(found, {name: weight for name, weight in weights.items() if name.endswith(" weight")})
+            train(engine, cases[1], 0, 1)
+
+
+@check
 def placements_agree(folder: Path) -> None:
     """All state in memory, half of it, none of it: the same bits."""
     for stage in (2, 3):
