@@ -1535,6 +1535,37 @@ def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) 
             assert_same(state_of(engine), state)
 
 
+@check
+def what_a_tag_lacks_is_said_before_anything_is_loaded(folder: Path) -> None:
+    """In the place of assertions and of errors that come when the model has been loaded."""
+    for stage, layout in ((2, "stock"), (3, "stock"), (3, "in_place")):
+        place = below(folder, stage, layout)
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout}, "checkpoints_kept": 2})
+        with training(case, ours=True) as engine:
+            for tag in ("first", "second"):
+                train(engine, case, 0, 1)
+                engine.save_checkpoint(str(place), tag=tag)
+            state = state_of(engine)
+
+            file = Path(engine._get_zero_ckpt_name(str(place), "second"))
+            elsewhere = place / "elsewhere"
+            for moved, words in (
+                (file, f"{file.name} is not there; nothing was loaded.* beside it: first$"),
+                (place / "second", r"second is not there; nothing was loaded.* beside it: elsewhere, first$"),
+            ):
+                on_first_rank(functools.partial(moved.rename, elsewhere))
+                is_told = engine.global_rank == 0 or moved.name == "second"
+                with pytest.raises(offload.OffloadError, match=words if is_told else "another rank"):
+                    engine.load_checkpoint(str(place))  # what `latest` names
+                on_first_rank(functools.partial(elsewhere.rename, moved))
+                assert_same(state_of(engine), state)
+        other = dataclasses.replace(case, stage=5 - stage)
+        with training(other, ours=True) as engine:
+            saved, own = ("3", "2") if stage == 3 else ("1 or 2", "3")
+            with pytest.raises(CheckpointError, match=f"saved by ZeRO-{saved}, .* cannot load it into ZeRO-{own}"):
+                engine.load_checkpoint(str(place), tag="first")
+
+
 UNTESTED = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "OffloadedStage3"
 
