@@ -36,6 +36,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 }
 """What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
 
+_AS_NEAR = 0.9
+"""How similar a mistyped name has to be to one of ours (0 to 1) to count as it, even if another is nearer."""
+
 log = logging.getLogger("offload")
 
 _undo = contextlib.ExitStack()
@@ -129,9 +132,12 @@ def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any
         ConfigError: Of all names, one of ours is the nearest.
     """
     if value not in OPTIMIZERS:
-        for near in difflib.get_close_matches(str(value), [*OPTIMIZERS, *kind], 1):
-            if near in OPTIMIZERS:
-                raise ConfigError("optim", value, f'did you mean "{near}"? ours are {", ".join(OPTIMIZERS)}')
+        nearest = difflib.get_close_matches(str(value), [*OPTIMIZERS, *kind], 1)
+        if nearest and nearest[0] in OPTIMIZERS:
+            # Adam and AdamW are equally near to some mistakes, and train differently.
+            near = difflib.get_close_matches(str(value), OPTIMIZERS, 2, _AS_NEAR) or nearest
+            meant = " or ".join(f'"{name}"' for name in near)
+            raise ConfigError("optim", value, f"did you mean {meant}? ours are {', '.join(OPTIMIZERS)}")
         return original(value)
     member = str.__new__(kind, value)
     member._name_, member._value_ = value.upper(), value
