@@ -28,6 +28,9 @@ KINDS: tuple[type[torch.optim.Optimizer], ...] = (
     offload.SGD,
 )
 
+OBJECT = "multi_tier_offload"
+"""The top-level object of a DeepSpeed config that has the fields of `OffloadConfig`."""
+
 POINTER = "offload_checkpoint"
 """The key under which a framework's own file has the name of the folder with the optimizer's state."""
 
@@ -46,20 +49,28 @@ def read_fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[s
     """Return the fields of an `OffloadConfig`, which may be in a JSON file.
 
     Raises:
-        ConfigError: The file cannot be read, or is not JSON; or the config is neither a mapping nor a path.
+        ConfigError: The file cannot be read, or is not JSON; or the config is neither a mapping nor a path, or has
+            the fields in an object, as a DeepSpeed config does.
     """
-    if isinstance(config, Mapping):
-        return config
+    values: Any = config if isinstance(config, Mapping) else _read_json(config)
+    if isinstance(values, Mapping) and OBJECT in values:
+        allowed = f"give the fields of {OBJECT} alone, as this is no DeepSpeed config"
+        raise ConfigError(OBJECT, values[OBJECT], allowed)
+    fields: Mapping[str, Any] = values
+    return fields
+
+
+def _read_json(config: Any) -> Any:
+    """Return what the file named `config` has; see `read_fields`."""
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError("config", config, "OffloadConfig's fields, or the path of a JSON file of them")
     try:
         with open(config, encoding="utf-8") as file:
-            values: Mapping[str, Any] = json.load(file)
+            return json.load(file)
     except OSError as cause:
         raise ConfigError("config", os.fspath(config), f"it cannot be read: {cause.strerror or cause}") from cause
     except ValueError as cause:
         raise ConfigError("config", os.fspath(config), f"it is not JSON: {cause}") from cause
-    return values
 
 
 def check_relied_on(

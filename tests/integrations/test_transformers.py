@@ -387,6 +387,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         offload_transformers.enable({"host_mem": 1})
     with pytest.raises(offload.ConfigError, match="OffloadConfig's fields"):
         offload_transformers.enable([])  # type: ignore[arg-type]
+    with pytest.raises(offload.ConfigError, match="give the fields of multi_tier_offload alone"):
+        offload_transformers.enable({"multi_tier_offload": {"host_memory": "1GiB"}})
     file.write_text("{")
     with pytest.raises(offload.ConfigError, match="not JSON"):
         offload_transformers.enable(file)
