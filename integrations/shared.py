@@ -8,9 +8,12 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import CodeType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -71,6 +74,36 @@ def _read_json(config: Any) -> Any:
         raise ConfigError("config", os.fspath(config), f"it cannot be read: {cause.strerror or cause}") from cause
     except ValueError as cause:
         raise ConfigError("config", os.fspath(config), f"it is not JSON: {cause}") from cause
+
+
+class AtImport(MetaPathFinder):
+    """Put first in `sys.meta_path`: calls `act` once a module has been imported; for a module that is not yet.
+
+    Args:
+        name: The module's.
+        act: What to call.
+    """
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader calls `act` afterwards; None for other modules."""
+        if fullname != self._name:
+            return None
+        other_finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in other_finders)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                """Run the module as its loader does, then act."""
+                execute(module)
+                self._act()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def check_relied_on(

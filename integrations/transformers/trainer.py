@@ -7,6 +7,7 @@ import difflib
 import glob
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -38,6 +39,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 
 _AS_NEAR = 0.9
 """How similar a mistyped name has to be to one of ours (0 to 1) to count as it, even if another is nearer."""
+
+_TRAINING_ARGS = "transformers.training_args"
 
 log = logging.getLogger("offload")
 
@@ -74,7 +77,7 @@ def enable(
     settings.check_paths()  # now, and not when a model has been loaded
     try:
         trainer = import_module("transformers.trainer").Trainer
-        training_args = import_module("transformers.training_args")
+        training_args = import_module(_TRAINING_ARGS)
         names, arguments = training_args.OptimizerNames, training_args.TrainingArguments
     except ImportError as error:
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
@@ -123,6 +126,28 @@ def _wrappers(
 def disable() -> None:
     """Undo `enable`; optimizers that were made stay as they are. Idempotent."""
     _undo.close()
+
+
+def watch() -> None:
+    """Say what to call where training arguments name one of our optimizers before `enable` has been called.
+
+    For the import of this package: nothing else changes, and transformers is not imported.
+    """
+    module = sys.modules.get(_TRAINING_ARGS)
+    if module is None:
+        sys.meta_path.insert(0, shared.AtImport(_TRAINING_ARGS, watch))
+        return
+    with contextlib.suppress(AttributeError):  # an unknown version, or one still being imported
+        names = module.OptimizerNames
+        names._missing_ = classmethod(partial(_refuse_until_enabled, names._missing_))
+
+
+def _refuse_until_enabled(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
+    """Replaces `OptimizerNames._missing_` for good, behind that of `enable`: raise `ConfigError` for our names."""
+    if value in OPTIMIZERS:
+        allowed = "call offload.integrations.transformers.enable(...) first, in this process"
+        raise ConfigError("optim", value, allowed)
+    return original(value)
 
 
 def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
