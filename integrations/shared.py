@@ -8,9 +8,12 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import CodeType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ KINDS: tuple[type[torch.optim.Optimizer], ...] = (
     offload.Adagrad,
     offload.SGD,
 )
+
+OBJECT = "multi_tier_offload"
+"""The top-level object of a DeepSpeed config that has the fields of `OffloadConfig`."""
 
 POINTER = "offload_checkpoint"
 """The key under which a framework's own file has the name of the folder with the optimizer's state."""
@@ -46,20 +52,58 @@ def read_fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[s
     """Return the fields of an `OffloadConfig`, which may be in a JSON file.
 
     Raises:
-        ConfigError: The file cannot be read, or is not JSON; or the config is neither a mapping nor a path.
+        ConfigError: The file cannot be read, or is not JSON; or the config is neither a mapping nor a path, or has
+            the fields in an object, as a DeepSpeed config does.
     """
-    if isinstance(config, Mapping):
-        return config
+    values: Any = config if isinstance(config, Mapping) else _read_json(config)
+    if isinstance(values, Mapping) and OBJECT in values:
+        allowed = f"give the fields of {OBJECT} alone, as this is no DeepSpeed config"
+        raise ConfigError(OBJECT, values[OBJECT], allowed)
+    fields: Mapping[str, Any] = values
+    return fields
+
+
+def _read_json(config: Any) -> Any:
+    """Return what the file named `config` has; see `read_fields`."""
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError("config", config, "OffloadConfig's fields, or the path of a JSON file of them")
     try:
         with open(config, encoding="utf-8") as file:
-            values: Mapping[str, Any] = json.load(file)
+            return json.load(file)
     except OSError as cause:
         raise ConfigError("config", os.fspath(config), f"it cannot be read: {cause.strerror or cause}") from cause
     except ValueError as cause:
         raise ConfigError("config", os.fspath(config), f"it is not JSON: {cause}") from cause
-    return values
+
+
+class AtImport(MetaPathFinder):
+    """Put first in `sys.meta_path`: calls `act` once a module has been imported; for a module that is not yet.
+
+    Args:
+        name: The module's.
+        act: What to call.
+    """
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader calls `act` afterwards; None for other modules."""
+        if fullname != self._name:
+            return None
+        other_finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in other_finders)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                """Run the module as its loader does, then act."""
+                execute(module)
+                self._act()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def check_relied_on(

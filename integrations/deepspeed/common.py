@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, Engine, OffloadConfig
+from offload.checkpoint.marker import Mark, mark_of
 from offload.checkpoint.torch_files import Places, fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
@@ -30,7 +31,7 @@ from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.ranks import exchange_device, max_over_ranks, on_all_ranks
 from offload.integrations.deepspeed.settings import Saving, naming_object_in_errors
-from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
+from offload.integrations.deepspeed.shard import FlatState, Shard, group_values, rule_of
 from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.figures import StepFigures
 from offload.optim.hiding import Announcer, AutoOverlap
@@ -486,8 +487,10 @@ class OffloadedOptimizer(StepFigures):
         if self.behind is not None:
             self.behind.wait()
 
-    def refuse_other_rank_counts(self, engine: Any) -> None:
-        """Replace a DeepSpeed engine's methods that load: refuse state of another number of ranks, saying what to do.
+    def refuse_unfit_tags(self, engine: Any) -> None:
+        """Replace a DeepSpeed engine's methods that load: refuse what it would fail at later, or load all the same.
+
+        That is state of another rule, stage or number of ranks, and missing files.
 
         If one rank cannot read its file, all raise: the others would wait for it.
         """
@@ -498,6 +501,8 @@ class OffloadedOptimizer(StepFigures):
             self.finish()
             self._end_lending()
             folder = self._loading_folder = os.path.join(load_dir, tag)
+            self._on_all_ranks(lambda: _check_stage(folder, engine.zero_optimization_stage()))
+            needed = [engine._get_ckpt_name(load_dir, tag)]
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # The greatest of all ranks' counts: each node may have only the files of its own ranks.
@@ -508,10 +513,25 @@ class OffloadedOptimizer(StepFigures):
                     saved_ranks = max_over_ranks(in_model, self.dp_process_group) or saved_ranks
                 if saved_ranks not in (0, ranks):
                     raise _other_rank_count_error(folder, saved_ranks, ranks)
+                needed.append(engine._get_zero_ckpt_name(load_dir, tag))
+            if stream.can_stream(engine.checkpoint_engine) and not engine.load_universal_checkpoint():
+                self._on_all_ranks(lambda: _check_files(folder, needed))
+            if needed[1:]:
+                self._on_all_ranks(lambda: self._check_rule(needed[1]))
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
         engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
+
+    def _check_rule(self, path: str) -> None:
+        """Raise `CheckpointError` if the state in a rank's file is of another rule: DeepSpeed loads any."""
+        saved, wanted = _state_names_in(path), {*self.shard.names[1:]}
+        if saved and saved != wanted:
+            raise CheckpointError(
+                f"{path} has state of another rule ({', '.join(sorted(saved))}), and this optimizer's is "
+                f"{rule_of(self.optimizer).name!r} ({', '.join(sorted(wanted))}); nothing was loaded. Use the "
+                "optimizer that saved it, or load the weights alone: load_optimizer_states=False"
+            )
 
     def _save_model_file(self, save: Callable[[], None], engine: Any, path: str) -> None:
         """Save the model's file to `path`, in the place of DeepSpeed's method, which is `save`. Collective.
@@ -771,6 +791,46 @@ def _rank_count_by_model(path: str) -> int:
     with contextlib.suppress(Exception):
         return int(torch.load(path, "meta", weights_only=False, mmap=True)["dp_world_size"])
     return 0
+
+
+def _check_stage(folder: str, stage: int) -> None:
+    """Raise `CheckpointError` if either the engine or a tag's folder is of ZeRO-3, and the other is not."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    are_of_stage_3 = {name.startswith("zero_pp_rank_") for name in names if name.endswith("_model_states.pt")}
+    if are_of_stage_3 and (stage == 3) not in are_of_stage_3:
+        raise CheckpointError(
+            f"{folder} was saved by ZeRO-{'1 or 2' if stage == 3 else '3'}, and DeepSpeed cannot load it into "
+            f"ZeRO-{stage}, not as a universal checkpoint either; nothing was loaded. Go on with the stage that "
+            "saved it, or begin anew with its weights, which zero_to_fp32.py beside the tags writes"
+        )
+
+
+def _check_files(folder: str, needed: Sequence[str]) -> None:
+    """Raise `CheckpointError` if one of the files that a rank needs of a tag is not there, or the tag's folder."""
+
+    def is_there(path: str) -> bool:
+        """Return whether a file or folder is there, by its name or by that which old versions gave it."""
+        return os.path.exists(path) or os.path.exists(path.replace("_optim_states.pt", "optim_states.pt"))
+
+    missing = next((path for path in (folder, *needed) if not is_there(path)), "")
+    if missing:
+        above, own = os.path.split(folder)
+        names = sorted(os.listdir(above)) if os.path.isdir(above) else []
+        whole = [name for name in names if name != own and mark_of(os.path.join(above, name)) is Mark.WHOLE]
+        raise CheckpointError(
+            f"{missing} is not there; nothing was loaded. Bring it back from a mirror (offload fetch) or a backup, "
+            f"or load another tag; whole ones beside it: {', '.join(whole) or 'none'}"
+        )
+
+
+def _state_names_in(path: str) -> set[str]:
+    """Return what a rank's file has of each parameter beside the master; empty if that cannot be read there."""
+    with contextlib.suppress(Exception):  # DeepSpeed says what is wrong with a file; a stub refuses to be looked into
+        part = torch.load(path, "meta", weights_only=False, mmap=True)[in_place.OPTIMIZERS[0]]
+        saved = next(part[name] for name in in_place.OPTIMIZERS if name in part)
+        states = saved["state"].values() if isinstance(saved, dict) else saved  # a list if it is "elastic"
+        return {name for state in states for name in state} - {"step"}
+    return set()
 
 
 def _other_rank_count_error(folder: str, saved_ranks: int, ranks: int) -> CheckpointError:

@@ -19,8 +19,7 @@ from offload import ConfigError, OffloadConfig
 from offload.combinations import DEEPSPEED_MUON, IMAGES_OF_MAPPED, ZERO_1_REDUCES
 from offload.integrations import shared
 
-KEY = "multi_tier_offload"
-"""The top-level object of the DeepSpeed config; its fields are `OffloadConfig`'s."""
+KEY = shared.OBJECT
 
 CHECKPOINT = "checkpoint"
 """The field that is not `OffloadConfig`'s, a `Saving`."""
@@ -158,12 +157,9 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
     Raises:
         ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
     """
-    values: Any = shared.read_fields(config)
-    if isinstance(values, Mapping) and KEY in values:
-        raise ConfigError(KEY, values[KEY], f"give the fields of {KEY} alone, as this is no DeepSpeed config")
+    values: Mapping[str, Any] = shared.read_fields(config)
     check(values)
-    checked: Mapping[str, Any] = values
-    return checked
+    return values
 
 
 def check(values: Any) -> OffloadConfig:

@@ -11,15 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from offload import ConfigError
 from offload.combinations import OTHER_PARALLELISM
+from offload.integrations import shared
 from offload.integrations.deepspeed import settings, tags, weights
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
@@ -198,7 +196,7 @@ def _configure_optimizer_of(
     optimizer.hook_model(engine.module)
     # Each of these wraps what the ones before have made of the engine's methods.
     optimizer.stream_checkpoints(engine)
-    optimizer.refuse_other_rank_counts(engine)
+    optimizer.refuse_unfit_tags(engine)
     saving = settings.saving(engine.config)
     if not saving.is_deepspeeds:
         optimizer.replace_save_checkpoint(engine, saving)
@@ -392,29 +390,14 @@ def disable() -> None:
     _original = None
 
 
-class _AtImport(MetaPathFinder):
+class _AtImport(shared.AtImport):  # type: ignore[misc]
     """Switches the backend on when DeepSpeed has been imported, so that variables set before that still count."""
 
     enables = False
     """Whether to call `enable` then; else engines are watched."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return DeepSpeed's own spec, whose loader calls `_act_once_imported` afterwards; None for other modules."""
-        if fullname != "deepspeed":
-            return None
-        other_finders = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(fullname, path, target) for finder in other_finders)
-        spec = next(filter(None, specs), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                """Run DeepSpeed's module as its loader does, then enable the backend, or watch."""
-                execute(module)
-                _act_once_imported(enables=self.enables)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    def __init__(self) -> None:
+        super().__init__("deepspeed", lambda: _act_once_imported(enables=self.enables))
 
 
 def _act_once_imported(*, enables: bool = False) -> None:

@@ -8,6 +8,8 @@ From then on a `Trainer` clips in the update itself, saves `checkpoint-N/optimiz
 `optimizer.pt`, and resumes from it exactly. That goes for an optimizer that was given as `optimizers=`, too.
 """
 
-from offload.integrations.transformers.trainer import disable, enable
+from offload.integrations.transformers.trainer import disable, enable, watch
 
 __all__ = ["disable", "enable"]
+
+watch()

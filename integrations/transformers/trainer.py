@@ -7,6 +7,7 @@ import difflib
 import glob
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +36,11 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "offload_muon": (offload.Muon, ("betas", "adamw_eps", "adjust_lr_fn")),
 }
 """What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
+
+_AS_NEAR = 0.9
+"""How similar a mistyped name has to be to one of ours (0 to 1) to count as it, even if another is nearer."""
+
+_TRAINING_ARGS = "transformers.training_args"
 
 log = logging.getLogger("offload")
 
@@ -71,7 +77,7 @@ def enable(
     settings.check_paths()  # now, and not when a model has been loaded
     try:
         trainer = import_module("transformers.trainer").Trainer
-        training_args = import_module("transformers.training_args")
+        training_args = import_module(_TRAINING_ARGS)
         names, arguments = training_args.OptimizerNames, training_args.TrainingArguments
     except ImportError as error:
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
@@ -122,6 +128,28 @@ def disable() -> None:
     _undo.close()
 
 
+def watch() -> None:
+    """Say what to call where training arguments name one of our optimizers before `enable` has been called.
+
+    For the import of this package: nothing else changes, and transformers is not imported.
+    """
+    module = sys.modules.get(_TRAINING_ARGS)
+    if module is None:
+        sys.meta_path.insert(0, shared.AtImport(_TRAINING_ARGS, watch))
+        return
+    with contextlib.suppress(AttributeError):  # an unknown version, or one still being imported
+        names = module.OptimizerNames
+        names._missing_ = classmethod(partial(_refuse_until_enabled, names._missing_))
+
+
+def _refuse_until_enabled(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
+    """Replaces `OptimizerNames._missing_` for good, behind that of `enable`: raise `ConfigError` for our names."""
+    if value in OPTIMIZERS:
+        allowed = "call offload.integrations.transformers.enable(...) first, in this process"
+        raise ConfigError("optim", value, allowed)
+    return original(value)
+
+
 def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
     """Replaces `OptimizerNames._missing_`, which is asked for values that it lacks: return a member for ours.
 
@@ -129,9 +157,12 @@ def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any
         ConfigError: Of all names, one of ours is the nearest.
     """
     if value not in OPTIMIZERS:
-        for near in difflib.get_close_matches(str(value), [*OPTIMIZERS, *kind], 1):
-            if near in OPTIMIZERS:
-                raise ConfigError("optim", value, f'did you mean "{near}"? ours are {", ".join(OPTIMIZERS)}')
+        nearest = difflib.get_close_matches(str(value), [*OPTIMIZERS, *kind], 1)
+        if nearest and nearest[0] in OPTIMIZERS:
+            # Adam and AdamW are equally near to some mistakes, and train differently.
+            near = difflib.get_close_matches(str(value), OPTIMIZERS, 2, _AS_NEAR) or nearest
+            meant = " or ".join(f'"{name}"' for name in near)
+            raise ConfigError("optim", value, f"did you mean {meant}? ours are {', '.join(OPTIMIZERS)}")
         return original(value)
     member = str.__new__(kind, value)
     member._name_, member._value_ = value.upper(), value

@@ -13,6 +13,8 @@ from offload.cli.progress import Progress
 from offload.cli.values import add_output, add_value, parse_path, to_json
 from offload.errors import CheckpointError, ConfigError
 
+WHOLE = "{checkpoint}: {tiles} tiles of {parameters} parameters are whole"
+AS_NOTED = "{checkpoint}: {files} files are there, with the sizes that were noted when it was saved; none was read"
 INTERRUPTED = "{checkpoint}: no checkpoint, as its save was interrupted, or is under way"
 
 DEPTH = 3
@@ -48,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     whole = [row for row in report if not row["problems"] and "interrupted" not in row]
     lines = problems + [INTERRUPTED.format_map(row) for row in report if "interrupted" in row]
     if not arguments.quiet:
-        words = "{checkpoint}: {tiles} tiles of {parameters} parameters are whole"
-        lines += [words.format_map(row) for row in whole]
+        lines += [(AS_NOTED if "files" in row else WHOLE).format_map(row) for row in whole]
     if arguments.json:
         print(to_json(report, indent=2))
     elif lines:
@@ -79,15 +80,19 @@ def _checkpoints_of(path: str) -> list[str]:
 
 
 def _checkpoints_below(path: str) -> list[str]:
-    """Return our checkpoints in a run's folder, and frameworks' folders that are not whole, or not any more."""
+    """Return our checkpoints in a run's folder, and frameworks' folders that have none, or are not whole."""
     from offload.checkpoint.folder import open_folder
-    from offload.checkpoint.manifest import COMMIT_NAME
-    from offload.checkpoint.marker import Mark, mark_of
+    from offload.checkpoint.manifest import COMMIT_NAME, OWN
+    from offload.checkpoint.marker import Mark, mark_in
     from offload.checkpoint.whole import find_changed
 
     folders = []
     for folder, names, files in os.walk(path):
-        is_checkpoint = mark_of(folder) is Mark.BEGUN or COMMIT_NAME in files or find_changed(open_folder(folder))
+        opened = open_folder(folder)
+        mark, marker = mark_in(opened)
+        is_checkpoint = mark is Mark.BEGUN or COMMIT_NAME in files or bool(find_changed(opened))
+        if marker.files and not is_checkpoint:  # unless the engine's checkpoint is below, all state is in those files
+            is_checkpoint = not any(OWN.fullmatch(name) for _, _, below in os.walk(folder) for name in below)
         if is_checkpoint:
             folders.append(folder)
         is_deepest = len(Path(folder).relative_to(path).parts) == DEPTH
@@ -104,12 +109,12 @@ def _natural_order_key(name: str) -> list[tuple[int, str]]:
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
     """Read a checkpoint whole; return a row for `--json` with its damage, or that its save was interrupted.
 
-    Of a framework's folder that is not whole any more, what has changed is all that is told.
+    Of a framework's folder in which no checkpoint of the engine can be read, its files are all that is told.
     """
     from offload.checkpoint.contents import is_checkpoint
     from offload.checkpoint.folder import open_folder
-    from offload.checkpoint.manifest import MODEL_KEY
-    from offload.checkpoint.marker import Mark, marked_around
+    from offload.checkpoint.manifest import COMMIT_NAME, MODEL_KEY
+    from offload.checkpoint.marker import Mark, mark_in, marked_around
     from offload.checkpoint.reader import Checkpoint
     from offload.checkpoint.whole import find_changed
     from offload.optim.model import SavedRest
@@ -121,8 +126,11 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
         return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": [], "interrupted": True}
     try:
         problems += find_changed(open_folder(marked_folder)) if mark is Mark.WHOLE else []
-        if problems and not is_checkpoint(folder):
-            return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": problems}
+        has_own = marked_folder != folder or open_folder(folder).read(COMMIT_NAME) is not None
+        if not has_own or (problems and not is_checkpoint(folder)):
+            _, marker = mark_in(open_folder(marked_folder))
+            row = {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": problems}
+            return {**row, "files": len(marker.files)}
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
             total = sum(len(manifest.tiles) for manifest in checkpoint.manifests)

@@ -187,6 +187,32 @@ def lion_equals_its_definition(folder: Path) -> None:
 
 
 @check
+def state_of_another_rule_is_refused(folder: Path) -> None:
+    """With the layout "stock", too, whose files are DeepSpeed's; the weights alone can be loaded."""
+    adam, lion = ("adam", "exp_avg, exp_avg_sq"), ("lion", "exp_avg")
+    for stage, (saved, own) in itertools.product((2, 3), ((adam, lion), (lion, adam))):
+        tag = f"{saved[0]}-{stage}"
+        cases = [
+            Case(stage, offload=paths(folder), config={"optimizer": {"type": rule, "params": {"lr": 1e-3}}})
+            for rule, _ in (saved, own)
+        ]
+        with training(cases[0], ours=True) as engine:
+            train(engine, cases[0], 0, 2)
+            engine.save_checkpoint(str(folder), tag=tag)
+            weights = state_of(engine, ())
+        with training(cases[1], ours=True) as engine:
+            before = state_of(engine, ())
+            words = f"has state of another rule ({saved[1]}), and this optimizer's is '{own[0]}' ({own[1]})"
+            with pytest.raises(CheckpointError, match=re.escape(words)):
+                engine.load_checkpoint(str(folder), tag=tag)
+            assert_same(state_of(engine, ()), before)
+            engine.load_checkpoint(str(folder), tag=tag, load_optimizer_states=False)
+            found = state_of(engine, ())
+            assert_same(found, {name: weight for name, weight in weights.items() if name.endswith(" weight")})
+            train(engine, cases[1], 0, 1)
+
+
+@check
 def placements_agree(folder: Path) -> None:
     """All state in memory, half of it, none of it: the same bits."""
     for stage in (2, 3):
@@ -1523,6 +1549,37 @@ def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) 
             on_first_rank(lambda file=file: file.with_suffix(".away").rename(file))
             engine.load_checkpoint(str(folder), tag=layout)
             assert_same(state_of(engine), state)
+
+
+@check
+def what_a_tag_lacks_is_said_before_anything_is_loaded(folder: Path) -> None:
+    """In the place of assertions and of errors that come when the model has been loaded."""
+    for stage, layout in ((2, "stock"), (3, "stock"), (3, "in_place")):
+        place = below(folder, stage, layout)
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout}, "checkpoints_kept": 2})
+        with training(case, ours=True) as engine:
+            for tag in ("first", "second"):
+                train(engine, case, 0, 1)
+                engine.save_checkpoint(str(place), tag=tag)
+            state = state_of(engine)
+
+            file = Path(engine._get_zero_ckpt_name(str(place), "second"))
+            elsewhere = place / "elsewhere"
+            for moved, words in (
+                (file, f"{file.name} is not there; nothing was loaded.* beside it: first$"),
+                (place / "second", r"second is not there; nothing was loaded.* beside it: elsewhere, first$"),
+            ):
+                on_first_rank(functools.partial(moved.rename, elsewhere))
+                is_told = engine.global_rank == 0 or moved.name == "second"
+                with pytest.raises(offload.OffloadError, match=words if is_told else "another rank"):
+                    engine.load_checkpoint(str(place))  # what `latest` names
+                on_first_rank(functools.partial(elsewhere.rename, moved))
+                assert_same(state_of(engine), state)
+        other = dataclasses.replace(case, stage=5 - stage)
+        with training(other, ours=True) as engine:
+            saved, own = ("3", "2") if stage == 3 else ("1 or 2", "3")
+            with pytest.raises(CheckpointError, match=f"saved by ZeRO-{saved}, .* cannot load it into ZeRO-{own}"):
+                engine.load_checkpoint(str(place), tag="first")
 
 
 UNTESTED = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}

@@ -48,6 +48,7 @@ OF_ANY_WORLD = (
     "placements_agree",
     "saves_behind_training_are_those_that_wait",
     "state_of_another_format_makes_the_same_weights",
+    "state_of_another_rule_is_refused",
     "steps_that_go_on_into_forward_change_nothing",
     "two_models_on_one_path",
     "unused_parameters_stay_as_they_are",

@@ -265,6 +265,26 @@ def test_verify_says_which_files_of_a_framework_are_not_those_of_the_save(
         assert capsys.readouterr().out == f"{place}/step-1/model.pt is missing\n"
 
 
+def test_verify_looks_at_a_folder_whose_state_is_all_in_the_frameworks_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in DeepSpeed's tags; a folder that has lost the engine's commit is none of these."""
+    for step in ("tag-1", "tag-2"):
+        begin_folder(str(tmp_path / step))
+        for name in ("model.pt", "state.pt"):
+            (tmp_path / step / name).write_text(name)
+        folders.mark_folder(str(tmp_path / step))
+    (tmp_path / "tag-1" / f"manifest-{'0' * 32}-0.json").touch()
+    for place in (tmp_path, tmp_path / "tag-2"):
+        assert cli.main(["verify", str(place)]) == 0
+        words = "tag-2: 2 files are there, with the sizes that were noted when it was saved; none was read\n"
+        assert capsys.readouterr().out == f"{tmp_path}/{words}"
+    (tmp_path / "tag-2" / "state.pt").unlink()
+    assert cli.main(["verify", str(tmp_path / "tag-2")]) == 1
+    assert capsys.readouterr().out == f"{tmp_path}/tag-2/state.pt is missing\n"
+    assert cli.main(["verify", str(tmp_path / "tag-1")]) == 1
+
+
 def test_a_fetch_that_was_cut_short_goes_on(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whichever file; what is there is not copied again, and nobody else's file is replaced."""
     folder = loop.root / "run" / "step-1"

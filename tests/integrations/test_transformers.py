@@ -246,7 +246,7 @@ def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
 
 
 def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="offload_adamw is not a valid OptimizerNames"):
+    with pytest.raises(ConfigError, match=r"optim: .*'offload_adamw'.* call .*enable\(...\) first"):
         TrainingArguments(output_dir=str(tmp_path), optim="offload_adamw", use_cpu=True)
     try:
         offload_transformers.enable()
@@ -254,8 +254,9 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
         args = TrainingArguments(output_dir=str(tmp_path), optim="offload_lion", use_cpu=True)
         assert args.optim == "offload_lion"
         assert args.to_dict()["optim"] == "offload_lion"
-        for name, meant in (("offload_adam_w", "offload_adamw"), ("Offload_Lion", "offload_lion")):
-            with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
+        adam_or_adamw = '"offload_adam" or "offload_adamw"'
+        for name, meant in (("offload_adamv", adam_or_adamw), ("Offload_Lion", '"offload_lion"')):
+            with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
                 OptimizerNames(name)
         for name in ("adamw_torhc", "lbfgs"):  # nearer to one of transformers', and to none
             with pytest.raises(ValueError, match="not a valid"):
@@ -263,8 +264,19 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
     finally:
         offload_transformers.disable()
     offload_transformers.disable()
-    with pytest.raises(ValueError, match="is not a valid"):
+    with pytest.raises(ConfigError, match="first, in this process"):
         OptimizerNames("offload_lion")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["offload.integrations.transformers", "transformers.training_args"])
+def test_arguments_before_enable_are_told_to_call_it(first: str) -> None:
+    """Whichever was imported first; our import alone imports no transformers."""
+    program = f"import sys, {first}; assert ('transformers' in sys.modules) == {first.startswith('transformers')}; "
+    program += "import offload.integrations.transformers; from transformers import TrainingArguments; "
+    program += "TrainingArguments(optim='offload_adamw')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    assert "call offload.integrations.transformers.enable(...) first" in done.stderr
 
 
 def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Path) -> None:
@@ -386,6 +398,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         offload_transformers.enable({"host_mem": 1})
     with pytest.raises(offload.ConfigError, match="OffloadConfig's fields"):
         offload_transformers.enable([])  # type: ignore[arg-type]
+    with pytest.raises(offload.ConfigError, match="give the fields of multi_tier_offload alone"):
+        offload_transformers.enable({"multi_tier_offload": {"host_memory": "1GiB"}})
     file.write_text("{")
     with pytest.raises(offload.ConfigError, match="not JSON"):
         offload_transformers.enable(file)
@@ -395,7 +409,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         offload_transformers.enable({"paths": [tmp_path / "none"]})
     with pytest.raises(offload.ConfigError, match=r"paths\[1\]: .*it is not a directory"):
         offload_transformers.enable({"paths": [tmp_path, file]})
-    with pytest.raises(ValueError, match="is not a valid"):
+    with pytest.raises(offload.ConfigError, match="first, in this process"):
         OptimizerNames("offload_adamw")
 
 
