@@ -242,6 +242,7 @@ class Mirror:
     def _skip_before(self, newer: Task) -> None:
         """Remove the tasks before a newer one from the queue, except one that has been taken."""
         with self._lock:
+            # `newer` may have been skipped itself by now, for one that came after it.
             earlier = self._tasks[: self._tasks.index(newer)] if newer in self._tasks else ()
             skipped = [task for task in earlier if not task.is_taken]
             self._tasks = tuple(task for task in self._tasks if task not in skipped)
@@ -367,7 +368,7 @@ class Mirror:
         with self._lock:
             was_queued = task in self._tasks
             self._tasks = tuple(queued for queued in self._tasks if queued is not task)
-        if was_queued:
+        if was_queued:  # else `_skip_before` has closed it
             self._error = None
             if cause is not None:
                 self._error = CheckpointError(f"{task.source} was not mirrored in {self._path}: {cause}")

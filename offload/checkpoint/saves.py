@@ -247,7 +247,7 @@ class Saves:
         Raises:
             ConfigError: The checkpoint would be saved to the mirror itself.
         """
-        if not request.copy:
+        if not request.copy:  # no mirror gets a copy
             self.mirror.check(os.fspath(request.path))
         if request.ranks > 1:  # one rank alone is never in doubt
             # `COMMIT` names at most `MAX_RELEASED` ids, and has to name checkpoints that it replaces, too.
@@ -319,7 +319,7 @@ class Saves:
             OffloadError: There is no memory for copy buffers.
         """
         is_empty = not manifest.layout.parameters
-        is_copy = request.copy and not is_empty
+        is_copy = request.copy and not is_empty  # without tiles no store is needed
         if is_copy or needs_buffers:
             plan = self._views.plan  # which has come since the manifest was made, if state was added
             address, _ = self._memory.ensure_checkpoint_buffers(plan)
@@ -343,7 +343,7 @@ class Saves:
         store = uuid.uuid4()
         tiles = [tile for subgroup in manifest.layout.subgroups for tile in all_tiles(subgroup)]
         total_bytes = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
-        extent_bytes = max(1 << 20, min(total_bytes, 256 << 20))
+        extent_bytes = max(1 << 20, min(total_bytes, 256 << 20))  # by which the store grows
         options = StoreOptions(extent_bytes=extent_bytes, io_backend=self._io_backend)
         return store, open_tier(folder.path, store, self._queue, options=options)
 
@@ -400,7 +400,7 @@ class Saves:
         if pending.sink is not None:
             # It stays in `_other_tiers`: a session that breaks still gets completions of writes to a closed sink.
             _, tier = pending.sink
-            if error is None or self.named_records:
+            if error is None or self.named_records:  # else closing deletes the store, which nobody names
                 tier.keep({record.location.offset for record in pending.records.values()})
             if not broke:  # else closing may hang; it is closed with the session
                 tier.close()
@@ -425,7 +425,7 @@ class Saves:
         """Stop the commit of a session that has broken during it; return `error`, or None if it was committed."""
         pending.cancelled.set()
         known(pending.thread, "a commit without a thread").join(self._settle_s)
-        if pending.job is None:
+        if pending.job is None:  # the commit has written nothing
             return error
         if not pending.job.undone:
             self.named_records = pending.records
@@ -435,6 +435,7 @@ class Saves:
         """Keep a committed checkpoint, and have it mirrored; return the saves that the commit has released."""
         self._undecided_ids.clear()
         self.last_folder = pending.folder.path
+        # In the order of their saves; those of earlier sessions that hold no slots here come first.
         committed = sorted([*job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
         self.kept = [kept for kept in committed if kept not in job.released]
         self._newer = [kept for kept in self._newer if kept not in job.released]
@@ -690,6 +691,7 @@ class Saves:
             return
         if NOT_MIRRORED in checkpoint.metadata:
             return
+        # Else the checkpoint is a copy, and no mirror gets one.
         has_stores = any(manifest.stores_elsewhere for manifest in checkpoint.manifests)
         if len(checkpoint.manifests) == ranks and has_stores:
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
