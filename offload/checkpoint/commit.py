@@ -344,7 +344,7 @@ class CommitJob:
                 stores = [store_folder(path, store) for path, store in checkpoint.stores]
                 self._delete_uncommitted(folder, checkpoint.id, stores)
                 self.released.append(checkpoint)
-            elif is_there:
+            elif is_there:  # else it stays in doubt
                 self.confirmed.append(checkpoint)
 
     def _delete_uncommitted(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:

@@ -289,7 +289,8 @@ class Mirror:
         if self.has_taken(checkpoint.id):
             return True
         self._is_known.wait(KNOWN_S)  # so that the mirror's own reading is not taken for another's
-        return any(is_read(store_folder(*place), own=place in self._reads) for place in checkpoint.stores)
+        # The mirror reads a store at most once.
+        return any(is_read(store_folder(*place), own=int(place in self._reads)) for place in checkpoint.stores)
 
     # On the caller's thread
 
@@ -639,7 +640,7 @@ class RankPartCopy:
         manifest = self.manifest
         earlier_stores = self.progress.stores
         first = sum(count for _, count in earlier_stores)
-        if first == len(manifest.tiles):
+        if first == len(manifest.tiles):  # an earlier session has copied all
             return
         store = uuid.uuid4()
         count = 0

@@ -284,7 +284,7 @@ class Saves:
             self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
         except (CheckpointError, OSError) as cause:
             log.warning("%s is not mirrored: %s", folder, cause)
-            if is_new:
+            if is_new:  # nobody waits for a loaded one
                 self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
     def _request_of_part(self, whole: WholeFolder, rank: int) -> SaveRequest:
@@ -414,7 +414,7 @@ class Saves:
                 error = self.commit_error()  # it is in doubt: see `_run_job`
                 self._doubtful.append(checkpoint)
                 self._undecided_ids = [id for id in self._undecided_ids if id != checkpoint.id]
-        self.mirror.resume_mirroring()
+        self.mirror.resume_mirroring()  # the commit may have paused it
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
@@ -858,7 +858,7 @@ class Saves:
         for tiles in sorted(all_pinned, key=lambda tiles: tiles.step):
             pinned_by_id.setdefault(tiles.id, []).append(tiles)
         own_stores = {*self.stores[: self._path_count]}
-        loaded_number = None
+        loaded_number = None  # stays so if no store was opened for writing
         for id, pinned in pinned_by_id.items():
             self._last_number += 1
             records = dict(item for tiles in pinned for item in tiles.records.items())

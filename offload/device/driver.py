@@ -35,7 +35,7 @@ class _Current:
         """Make the former device current again; raise an error of torch's as an `OffloadError`."""
         if self._switch is not None:
             self._switch.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):  # which may be one, too
+        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
             raise _as_offload_error(self._name, error) from error
 
 
