@@ -244,7 +244,7 @@ class WeightsInHostMemory:
             self._last_copy = stream.record_event()
         self._gathering[group] = copies, self._last_copy
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # as `_begin_gather`
     def _end_gather(self, group: Any, wait_for_unshard: Any) -> None:
         """Let FSDP2 end gathering a group from the copies that `_begin_gather` has made on the device.
 
