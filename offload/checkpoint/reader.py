@@ -630,7 +630,7 @@ class Checkpoint:
                     return
             self._set_store_path(rank, number, saved_path)
         finally:
-            self._drop_buffers()
+            self._drop_buffers()  # their memory is not kept until state is read
 
     def _set_store_path(self, rank: int, number: int, path: str | None) -> None:
         """Change the path of a store in a rank's manifest."""
@@ -751,7 +751,7 @@ class Checkpoint:
         address, nbytes = self._lent_memory
         count = min(self._most_buffers, nbytes // self._buffer_bytes)
         if count == 0:
-            count = 1 if nbytes else self._most_buffers  # see `read`
+            count = 1 if nbytes else self._most_buffers  # one if too little was lent
             self._arena = Arena(count * self._buffer_bytes)
             address = self._arena.address
         self._buffers_address = address
