@@ -344,24 +344,20 @@ class CommitJob:
                 stores = [store_folder(path, store) for path, store in checkpoint.stores]
                 self._delete_uncommitted(folder, checkpoint.id, stores)
                 self.released.append(checkpoint)
-            elif is_there:
+            elif is_there:  # else it stays in doubt
                 self.confirmed.append(checkpoint)
 
     def _delete_uncommitted(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
-        """Delete the files and pins of an uncommitted checkpoint; a failure is logged."""
-        rank = self.manifest.rank
-        begun = begun_name(folder, id)
-        steps: list[Callable[[], object]] = [
-            *(partial(folder.delete, name) for name in names_of(id, rank)),
+        """Delete this rank's files and pins of an uncommitted checkpoint; log what fails, and delete the rest."""
+        steps = [
+            *(partial(folder.delete, name) for name in names_of(id, self.manifest.rank)),
             *(partial(unpin, store, id) for store in stores),
         ]
-        if begun:  # last: while this file is there, pins that are left count as released
-            steps.append(partial(folder.delete, begun))
-        for step in steps:
-            try:
-                step()
-            except CheckpointError as error:
-                _log.warning("after a checkpoint that failed: %s", error)
+        are_done = [_has_succeeded(step) for step in steps]
+        begun = begun_name(folder, id)  # "" in a bucket; with several ranks there is no such file
+        # Last, and not if a pin may be left: while this file is there, such pins count as released.
+        if begun and all(are_done):
+            _has_succeeded(partial(folder.delete, begun))
 
     def _release_older(self) -> None:
         """Delete the folder's earlier checkpoints, and release older ones in other folders.
@@ -394,7 +390,7 @@ class CommitJob:
         """Delete files of checkpoints that the folder held before; of one that is being mirrored they stay."""
         replaced = read_commit(self.folder).replaced
         released_ids, _ = read_released(self.folder)
-        if released_ids:
+        if released_ids:  # `COMMIT` names them now
             self.folder.delete(RELEASED_NAME)
         # Not those of other ids: another save to this folder may be under way.
         for name in self.folder.names():
@@ -407,6 +403,16 @@ class CommitJob:
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"
         if release(checkpoint, note, is_needed=self.is_needed):
             self.released.append(checkpoint)
+
+
+def _has_succeeded(step: Callable[[], object]) -> bool:
+    """Do a step of deleting what a failed checkpoint has left; return whether it succeeded, and log it if not."""
+    try:
+        step()
+    except CheckpointError as error:
+        _log.warning("after a checkpoint that failed: %s", error)
+        return False
+    return True
 
 
 def _is_committed(folder: Folder, id: str) -> bool | None:

@@ -374,7 +374,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
     shapes: dict[str, tuple[int, ...]] = {}
     keys_in_folder: dict[str, str] = {}
     for key, entry in entries.items():
-        _, separator, state_name = f".{key}".partition(".state.")
+        _, separator, state_name = f".{key}".partition(".state.")  # the prefix may be empty
         if separator and isinstance(entry, TensorStorageMetadata):
             shapes[f"state.{state_name}"] = tuple(entry.size)
             keys_in_folder[f"state.{state_name}"] = key

@@ -242,6 +242,7 @@ class Mirror:
     def _skip_before(self, newer: Task) -> None:
         """Remove the tasks before a newer one from the queue, except one that has been taken."""
         with self._lock:
+            # `newer` may have been skipped itself by now, for one that came after it.
             earlier = self._tasks[: self._tasks.index(newer)] if newer in self._tasks else ()
             skipped = [task for task in earlier if not task.is_taken]
             self._tasks = tuple(task for task in self._tasks if task not in skipped)
@@ -288,7 +289,8 @@ class Mirror:
         if self.has_taken(checkpoint.id):
             return True
         self._is_known.wait(KNOWN_S)  # so that the mirror's own reading is not taken for another's
-        return any(is_read(store_folder(*place), own=place in self._reads) for place in checkpoint.stores)
+        # The mirror reads a store at most once.
+        return any(is_read(store_folder(*place), own=int(place in self._reads)) for place in checkpoint.stores)
 
     # On the caller's thread
 
@@ -367,7 +369,7 @@ class Mirror:
         with self._lock:
             was_queued = task in self._tasks
             self._tasks = tuple(queued for queued in self._tasks if queued is not task)
-        if was_queued:
+        if was_queued:  # else `_skip_before` has closed it
             self._error = None
             if cause is not None:
                 self._error = CheckpointError(f"{task.source} was not mirrored in {self._path}: {cause}")
@@ -638,7 +640,7 @@ class RankPartCopy:
         manifest = self.manifest
         earlier_stores = self.progress.stores
         first = sum(count for _, count in earlier_stores)
-        if first == len(manifest.tiles):
+        if first == len(manifest.tiles):  # an earlier session has copied all
             return
         store = uuid.uuid4()
         count = 0

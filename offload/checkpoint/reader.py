@@ -356,7 +356,7 @@ class Checkpoint:
                 ", ".join(map(str, seeds)),
                 seeds[0],
             )
-        return self.manifests[0].seed or 0, numbers
+        return self.manifests[0].seed or 0, numbers  # none is None here; `or 0` says so to type checkers
 
     @property
     def last_version(self) -> int:
@@ -503,7 +503,7 @@ class Checkpoint:
     def _move_tiles(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> _Flight | None:
         """Read tiles and write them to a sink, until all is done or a device stalls; return the last write."""
         self._ensure_buffers()
-        self._cache.clear()
+        self._cache.clear()  # all buffers are used for other tiles now
         to_read = deque(tiles)
         free = [*range(self._buffer_count)]
         offsets = dict(tiles)
@@ -602,7 +602,7 @@ class Checkpoint:
         saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
         candidates = [*(place.name for place in places), *saved_paths]
         for number, ref in enumerate(self.manifests[rank].stores):
-            if ref.path is None:
+            if ref.path is None:  # it lies in the checkpoint's own folder
                 continue
             is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
             found = parse_place(ref.path).search(ref.store, candidates)
@@ -630,7 +630,7 @@ class Checkpoint:
                     return
             self._set_store_path(rank, number, saved_path)
         finally:
-            self._drop_buffers()
+            self._drop_buffers()  # their memory is not kept until state is read
 
     def _set_store_path(self, rank: int, number: int, path: str | None) -> None:
         """Change the path of a store in a rank's manifest."""
@@ -751,7 +751,7 @@ class Checkpoint:
         address, nbytes = self._lent_memory
         count = min(self._most_buffers, nbytes // self._buffer_bytes)
         if count == 0:
-            count = 1 if nbytes else self._most_buffers
+            count = 1 if nbytes else self._most_buffers  # one if too little was lent
             self._arena = Arena(count * self._buffer_bytes)
             address = self._arena.address
         self._buffers_address = address
@@ -781,13 +781,13 @@ class Checkpoint:
                 yield key, self._cache[key]
             else:
                 todo.append(key)
-        if self._flights.out:
+        if self._flights.out:  # a stuck read may still write into its buffer
             raise CheckpointError(f"{self.path} cannot be read any more: open it anew")
         todo.reverse()  # `next_flight` takes the last
         free = [buffer for buffer in range(self._buffer_count) if buffer not in self._cache.values()]
 
         def next_flight() -> _Flight | None:
-            """Return the next tile to read, to a free buffer or that of the least recently used tile."""
+            """Return the next tile to read, to a free buffer or the least recently used tile's; None for none now."""
             if not todo or not (free or self._cache):
                 return None
             buffer = free.pop() if free else self._cache.popitem(last=False)[1]

@@ -247,7 +247,7 @@ class Saves:
         Raises:
             ConfigError: The checkpoint would be saved to the mirror itself.
         """
-        if not request.copy:
+        if not request.copy:  # no mirror gets a copy
             self.mirror.check(os.fspath(request.path))
         if request.ranks > 1:  # one rank alone is never in doubt
             # `COMMIT` names at most `MAX_RELEASED` ids, and has to name checkpoints that it replaces, too.
@@ -284,7 +284,7 @@ class Saves:
             self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
         except (CheckpointError, OSError) as cause:
             log.warning("%s is not mirrored: %s", folder, cause)
-            if is_new:
+            if is_new:  # nobody waits for a loaded one
                 self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
     def _request_of_part(self, whole: WholeFolder, rank: int) -> SaveRequest:
@@ -319,7 +319,7 @@ class Saves:
             OffloadError: There is no memory for copy buffers.
         """
         is_empty = not manifest.layout.parameters
-        is_copy = request.copy and not is_empty
+        is_copy = request.copy and not is_empty  # without tiles no store is needed
         if is_copy or needs_buffers:
             plan = self._views.plan  # which has come since the manifest was made, if state was added
             address, _ = self._memory.ensure_checkpoint_buffers(plan)
@@ -343,7 +343,7 @@ class Saves:
         store = uuid.uuid4()
         tiles = [tile for subgroup in manifest.layout.subgroups for tile in all_tiles(subgroup)]
         total_bytes = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
-        extent_bytes = max(1 << 20, min(total_bytes, 256 << 20))
+        extent_bytes = max(1 << 20, min(total_bytes, 256 << 20))  # by which the store grows
         options = StoreOptions(extent_bytes=extent_bytes, io_backend=self._io_backend)
         return store, open_tier(folder.path, store, self._queue, options=options)
 
@@ -400,7 +400,7 @@ class Saves:
         if pending.sink is not None:
             # It stays in `_other_tiers`: a session that breaks still gets completions of writes to a closed sink.
             _, tier = pending.sink
-            if error is None or self.named_records:
+            if error is None or self.named_records:  # else closing deletes the store, which nobody names
                 tier.keep({record.location.offset for record in pending.records.values()})
             if not broke:  # else closing may hang; it is closed with the session
                 tier.close()
@@ -414,7 +414,7 @@ class Saves:
                 error = self.commit_error()  # it is in doubt: see `_run_job`
                 self._doubtful.append(checkpoint)
                 self._undecided_ids = [id for id in self._undecided_ids if id != checkpoint.id]
-        self.mirror.resume_mirroring()
+        self.mirror.resume_mirroring()  # the commit may have paused it
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
@@ -425,7 +425,7 @@ class Saves:
         """Stop the commit of a session that has broken during it; return `error`, or None if it was committed."""
         pending.cancelled.set()
         known(pending.thread, "a commit without a thread").join(self._settle_s)
-        if pending.job is None:
+        if pending.job is None:  # the commit has written nothing
             return error
         if not pending.job.undone:
             self.named_records = pending.records
@@ -435,6 +435,7 @@ class Saves:
         """Keep a committed checkpoint, and have it mirrored; return the saves that the commit has released."""
         self._undecided_ids.clear()
         self.last_folder = pending.folder.path
+        # In the order of their saves; those of earlier sessions that hold no slots here come first.
         committed = sorted([*job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
         self.kept = [kept for kept in committed if kept not in job.released]
         self._newer = [kept for kept in self._newer if kept not in job.released]
@@ -690,6 +691,7 @@ class Saves:
             return
         if NOT_MIRRORED in checkpoint.metadata:
             return
+        # Else the checkpoint is a copy, and no mirror gets one.
         has_stores = any(manifest.stores_elsewhere for manifest in checkpoint.manifests)
         if len(checkpoint.manifests) == ranks and has_stores:
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
@@ -856,7 +858,7 @@ class Saves:
         for tiles in sorted(all_pinned, key=lambda tiles: tiles.step):
             pinned_by_id.setdefault(tiles.id, []).append(tiles)
         own_stores = {*self.stores[: self._path_count]}
-        loaded_number = None
+        loaded_number = None  # stays so if no store was opened for writing
         for id, pinned in pinned_by_id.items():
             self._last_number += 1
             records = dict(item for tiles in pinned for item in tiles.records.items())

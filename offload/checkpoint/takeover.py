@@ -148,7 +148,8 @@ def pinned_in(
             return None
     except (OSError, CheckpointError):
         return None
-    return pinned if checkpoint.id in [tiles.id for tiles in pinned] else None
+    has_loaded = checkpoint.id in [tiles.id for tiles in pinned]
+    return pinned if has_loaded else None  # else no pin there says which slots are its
 
 
 def used_bytes(pinned: Sequence[PinnedTiles]) -> int:

@@ -73,7 +73,7 @@ class _Storages(pickle.Pickler):
         if not isinstance(storage, torch.UntypedStorage):
             return None
         self.storages.setdefault(storage._cdata, storage)
-        return "storage"
+        return "storage"  # any name will do, as nobody reads the pickle
 
 
 def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:

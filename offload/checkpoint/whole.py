@@ -219,7 +219,7 @@ class FolderCopy:
             for name in whole.files():
                 try:
                     self._open_file(name)
-                except FileNotFoundError:  # a temporary file, or a shared one
+                except FileNotFoundError:  # a temporary file, or a shared one, may go at any time
                     if name in whole.belongs.beside:
                         raise
         except BaseException:
@@ -259,7 +259,7 @@ class FolderCopy:
         if copier and is_another and not copier.has_ended():
             raise CheckpointError(f"process {copier.pid} is copying it")
         folder.prepare()
-        self._copied = unchanged if mark is Mark.BEGUN else {}
+        self._copied = unchanged if mark is Mark.BEGUN else {}  # a whole copy may be of another save
         self._write_marker(folder, BEGUN)
         folder.delete(WHOLE)
         # Delete what the mirror has of another folder of that name.
@@ -276,12 +276,19 @@ class FolderCopy:
         return is_shared or (file is not None and file.state == state)
 
     def _write_marker(self, folder: Folder, mark: str) -> None:
-        """Write the mirror's marker, BEGUN or WHOLE, with the files that are durable there."""
+        """Write the mirror's marker, with the files that are durable there.
+
+        Args:
+            folder: The folder in the mirror.
+            mark: BEGUN, which names this process as the copier, or WHOLE, which has the time at which the run's
+                folder became whole (now, if that has none).
+        """
         belongs = self.whole.belongs
         marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or time.time())
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
-        folder.write(mark, marker.encode())  # if it leaves `files` out, whoever goes on copies all again
+        # A marker that would be too long is encoded without `files`: whoever goes on then copies all again.
+        folder.write(mark, marker.encode())
 
     def copy(self) -> Iterator[int]:
         """Copy the files that are missing; yield the bytes of each once it is durable."""
@@ -335,6 +342,7 @@ def find_changed(folder: Folder) -> list[str]:
         return []
     sizes, beside, changed = dict(folder.walk()), {*marker.beside, *marker.shared}, []
     for name, (noted_bytes, _) in marker.files.items():
+        # Its name in this folder; noted names are relative to the run's.
         here = f"{BESIDE}/{name}" if name in beside else "/".join(name.split("/")[marker.depth :])
         nbytes = sizes.get(here)
         if nbytes != noted_bytes:

@@ -120,7 +120,7 @@ class _Reporter:
             with self._changed:
                 while not self._pending and not self._closed:
                     if not self._changed.wait(REBASE_S):
-                        break
+                        break  # nothing has come, and `base` is due
                 if not self._pending and self._closed:
                     return
                 first = self._pending.popleft() if self._pending else None

@@ -63,7 +63,7 @@ class HostMemory:
         return arena
 
     def free_arena(self, arena: Arena | None) -> None:
-        """Free an arena that nothing uses any more."""
+        """Free an arena that nothing uses any more; with None do nothing."""
         if arena is not None:
             self.arenas.remove(arena)
             self._lanes.free_arena(arena)

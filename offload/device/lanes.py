@@ -214,7 +214,7 @@ class GpuLanes(Lanes):
             self.homes[subgroup.index] = BlockPlace(homes, offset)
             offset += subgroup.state_bytes
         if slots.nbytes:
-            self.wait()
+            self.wait()  # updates are reported as done when they are enqueued
             self.memory.free(self._slots)
             self._slots = slots
         if pieces.nbytes:

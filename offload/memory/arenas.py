@@ -215,7 +215,7 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.
         """
-        if self.node is not None and self._near_cpus:
+        if self.node is not None and self._near_cpus:  # not bound: pages lie where they are touched
             nodes = {self.node: self._near_cpus}
         touch(self.touch_part, self.nbytes, nodes, given_up)
 

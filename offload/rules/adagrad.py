@@ -18,6 +18,8 @@ class Scalars(NamedTuple):
 
 
 class _Adagrad(UpdateRule):
+    """The rule; `UpdateRule` describes the methods."""
+
     name = "adagrad"
     code = 2
     state = ("sum",)

@@ -94,6 +94,8 @@ def scalars(
 
 
 class _Adam(UpdateRule):
+    """Adam, or with `decoupled` AdamW; `UpdateRule` describes the methods."""
+
     name = "adam"
     code = 0
     state = ("exp_avg", "exp_avg_sq")

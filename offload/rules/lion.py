@@ -21,6 +21,8 @@ class Scalars(NamedTuple):
 
 
 class _Lion(UpdateRule):
+    """The rule; `UpdateRule` describes the methods."""
+
     name = "lion"
     code = 1
     state = ("exp_avg",)

@@ -14,6 +14,8 @@ from offload.rules.rule import WholeRule, flag, items, not_negative, number
 
 
 class _Muon(WholeRule):
+    """The rule; `UpdateRule` describes the methods."""
+
     name = "muon"
     state = ("momentum_buffer",)
     missing_step = 1

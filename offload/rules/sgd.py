@@ -25,6 +25,8 @@ class Scalars(NamedTuple):
 
 
 class _Sgd(UpdateRule):
+    """The rule; `UpdateRule` describes the methods."""
+
     name = "sgd"
     code = 3
     state = ("momentum_buffer",)
@@ -42,7 +44,7 @@ class _Sgd(UpdateRule):
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         lr, momentum, weight_decay = not_negative(group, "lr", "momentum", "weight_decay")
         dampening = number(group.get("dampening"))
-        if not -1e30 < dampening < 1e30:
+        if not -1e30 < dampening < 1e30:  # NaN is refused, too
             raise ConfigError("dampening", group.get("dampening"), "give a finite number")
         if flag(group, "nesterov") and (momentum == 0 or dampening != 0):
             raise ConfigError("nesterov", True, "it needs a momentum and no dampening")

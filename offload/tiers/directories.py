@@ -281,7 +281,7 @@ class DirectoryFolder(Folder):
             name = ""
         if name != self._root.name:
             raise CheckpointError(f"{self._root / RECORD_NAME} is not the record of this store")
-        return ""
+        return ""  # the lock says who uses it
 
     def used_by(self) -> int | None:
         return lock_holder(self._root)
@@ -316,6 +316,7 @@ class DirectoryFolder(Folder):
 
 
 DEPTH = 4
+"""Reads of another session's store that are in flight at a time."""
 
 
 class ExistingStore(FileTier):

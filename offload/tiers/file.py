@@ -199,6 +199,7 @@ def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
             descriptor = open_regular(path, os.O_RDWR | os.O_DIRECT)
             with mmap.mmap(-1, SECTOR_BYTES) as page:
                 page[:8] = b"aligned?"
+                # Nothing is written to an existing file.
                 written_bytes = SECTOR_BYTES if existing else os.pwritev(descriptor, [page], 0)
                 if written_bytes == SECTOR_BYTES and os.preadv(descriptor, [page], 0) == SECTOR_BYTES:
                     if not existing:

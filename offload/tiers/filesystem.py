@@ -433,7 +433,7 @@ def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[
         try:
             return byte_holder(descriptor, byte)
         finally:
-            if known is None:
+            if known is None:  # else closing it would give up our locks
                 os.close(descriptor)
 
 

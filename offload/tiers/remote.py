@@ -274,6 +274,7 @@ class RemoteTier(Owned):
             except ObjectError as error:
                 if not error.status:
                     raise  # the server does not answer: each request would wait in vain
+                # It may not be allowed to list: those that are known are deleted.
             if self.kept is not None:
                 kept = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
                 kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}

@@ -73,7 +73,8 @@ class Store:
             # Written atomically: with a damaged record the store of a killed session would never be deleted.
             with replacing(self.directory / RECORD_NAME, f"{TEMPORARY}{RECORD_NAME}") as file:
                 file.write(json.dumps(describe_store(store)).encode())
-            if self._lock is None:  # late, as anybody may delete a directory that is empty and unlocked
+            # Without locks no lock file stays. Late, as anybody may delete a directory that is empty and unlocked.
+            if self._lock is None:
                 self._delete(LOCK_NAME)
             sync_directory(self.directory.parent)
         except BaseException:

@@ -260,7 +260,7 @@ class TakingTurns(Owned):
                 time.sleep(min(max(waited_s / 50, 2e-4), 0.05))
         finally:
             self._waiting_since_s = None
-            if candidates is self._turns:
+            if candidates is self._turns:  # so the line was locked
                 self._line.release()
 
     def _start(self, request: _Request) -> None:
@@ -290,9 +290,9 @@ class TakingTurns(Owned):
             is_idle = not bytes_in_flight
             if is_idle and is_over:
                 return
-            completions = self._inner_queue.wait(LINGER_S if is_idle else -1.0)
+            completions = self._inner_queue.wait(LINGER_S if is_idle else -1.0)  # -1.0: as long as it takes
             if is_idle and (self._closed or not completions) and not self._requests:
-                return
+                return  # nobody has asked for more
             for completion in completions:
                 op = completion[0]
                 if op != WAKE:

@@ -160,7 +160,7 @@ class WeightsInFile:
                 offset = offsets[weight]
                 if weight not in moved:
                     moved[weight] = self._move_weight(weight, offset)
-                if weight.is_meta:
+                if weight.is_meta:  # what was moved is a new object
                     module.register_parameter(name, moved[weight])
                 places.append((offset, weight.nbytes))
                 full_name = f"{names[module]}.{name}".lstrip(".")
@@ -173,6 +173,7 @@ class WeightsInFile:
     def _move_weight(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Move a weight to the file; return it, or for one on the meta device a new parameter."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
+        # With its strides, unless they leave gaps.
         place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
             moved: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
@@ -246,7 +247,7 @@ def _check_once(model: nn.Module) -> None:
         for hook in module._forward_pre_hooks.values():
             function = getattr(hook, "func", hook)  # what a `partial` calls, or the hook itself
             owner = getattr(function, "__self__", None)
-            if isinstance(owner, WeightsInFile | ShardsInFile) and owner._handles:
+            if isinstance(owner, WeightsInFile | ShardsInFile) and owner._handles:  # none after `close`
                 allowed = "call weights_in_file once, or close() before what it returned"
                 raise ConfigError("model", f"{name or 'it all'}, whose weights lie in a file", allowed)
 

@@ -244,7 +244,7 @@ class WeightsInHostMemory:
             self._last_copy = stream.record_event()
         self._gathering[group] = copies, self._last_copy
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # as `_begin_gather`
     def _end_gather(self, group: Any, wait_for_unshard: Any) -> None:
         """Let FSDP2 end gathering a group from the copies that `_begin_gather` has made on the device.
 
@@ -275,6 +275,7 @@ class WeightsInHostMemory:
         if torch._C._current_graph_task_id() != NO_PASS:  # activation checkpointing runs this forward again
             return
         for fsdp_param, (name, _) in self._places.items():
+            # The parameter itself, or while it is gathered its copy on the device.
             weight = fsdp_param._module_info.module._parameters.get(fsdp_param._module_info.param_name)
             if weight is not fsdp_param.sharded_param and weight is not getattr(fsdp_param, "_unsharded_param", None):
                 allowed = "write to the weights, or load a state dict: FSDP2 computes with those that it has"

@@ -28,12 +28,13 @@ from offload._native import CompletionQueue
 from offload.checkpoint import commit, reader
 from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import FolderLock, open_folder
-from offload.checkpoint.manifest import manifest_name, seal
+from offload.checkpoint.manifest import COMMIT_NAME, manifest_name, seal
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import delete_free, delete_unused, find_stores, read_pins, write_pins
 from offload.tiers import FileTier
 from offload.tiers import store as store_module
-from offload.tiers.filesystem import hold_lock, open_regular, read_regular, release_lock, replacing
+from offload.tiers.directories import DirectoryFolder
+from offload.tiers.filesystem import PINS_NAME, hold_lock, open_regular, read_regular, release_lock, replacing
 
 HISTORIES = Path(__file__).parent / "histories.py"
 
@@ -89,6 +90,27 @@ def steps_in(folder: Path, *paths: Path) -> int:
 def write(path: Path, steps: int, folder: Path, *, copy: bool = False) -> None:
     with Run(path) as run:
         run.train(steps).save(folder, copy=copy)
+
+
+def test_a_pin_that_a_failed_checkpoint_has_left_keeps_no_store(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = DirectoryFolder.write
+
+    def write(folder: DirectoryFolder, name: str, content: Any, **options: Any) -> None:
+        if name == COMMIT_NAME or (name == PINS_NAME and read_pins(folder)):  # no commit, and no unpinning
+            raise offload.CheckpointError("no luck")
+        plain(folder, name, content, **options)
+
+    with Run(path) as run:
+        run.train()
+        with monkeypatch.context() as patched:
+            patched.setattr(DirectoryFolder, "write", write)
+            with pytest.raises(offload.CheckpointError, match="no luck"):
+                run.save(tmp_path / "folder")
+        (store,) = find_stores(str(path))
+        assert len(read_pins(store.folder)) == 1
+        assert (store.pins, store.missing) == ((), ())
 
 
 # Folders that somebody deletes, and says so -------------------------------------------------------------------------
