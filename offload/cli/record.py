@@ -127,7 +127,7 @@ class Comparison:
         different_numel: Weights whose bits differ.
         first_different: The first parameter that has any, by name.
         losses_identical: Whether each step's loss was the same, NaN being the same as NaN.
-        finite: Whether all losses were finite; equality means little if not.
+        finite: Whether all of our losses were finite; equality means little if not.
     """
 
     identical: bool
