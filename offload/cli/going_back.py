@@ -277,7 +277,8 @@ def _empty_state(
             if name is None or number in state:
                 continue
             step = opened.step_of(name)
-            if not step or group.get("momentum") == 0:  # torch's SGD without momentum keeps no state
+            # Torch keeps no state of what was never updated, and its SGD none without momentum.
+            if not step or group.get("momentum") == 0:
                 continue
             state[number] = entry = {}
             if opened.rule_of(name).missing_step is None:  # torch's class keeps a step count

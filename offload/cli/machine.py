@@ -534,7 +534,7 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
     total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
     if not total:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
-    share = min(1.0, total / nodes / path.each_way_bytes_per_s)
+    share = min(1.0, total / nodes / path.each_way_bytes_per_s)  # a node gets no more than it reaches by itself
     paths = [*rates.paths]
     paths[number] = path.scaled(share)
     return replace(rates, paths=tuple(paths))

@@ -123,7 +123,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     gpu = _gpu_rates(step, known.gpu)
     observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine_rates(known, timeline))
     cpu_total = totals.get("cpu", _IDLE)
-    if not cpu_total.shows_rate:
+    if not cpu_total.shows_rate:  # then memory, which it shares, shows nothing, either
         return observed
     seconds_by_demand = _seconds_by_demand(step.spans, _demands(known, totals))
     cpu, memory, factor = _shared_memory(known, cpu_total.nbytes, seconds_by_demand)
@@ -466,7 +466,7 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
     """
     reached = nbytes / sum(seconds_by_demand.values())
     memory = max(known.memory_bytes_per_s, reached * UPDATE_MEMORY_COST)
-    most = memory / UPDATE_MEMORY_COST
+    most = memory / UPDATE_MEMORY_COST  # the rate at which an update alone takes all of it
     if memory == math.inf:  # unknown: nothing slows the CPU down
         return _SharedMemory(reached, memory)
 

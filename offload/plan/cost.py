@@ -543,7 +543,7 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
         """
         hindered_s = max(every_s, (round_s + part * wait_s) / mix.staging_slots)
         spare_s = hindered_s - part * each_s  # between two that come back: the device's time for resident ones
-        if not part or spare_s <= 0:
+        if not part or spare_s <= 0:  # it updates no streamed ones, or has no time for others in between
             return 0.0
         turns = int(resident_bytes / mix.mean_streamed_bytes * each_s / spare_s)  # until no resident subgroup is left
         return min(moved, turns) * (hindered_s - every_s)
