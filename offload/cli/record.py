@@ -69,7 +69,7 @@ class RunRecord:
             measured_s, predicted_s = (
                 row.get(f"{OPTIMIZERS}{name}") for name in (metrics.STEP_S, metrics.PREDICTED_STEP_S)
             )
-            if measured_s is not None:
+            if measured_s is not None:  # else the run ended before the figures of this step were noted
                 steps.append(Step(row["step"], measured_s, predicted_s))
         return replace(self.report, steps=steps, notes=[*notes])
 

@@ -128,7 +128,8 @@ class _Run:
     def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
         """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison.
 
-        The file `metrics_name` in the run's folder gets a line a step; `title` is for the progress bar.
+        The file `metrics_name` in the run's folder gets a line a step; `title` is for the progress bar. Only the run
+        into `main` saves checkpoints.
         """
         settings = self.settings
         started_s = time.perf_counter()
