@@ -70,7 +70,8 @@ def accelerator(device: torch.device | str | None = None, name: str = "device") 
     backend = BACKENDS.get(chosen.type)
     if backend is None:
         raise ConfigError(name, str(chosen), ADVICE)
-    count = torch.accelerator.device_count() if present == torch.device(chosen.type) else 0
+    is_present = present == torch.device(chosen.type)  # torch counts the devices of one type only
+    count = torch.accelerator.device_count() if is_present else 0
     if (chosen.index or 0) >= count:
         raise ConfigError(name, str(chosen), f"torch sees {count} such devices")
     index = torch.accelerator.current_device_index() if chosen.index is None else chosen.index

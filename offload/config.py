@@ -815,8 +815,8 @@ class OffloadConfig:
             on_gpu: Whether the weights lie on a GPU.
             gpu_bytes: For `gpu_memory`.
             gpu_staging_bytes: GPU memory for staging slots.
-            gradient_bytes: Host memory that gradients take.
-            gradients_kept_bytes: For `gradient_memory`.
+            gradient_bytes: Host memory of gradient slots or buffers.
+            gradients_kept_bytes: For `gradient_memory`; None if all gradients have slots.
             leftover_bytes: What ended sessions have left on the paths.
         """
         from offload.plan import Budgets, NodeBudget  # here, as most users of a config do not need them
@@ -832,7 +832,7 @@ class OffloadConfig:
             paths=tuple(paths),
             gradient_bytes=gradient_bytes,
             gradients_kept_bytes=gradients_kept_bytes,
-            gradient_item_bytes=4 if self.gradient_dtype == "float32" else 0,
+            gradient_item_bytes=4 if self.gradient_dtype == "float32" else 0,  # 0: as large as the weight's
             speculates=self.overlaps_backward,
             follow_rates=all(path.share is None for path in self.path_configs),
             checkpoints=self.checkpoints,
@@ -900,8 +900,8 @@ class OffloadConfig:
     def for_part(self, part: int, whole: int) -> OffloadConfig:
         """Return this config for one of several engines in a process, which has `part` of `whole` of their state.
 
-        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`, and `LEAST_BUDGET` where
-        that would be less; all else is each one's own.
+        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`: `LEAST_BUDGET` where that
+        would be less, and nothing of them if it has no state. All else is each one's own.
         """
 
         def part_of(budget: Any) -> Any:

@@ -670,6 +670,7 @@ def _cut_between(
 
     The arguments are those of `_cut`. Its rule updates a parameter as a whole.
     """
+    # Packed state has other bytes for an element, and is to be aligned all the same.
     align = PACKED_ALIGN_NUMEL if state.rule.packed_words else SEGMENT_ALIGN_NUMEL
     cut: list[list[Segment]] = []
     used = 0

@@ -38,7 +38,7 @@ class Process(NamedTuple):
             return False
         try:
             os.kill(self.pid, 0)  # sends nothing, but fails if there is no such process
-        except (ProcessLookupError, OverflowError):
+        except (ProcessLookupError, OverflowError):  # none has, or can have, this number
             return True
         except PermissionError:  # another user's, of which /proc may say nothing
             return _start_time(self.pid) not in ("", self.start_time)

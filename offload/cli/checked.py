@@ -159,6 +159,7 @@ class _Watch:
                 run_path = tempfile.mkdtemp(prefix="check-run-", dir=path.path)
                 with (self._folder / MADE).open("a") as made:  # so that whoever started this run removes it
                     made.write(f"{run_path}\n")
+            # Turns are taken on the script's own path: None would be `run_path`.
             paths.append(dataclasses.replace(path, path=run_path, lock_path=path.lock_path or path.path))
         memory = config.host_memory if self._request.host_memory is None else self._request.host_memory
         return dataclasses.replace(config, paths=paths, host_memory=memory, mirror=None)
@@ -188,7 +189,7 @@ class _Watch:
         """Torch's hook before a step: record weights and gradients, and let torch's twin take the step.
 
         A closure is called here, once, and replaced: gradients are there only after that. Ends the script if all
-        steps are recorded. Returns the arguments of `step`.
+        steps are recorded. Returns the arguments of `step`; None for an optimizer that is not ours: they stay.
         """
         if not isinstance(optimizer, OffloadedOptimizer):
             return None
@@ -239,11 +240,11 @@ class _Watch:
         number = [*self._steps].index(optimizer)
         of_optimizer = f" of optimizer {number + 1}" if number else ""
         for parameter, name, _ in names(optimizer.param_groups):
-            if parameter not in optimizer._weights.bound:
+            if parameter not in optimizer._weights.bound:  # nothing updates it
                 continue
             own = {"gradient": parameter.grad, "weight": parameter}
             tensor = own[kind] if kind in own else optimizer.state_for(parameter)[kind]
-            if tensor is None:
+            if tensor is None:  # it got no gradient in this step
                 continue
             about = f"{kind} of {name}{of_optimizer}"
             self.seen.tensors.append((step, about, self._digest(tensor, (step, about))))

@@ -101,7 +101,7 @@ def _check_target(target: str, *, makes_folder: bool, replace: bool) -> None:
     if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
         raise ConfigError("OUT", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
     if not makes_folder:
-        parse_output("OUT", target)
+        parse_output("OUT", target)  # refuses what is there and is no file, such as a device
     is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))  # an empty folder will do
     if not is_free and not replace:
         raise ConfigError("OUT", target, "it is there already; give --replace to have it replaced")

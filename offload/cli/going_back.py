@@ -149,7 +149,7 @@ def _folders_by_file(framework: str, checkpoint: str) -> dict[str, str]:
         raise ConfigError("CHECKPOINT", checkpoint, f"there is no {first} in it; {advice}")
     contents = {name: _load_file(file, framework) for name, file in files.items()}
     ours = {name: content for name, content in contents.items() if POINTER in content}  # others may be torch's
-    return {
+    return {  # with none of ours, `_state_folder_in` raises, and says what the files are
         name: _state_folder_in(framework, content, files[name], checkpoint)
         for name, content in (ours or contents).items()
     }
@@ -277,7 +277,8 @@ def _empty_state(
             if name is None or number in state:
                 continue
             step = opened.step_of(name)
-            if not step or group.get("momentum") == 0:  # torch's SGD without momentum keeps no state
+            # Torch keeps no state of what was never updated, and its SGD none without momentum.
+            if not step or group.get("momentum") == 0:
                 continue
             state[number] = entry = {}
             if opened.rule_of(name).missing_step is None:  # torch's class keeps a step count

@@ -480,11 +480,11 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
         rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, "--path-count", arguments.path_count)
-    one_rank_per_gpu = gpus if gpus and is_described(arguments) else 1
+    usual_ranks = gpus if gpus and is_described(arguments) else 1  # of a machine in words, one for each GPU
     return Machine(
         rates=rates,
         nodes=arguments.nodes,
-        ranks=arguments.ranks or one_rank_per_gpu,
+        ranks=arguments.ranks or usual_ranks,
         memory_bytes=memory_bytes,
         gpus=gpus,
         file=file,
@@ -534,7 +534,7 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
     total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
     if not total:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
-    share = min(1.0, total / nodes / path.each_way_bytes_per_s)
+    share = min(1.0, total / nodes / path.each_way_bytes_per_s)  # a node gets no more than it reaches by itself
     paths = [*rates.paths]
     paths[number] = path.scaled(share)
     return replace(rates, paths=tuple(paths))

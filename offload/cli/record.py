@@ -69,7 +69,7 @@ class RunRecord:
             measured_s, predicted_s = (
                 row.get(f"{OPTIMIZERS}{name}") for name in (metrics.STEP_S, metrics.PREDICTED_STEP_S)
             )
-            if measured_s is not None:
+            if measured_s is not None:  # else the run ended before the figures of this step were noted
                 steps.append(Step(row["step"], measured_s, predicted_s))
         return replace(self.report, steps=steps, notes=[*notes])
 
@@ -127,7 +127,7 @@ class Comparison:
         different_numel: Weights whose bits differ.
         first_different: The first parameter that has any, by name.
         losses_identical: Whether each step's loss was the same, NaN being the same as NaN.
-        finite: Whether all losses were finite; equality means little if not.
+        finite: Whether all of our losses were finite; equality means little if not.
     """
 
     identical: bool

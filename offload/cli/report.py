@@ -106,7 +106,7 @@ def _lane_rows(lanes: Mapping[str, Mapping[str, float | None]]) -> Iterator[tupl
     apart_s = {}
     for lane in sorted(lanes, key=lane_order):
         predicted, measured = lanes[lane]["predicted_s"], lanes[lane]["measured_s"]
-        if predicted is not None and measured is not None and (predicted or measured):
+        if predicted is not None and measured is not None and (predicted or measured):  # it had work
             apart_s[lane] = measured - predicted
             apart = format_apart(predicted, measured)
             yield (

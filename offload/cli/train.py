@@ -95,7 +95,7 @@ def _print_outcome(settings: Namespace, training: _Run, summary: Mapping[str, An
         print(f"offload train: interrupted after {done}; results so far are in {folder}", file=sys.stderr)
         if settings.save is not None and is_checkpoint(settings.save):
             print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
-    elif is_different and settings.quiet:
+    elif is_different and settings.quiet:  # else the table below says it
         print(f"offload train: {summary['verdict']}", file=sys.stderr)
     if settings.json:
         print(to_json(summary, indent=2))
@@ -128,7 +128,8 @@ class _Run:
     def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
         """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison.
 
-        The file `metrics_name` in the run's folder gets a line a step; `title` is for the progress bar.
+        The file `metrics_name` in the run's folder gets a line a step; `title` is for the progress bar. Only the run
+        into `main` saves checkpoints.
         """
         settings = self.settings
         started_s = time.perf_counter()
@@ -236,7 +237,7 @@ class _Run:
             "step": index + 1,
             "loss": loss_sum.item() / settings.accumulate,
             "lr": lr,
-            "norm": math.nan,
+            "norm": math.nan,  # until `note_metrics` sets it
             "tokens_per_s": settings.batch * settings.seq * settings.accumulate / (finished_s - began_s),
             "forward_s": forward_s,
             "backward_s": backward_s,

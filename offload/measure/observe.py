@@ -123,7 +123,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     gpu = _gpu_rates(step, known.gpu)
     observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine_rates(known, timeline))
     cpu_total = totals.get("cpu", _IDLE)
-    if not cpu_total.shows_rate:
+    if not cpu_total.shows_rate:  # then memory, which it shares, shows nothing, either
         return observed
     seconds_by_demand = _seconds_by_demand(step.spans, _demands(known, totals))
     cpu, memory, factor = _shared_memory(known, cpu_total.nbytes, seconds_by_demand)
@@ -171,7 +171,7 @@ def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
     together = max((path.at_once, *(at_once(step.intervals[lane]) for lane in used)))
     # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
     latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
-    if used and not shown:
+    if used and not shown:  # too little was moved to show a rate: what is not moving by known rates is latency
         count = sum(len(step.intervals[lane]) for lane in used)
         moving_s = sum(step.totals[lane].nbytes / rates.alone for lane, rates in used.items())
         latency_s = max(0.0, sum(step.totals[lane].busy_s for lane in used) - moving_s) / count
@@ -328,7 +328,7 @@ def at_once(intervals: Sequence[Interval]) -> int:
     ends = sorted(interval.finished_s for interval in intervals)
     most = ended = 0
     for started, started_s in enumerate(sorted(interval.started_s for interval in intervals), 1):
-        while ends[ended] <= started_s and ended < started - 1:
+        while ends[ended] <= started_s and ended < started - 1:  # not this one: it is under way, however short
             ended += 1
         most = max(most, started - ended)
     return most
@@ -375,7 +375,7 @@ def _engine_rates(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
         engine_s = _seconds_within(edges_s, due_s, started_s)
         learnt["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
     last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
-    if last < 1 or known.gpu.call_s:
+    if last < 1 or known.gpu.call_s:  # no turn is known, or a GPU's calls have a cost of their own
         return learnt
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
     first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)  # started in the first turn
@@ -390,11 +390,15 @@ def _engine_rates(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
 
 
 def _reactions(operations: Sequence[Interval]) -> list[tuple[float, float]]:
-    """Return when operations were due and when they began, of those that were due while their lane was idle."""
+    """Return when operations were due and when they began, of those that were due while their lane was idle.
+
+    A path's directions and a checkpoint's operations there are one lane: they share a device. A checkpoint's
+    operations are left out, as they wait for their turn anyway.
+    """
     idle_from_s: dict[str, float] = {}
     reactions: list[tuple[float, float]] = []
     for interval in operations:
-        device = interval.lane.rpartition(":")[2]
+        device = interval.lane.rpartition(":")[2]  # a path's number, the same for all that it does; else the lane
         due_s = None if interval.lane.startswith(("save:", "copy:")) else interval.due_s
         if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
             reactions.append((due_s, max(interval.started_s, due_s)))
@@ -462,7 +466,7 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
     """
     reached = nbytes / sum(seconds_by_demand.values())
     memory = max(known.memory_bytes_per_s, reached * UPDATE_MEMORY_COST)
-    most = memory / UPDATE_MEMORY_COST
+    most = memory / UPDATE_MEMORY_COST  # the rate at which an update alone takes all of it
     if memory == math.inf:  # unknown: nothing slows the CPU down
         return _SharedMemory(reached, memory)
 

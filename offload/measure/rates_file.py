@@ -136,6 +136,7 @@ class RatesFile:
         for name, value in here.items():
             measured = there.get(name)
             is_same = measured == value
+            # Kernels reserve more or less memory; a file may have anything in place of a number.
             if name == "machine.memory_bytes" and isinstance(value, int) and isinstance(measured, int):
                 is_same = math.isclose(measured, value, rel_tol=SAME_MEMORY)
             if not is_same:

@@ -258,12 +258,16 @@ class PathProbe:
         return loads
 
     def _rates(self, region: Slots, *verbs: str) -> dict[str, float]:
-        """Return the rate of each direction beside the others, while they move equally many bytes."""
+        """Return the bytes a second of each direction ("read", "write"), by its verb, beside the others.
+
+        All move equally many bytes. If regions have no slots for two directions at once, each is measured alone.
+        Notes in `shares` whether transfers of one direction met.
+        """
         if len(verbs) > 1 and not self.is_split:
             return {verb: self._rates(region, verb)[verb] for verb in verbs}
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
         timeline = self.runs.run(name, self.slots, lambda count: self._loads(region, count, *verbs))
-        self.shares |= len(verbs) == 1 and at_once(timeline) > 1  # of one direction: those of two overlap anyway
+        self.shares |= len(verbs) == 1 and at_once(timeline) > 1  # not of two: these overlap anyway
         return rates_beside(timeline)
 
     def _alone(self, name: str, verb: str) -> dict[str, float]:

@@ -102,7 +102,7 @@ def lanes_into(
         _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, per_s=per_s)
         axes.text(1.01, row, _lane_figures(intervals, span_s), transform=in_row, va="center", fontsize=8)
     axes.set_yticks(range(len(lanes)), [_shortened(lane_title(lane)) for lane in lanes], parse_math=False)
-    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # rows from the top down; room for one if there is none
     axes.set_xlim(0, span_s * per_s * 1.01)
     axes.set_xlabel(f"time since the step's first operation ({unit})")
     axes.set_title(title, loc="left", parse_math=False)
@@ -207,7 +207,7 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
         of_size = f" of {format_bytes(tier.nbytes)}" if tier.nbytes else ""
         axes.text(1.01, row, f"{format_bytes(used)}{of_size}", transform=in_row, va="center", fontsize=8)
     axes.set_yticks(range(len(tiers)), [_shortened(tier.name) for tier in tiers], parse_math=False)
-    axes.set_ylim(max(1, len(tiers)) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(tiers)) - 0.5, -0.5)  # rows from the top down; room for one if there is none
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda share, position: f"{share:.0%}")
     axes.set_title(title, loc="left", parse_math=False)

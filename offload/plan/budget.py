@@ -831,7 +831,7 @@ class Plan:
             pieces_bytes = PIECE_BUFFERS * self.piece_buffer_bytes
             others.append((pieces_bytes, "small tensors on their way to and from the CPU"))
         if Placement.GPU not in self.placements:
-            if self.budgets.borrows:
+            if self.budgets.borrows:  # staging slots were offered, and are not worth it
                 others.insert(0, (0, "staging: the CPU is as fast without"))
             return [_line(nbytes, text, "GPU memory") for nbytes, text in others]
         at_home = self.homes.count(Home.GPU)

@@ -254,7 +254,7 @@ def _slowed_step_s(
 def slower(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
     """Return how many times as long work on a subgroup's home takes as on the fastest memory node.
 
-    By lane and subgroup; only for subgroups that have a home on a memory node, so empty if there is only one node.
+    By lane and subgroup; only for homes on a memory node that has rates, so empty if there is only one node.
     """
     slowness = rates.slowness(plan.node_bytes)
     factors: dict[tuple[str, int], float] = {}
@@ -276,7 +276,7 @@ def _on_fastest(mix: Mix, rates: Rates) -> Mix:
     slowness = rates.slowness(mix.nodes)
     on_cpu, on_gpu = mix.host
     for node, part in mix.nodes.items():
-        of_node = slowness.get(node, Slowness(update=1.0, copy=1.0))
+        of_node = slowness.get(node, Slowness(update=1.0, copy=1.0))  # one without rates counts as the fastest
         on_cpu = SubgroupSum(on_cpu.count, on_cpu.nbytes + part.on_cpu.nbytes * (of_node.update - 1))
         on_gpu = SubgroupSum(on_gpu.count, on_gpu.nbytes + part.on_gpu.nbytes * (of_node.copy - 1))
     return replace(mix, host=ByDevice(on_cpu, on_gpu))
@@ -518,7 +518,8 @@ def _round(
     moved = mix.moved_count
     round_s, together = turn.worked_s + turn.away_s, 1.0
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
-        count = max(1.0, min(path.at_once / max(mix.mean_tiles * share, 1.0), mix.staging_slots, moved))
+        tiles = max(mix.mean_tiles * share, 1.0)  # of a mean subgroup, on this path
+        count = max(1.0, min(path.at_once / tiles, mix.staging_slots, moved))  # subgroups that it serves at once
         io_s = (lanes[f"read:{number}"].busy_s + lanes[f"write:{number}"].busy_s) / moved
         shared_s = turn.worked_s + count * io_s - 2 * (count - 1) * turn.busiest_s + turn.engine_s
         if shared_s > round_s:
@@ -542,7 +543,7 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
         """
         hindered_s = max(every_s, (round_s + part * wait_s) / mix.staging_slots)
         spare_s = hindered_s - part * each_s  # between two that come back: the device's time for resident ones
-        if not part or spare_s <= 0:
+        if not part or spare_s <= 0:  # it updates no streamed ones, or has no time for others in between
             return 0.0
         turns = int(resident_bytes / mix.mean_streamed_bytes * each_s / spare_s)  # until no resident subgroup is left
         return min(moved, turns) * (hindered_s - every_s)

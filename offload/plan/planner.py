@@ -134,7 +134,7 @@ def _choose_node_bytes(
     full = tuple(min(room, max(0, mean.count - sum(most[:n]))) for n, room in enumerate(most))
     coarse = min((full, *_coarse_counts(most, COARSE_NODE_SHARES)), key=cost_s)
     best = _descend(coarse, most, COARSE_NODE_SHARES, cost_s)
-    if cost_s(full) <= (1 + WORTH_UNUSED_BYTES) * cost_s(best):
+    if cost_s(full) <= (1 + WORTH_UNUSED_BYTES) * cost_s(best):  # too little is saved to leave memory unused
         return nodes
     return [node._replace(nbytes=homes * mean.slot_bytes) for node, homes in zip(nodes, best, strict=True)]
 
@@ -209,6 +209,7 @@ def _plan_with_node_bytes(
         placements, mix = _cheapest_placements(plan, on_cpu, rates)
     elif placement != "cpu":
         placements = _placements_of(plan, placement)
+        # With the most slots, of which the fewest that do are chosen next.
         mix = mix_of(make(placements=placements, gpu_slots=budgets.most_gpu_slots))
     gpu_slots = _fewest_gpu_slots(mix, plan.path_shares(rates), rates)
     slots = plan.staging_slots
@@ -222,7 +223,7 @@ def _plan_with_node_bytes(
     try:
         return make(placements=placements, staging_slots=slots, gpu_slots=gpu_slots)
     except InfeasiblePlanError:
-        if slots <= plan.staging_slots:
+        if slots <= plan.staging_slots:  # fewer would not help
             raise
         # The paths have no room for the versions in flight of so many slots.
         return make(placements=placements, gpu_slots=gpu_slots)
@@ -302,7 +303,7 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     kinds = _subgroups_by_kind(plan, mix)
     largest = max((sizes[number] for kind in kinds for number in kind), default=0)
     slots = min(plan.budgets.most_gpu_slots, plan.budgets.gpu_staging_bytes // largest) if largest else 0
-    if not slots:
+    if not slots:  # the CPU updates nothing that the GPU could, or the GPU has no room for one subgroup
         return plan.placements, mix
     shares = plan.path_shares(rates)
     base = replace(mix, gpu_slots=slots)
@@ -321,7 +322,7 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
         choices.append((mix_with([[n for n in picked if n in kind] for kind in members]), picked))
     seconds = [estimate_mix(each, shares, rates).step_s for each, _ in choices]
     least_s = min(seconds)
-    if seconds[0] <= (1 + WORTH_THE_GPU) * least_s:  # all on the CPU
+    if seconds[0] <= (1 + WORTH_THE_GPU) * least_s:  # with all on the CPU it is hardly longer
         return plan.placements, mix
     best_mix, chosen = choices[seconds.index(least_s)]
     return _with_gpu(plan, chosen), best_mix

@@ -311,7 +311,7 @@ class Rates:
         for prefix, part in parts:
             for field in dataclasses.fields(part):
                 value = getattr(part, field.name)
-                if field.name not in ("paths", "gpu", "nodes"):
+                if field.name not in ("paths", "gpu", "nodes"):  # these hold the other parts
                     _check(f"rates.{prefix}{field.name}", field.name, value)
         numbers = [node.node for node in self.nodes]
         if len(set(numbers)) < len(numbers):
@@ -435,7 +435,10 @@ _MAY_BE_ZERO = (
 
 
 def _check(name: str, field: str, value: object) -> None:
-    """Raise `ConfigError` unless the value of a field is usable; `name` says whose field it is, in the message."""
+    """Raise `ConfigError` unless the value of a field is usable; `name` says whose field it is, in the message.
+
+    A memory bandwidth may be infinite, which says that it is unknown.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(name, value, "give a number")
     if field == "node":

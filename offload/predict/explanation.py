@@ -62,7 +62,7 @@ class Explanation:
         return max(self.lanes, key=lambda lane: abs(lane.apart_s), default=None)
 
     def __str__(self) -> str:
-        if not self.lanes or self.largest is None:
+        if not self.lanes or self.largest is None:  # before the first step both hold
             return "\n".join([str(self.prediction), *self._node_lines()])
         predicted_s = self.prediction.step_s
         lines = [

@@ -156,7 +156,10 @@ class VirtualLanes:
 
 
 def label(operation: Operation | int | None) -> str:
-    """Return the text for an operation, or for the gradients of a subgroup (its number), in a timeline."""
+    """Return the text for an operation, or for the gradients of a subgroup (its number), in a timeline.
+
+    "" for None, which stands for the engine's thread at work.
+    """
     if operation is None:
         return ""
     if isinstance(operation, int):

@@ -123,6 +123,7 @@ def with_backward_s(
         # What is left to the step: the same, and pushes.
         rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
+        # As in the step; by the rate if the CPU updates nothing there.
         s_per_byte = update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s
         update_s = streamed_bytes * s_per_byte
         leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in early)

@@ -163,6 +163,7 @@ class SharedPath(Generic[T]):
         for verb, lane in self._lanes.items():
             if has_end.get(verb):
                 ended.append((verb, lane.end()))
+                # Those that end at the same moment, but for rounding.
                 while lane.served and lane.served[0].ends_share_s - lane.share_s <= AT_ONCE_S:
                     ended.append((verb, lane.end()))
             lane.begin(at_s)

@@ -111,7 +111,7 @@ class Streams(Generic[What]):
         for engine, heads in ready.items():
             chosen_s, chosen = min(heads, key=lambda head: head[0])
             begins_s = max(chosen_s, self._free_s.get(engine, 0.0))
-            if self.order is Order.STAYS:
+            if self.order is Order.STAYS:  # with the stream of its last work, if that has work by then
                 last = self._last.get(engine)
                 chosen = next((work for s, work in heads if work.stream == last and s <= begins_s), chosen)
             yield begins_s, chosen

@@ -121,6 +121,7 @@ class TimingExecutor(VirtualLanes):
         if isinstance(operation, ReadTile):
             subgroup, tensor, tile = operation.tile
             return self._fetch_with_state(subgroup, ready_s) if tensor == tile == 0 else ready_s
+        # Without any to fetch, or asked for in advance, visits cause no fetch.
         if isinstance(operation, RunVisit) and not operation.visit.gpu and (self._to_fetch or self._ahead):
             return self._fetch_for_visit(operation.visit.subgroup, ready_s)
         return ready_s
@@ -342,7 +343,8 @@ class TimingExecutor(VirtualLanes):
         """Let the update under way proceed, at the speed that the other lanes' memory traffic allows.
 
         Returns:
-            Its end, if that is not after `until_s`; else None, and `_update_left_s` is what is left then.
+            Its end, if that is not after `until_s`: the caller then ends the update. Else None, and `_update_left_s`
+            is what is left at `until_s`.
         """
         at_s = self.now_s
         starts_s = self._update_starts_s()
