@@ -559,14 +559,17 @@ class OffloadedOptimizer(StepFigures):
         self._unnamed_model = UnnamedModel(path, starts, _file_identity(partial_of(path)))
 
     def _save_state_file(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
-        """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there."""
+        """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there.
+
+        Where the file cannot have holes, or they are not found in it, `save` writes it with a copy of the state.
+        """
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
             return
         path = engine._get_zero_ckpt_name(save_path, tag)
         starts = self._save_without_state(save, engine, path, save_path, tag)
-        if starts is None:
-            save(save_path, tag)
+        if starts is None:  # no holes were found
+            save(save_path, tag)  # over the file without state
         else:
             stream.write_state({path: starts}, self.shard, lambda take, _: self.shard.engine.state.visit(take))
 

@@ -144,7 +144,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 self._numbers[parameter.ds_id] = len(pieces)
                 padded_numel = parameter.partition_numel()
                 whole_numel = parameter.ds_numel
-                start = min(rank * padded_numel, whole_numel)
+                start = min(rank * padded_numel, whole_numel)  # the last ranks may have padding alone
                 numel = min(padded_numel, whole_numel - start)
                 shape = tuple(parameter.ds_shape)
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole_numel, shape))
@@ -195,7 +195,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             number = self._numbers[parameter.ds_id]
             numel = self.shard.pieces[number].numel
             final = self._announce_arrival(number)
-            if numel:
+            if numel:  # else this rank has only padding of it
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
                 if parameter.grad is not None and parameter.grad.device.type != "cpu":  # as DeepSpeed frees it
                     parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))

@@ -489,7 +489,7 @@ class Machine:
         flush = self._flushes[subgroup]
         flush.speculative = False
         for operation in self._issued.in_flight.values():
-            if not isinstance(operation, WriteTile) or operation.owner is not None:
+            if not isinstance(operation, WriteTile) or operation.owner is not None:  # a write of scratch
                 continue
             if operation.tile.subgroup == subgroup:
                 self.index.loan_to_plan(operation.record.location)

@@ -93,7 +93,7 @@ class Saver:
         save = self.under_way
         if save is None:
             return False
-        in_flight = save.in_flight.values()
+        in_flight = save.in_flight.values()  # of which weights alone are gathered, and are no state at home
         return bool(save.weights) or any(item and item.is_gathered and not item.is_home for item in in_flight)
 
     def must_wait(self, subgroup: int) -> bool:
