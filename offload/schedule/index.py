@@ -336,7 +336,7 @@ class TileIndex:
         """Return the bytes that the stores lack to `reserve` these slots; arguments as there."""
         if not any(slot_counts.values()):
             return 0
-        if not any(store.usable for store in self._stores):
+        if not any(store.usable for store in self._stores):  # so none of them can be made
             return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
         unmade = dict(self._unmade)
         for nbytes, count in slot_counts.items():

@@ -988,7 +988,7 @@ class Machine:
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; if some get none, flush dirty subgroups, whose slots they get."""
-        if self.is_paused and self.is_open:
+        if self.is_paused and self.is_open:  # no visit would begin
             return
         line = self.staging.line
         while line:

@@ -326,7 +326,7 @@ class Saver:
     def _retry_write(self, save: RunningSave, failed: SaveTile, item: _SaveItem, error: Exception) -> bool:
         """Give up the slot of a failed write, and write the tile to another one; return False if that cannot be."""
         location = failed.record.location
-        if save.request.sink is None:
+        if save.request.sink is None:  # else it is no slot of the index
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
         if self.count_failed_write(failed, error) is None:
             return False

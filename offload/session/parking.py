@@ -232,6 +232,7 @@ class Parking:
         if pending.eviction is not None or machine.is_evicting:
             return False
         nothing_moves = machine.saver.under_way is None and Phase.BUSY not in machine.phases
+        # Tiles of discarded activations, too, may still be on their way from and to buffers.
         return nothing_moves and not machine.scratch["activations"].owners
 
     @property
@@ -293,7 +294,7 @@ class Parking:
         return [(homes[number].address, address, subgroups[number].state_bytes) for number, address in places.items()]
 
     def _free_memory(self, pending: PendingPark) -> None:
-        """Give back all memory but that of state and of kept gradients; log how much, and how long taking it lasts.
+        """Give back all memory but that of state and of kept gradients; log how much, and the time to take it again.
 
         State at home on the GPU that is to stay in host memory is copied there before.
         """
