@@ -157,7 +157,7 @@ def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.P
     inner.preemption.is_late = True  # `Prepared` has it commit, after its own step or the scheduler's
     optimizer.schedulers = [known for known in accelerator._schedulers if optimizer in known.optimizers]
     for scheduler in optimizer.schedulers:
-        if "step" not in vars(scheduler):
+        if "step" not in vars(scheduler):  # else an earlier call has replaced it
             scheduler.step = partial(_step_scheduler, optimizer, scheduler)
 
 

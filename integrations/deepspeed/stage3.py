@@ -85,7 +85,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         numbers = [number for number in numbers_or_none if number is not None]
         self._used.update(dict.fromkeys(numbers))
         with self._auto.pace.timed_wait():
-            self.offload.wait_for(numbers, on_any_stream=True)
+            self.offload.wait_for(numbers, on_any_stream=True)  # weights are gathered on a stream of their own
         if self._weights_file is not None:
             self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
@@ -133,6 +133,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _create_fp32_partitions(self) -> None:
         """Make the shard, and one-element placeholders for the flat masters that DeepSpeed would make here."""
+        # DeepSpeed's own method sets this, too.
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}  # of pieces, by their parameters' ids

@@ -37,7 +37,7 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
         unmarked_folder = tag_folder if is_marked else ""
         optimizer.is_saved_behind = False
         writer = engine.checkpoint_engine
-        if "commit" not in vars(writer):
+        if "commit" not in vars(writer):  # else an earlier save has replaced it
             writer.commit = partial(commit, writer.commit)
         try:
             result = save(save_dir, tag, *arguments, **keywords)

@@ -179,7 +179,7 @@ def _end(
 ) -> None:
     """Note the outcome of a save to a folder, which is watched from then on if its state stays on the paths."""
     if error is None:
-        if watched is not None:  # a failed save has nothing on the paths
+        if watched is not None:  # else it is a copy, which has nothing on the paths; nor has a failed save
             watched[folder] = WatchedFolder(folder)
         end.set_result(None)
     else:

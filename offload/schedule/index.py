@@ -150,7 +150,8 @@ class TileIndex:
         self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
     ) -> None:
         self._planned = dict(slot_counts)
-        self._unmade = Counter(slot_counts)  # that may still be made, by payload bytes; < 0: more are made
+        self._unmade = Counter(slot_counts)
+        """By payload bytes, slots that may still be made; below 0 if more are made than are planned or reserved."""
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._is_reshared = False  # whether paths may get more slots than planned
         self._unmade_loans: Counter[int] = Counter()  # how many of `_unmade` are reserved to be lent

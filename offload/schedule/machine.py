@@ -752,7 +752,7 @@ class Machine:
             self.speculative_versions[subgroup] = flush.records
             return
         self._revoke_version(subgroup, flush.records)
-        if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
+        if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since: it fetches live state
             self.staging.enqueue_for_slot(subgroup)
 
     def _abort_version(self, subgroup: int, error: Exception) -> None:

@@ -206,7 +206,7 @@ class Saver:
     def held_version(self, subgroup: Subgroup, version: int | None) -> Mapping[TileId, TileRecord]:
         """Return the records with which checkpoints hold a version of a subgroup's state; {} unless all tiles are."""
         held: dict[TileId, TileRecord] = {}
-        if version is None:
+        if version is None:  # it is fresh
             return held
         for tile, _, _ in subgroup.tiles:
             record = self._held_record(tile, version)

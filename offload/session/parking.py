@@ -403,7 +403,7 @@ class Parking:
                 self._finish()
         if needs_memory and self.is_parked:
             self._reallocate_memory()
-        has_parked = self._last_number > 0  # else all state is where it was made
+        has_parked = self._last_number > 0  # else no state has left its home
         if needs_memory and has_parked and self._parts.machine.broken is None:
             self._fetch_to_gpu()
 

@@ -242,7 +242,7 @@ class Speculation:
         if self._rows is None:
             self._is_armed = False
             return
-        if self._gradients_outside_slots:
+        if self._gradients_outside_slots:  # the rows have to say where these lie
             segments = self._parts.plan.layout.subgroups[subgroup].segments
             self._parts.gradients.read_final(self._gradients_outside_slots, segments, self._rows)
         self._admissible.append(subgroup)
@@ -554,7 +554,7 @@ class Speculation:
         if self._images is not None:
             self._parts.lanes.wait()  # weights may still be copied from them to the device
         images, self._images = self._images, None  # first: if freeing raises, they are not freed again
-        self._parts.memory.free_arena(images)
+        self._parts.memory.free_arena(images)  # which does nothing with None
         self._image_offsets, self._image_candidates = {}, frozenset()
 
     def pause(self) -> None:
