@@ -30,13 +30,13 @@ def _wait_before_gather(
     @functools.wraps(gather)
     def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """Gather given parameters, or this one; they may be an iterator, which is read only once."""
-        given = keywords.get("param_list", keywords.get("params", parameters))
+        given = keywords.get("param_list", keywords.get("params", parameters))  # each method has its own name for it
         if given is None or isinstance(given, torch.Tensor):
             listed = [parameter if given is None else given]
         else:
             listed = [*given]
         owner = optimizer()
-        if owner is not None:
+        if owner is not None:  # else it was freed, and updates nothing
             owner.before_gather(listed)
         positional = [] if parameters is None else [listed]
         return gather(*positional, *arguments, **keywords)

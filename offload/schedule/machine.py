@@ -342,7 +342,7 @@ class Machine:
         """
         self.staging.check(self.plan)
         self._runs.check(self._issued.in_flight.values())
-        if self.broken is None:
+        if self.broken is None:  # else transfers that it counts may never have started
             for scratch in self.scratch.values():
                 scratch.check(self._issued.in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
