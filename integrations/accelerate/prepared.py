@@ -228,7 +228,7 @@ def _before_save(
     begin_folder(output_dir)
     for number, (optimizer, existing_folders) in enumerate(zip(prepared, existing, strict=True)):
         for folder in sorted(existing_folders):
-            if not os.path.isdir(folder):
+            if not os.path.isdir(folder):  # deleted since `_save_state` has listed it
                 release(ours(optimizer).engine, folder)
         name = f"{FOLDER}_{number}" if number else FOLDER
         save(optimizer, os.path.join(output_dir, name))

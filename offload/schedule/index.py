@@ -343,6 +343,7 @@ class TileIndex:
         for nbytes, count in slot_counts.items():
             unmade[nbytes] = unmade.get(nbytes, 0) + count
         bytes_to_leave = self._unheld_checkpoint_bytes() if lent else 0
+        # What is left to checkpoints has to suit slots of any size.
         return max(0, bytes_to_leave - self._spare_bytes(unmade, for_any_size=lent))
 
     def unreserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
