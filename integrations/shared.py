@@ -237,7 +237,7 @@ def is_to_copy(engine: Any, folder: str) -> bool:
     own_names = folder, os.path.realpath(folder)
     kept_others = [kept for kept in engine.checkpoints.kept if kept not in own_names]
     must_copy = len(kept_others) >= engine.config.checkpoints
-    if must_copy and kept_others:
+    if must_copy and kept_others:  # without others none is kept at all
         text = "%s gets a copy of the state: checkpoints_kept are kept already: %s"
         _log.info(text, folder, ", ".join(kept_others))
     return bool(must_copy)

@@ -154,10 +154,10 @@ def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.P
 
     inner = ours(optimizer)
     inner.commit_on_sigterm(save)
-    inner.preemption.is_late = True
+    inner.preemption.is_late = True  # `Prepared` has it commit, after its own step or the scheduler's
     optimizer.schedulers = [known for known in accelerator._schedulers if optimizer in known.optimizers]
     for scheduler in optimizer.schedulers:
-        if "step" not in vars(scheduler):
+        if "step" not in vars(scheduler):  # else an earlier call has replaced it
             scheduler.step = partial(_step_scheduler, optimizer, scheduler)
 
 
@@ -228,7 +228,7 @@ def _before_save(
     begin_folder(output_dir)
     for number, (optimizer, existing_folders) in enumerate(zip(prepared, existing, strict=True)):
         for folder in sorted(existing_folders):
-            if not os.path.isdir(folder):
+            if not os.path.isdir(folder):  # deleted since `_save_state` has listed it
                 release(ours(optimizer).engine, folder)
         name = f"{FOLDER}_{number}" if number else FOLDER
         save(optimizer, os.path.join(output_dir, name))

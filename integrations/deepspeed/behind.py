@@ -376,7 +376,7 @@ class SavesBehind:
                     "changes; from now on saves return when all weights are written"
                 )
             _sync(partial_of(model.path))
-        if pending.frame is None or model is not None:
+        if pending.frame is None or model is not None:  # else `_write_stub` has named it
             _name_rank_file(pending)
 
     def _files_to_name(self, pending: PendingTag) -> list[str]:

@@ -79,7 +79,8 @@ def make_shard(
 ) -> Shard:
     """Make one rank's shard, with directories of its own.
 
-    Ranks that may run on the same cores share these, and NUMA nodes: each gets its part. Collective over `group`.
+    Ranks that may run on the same cores share these, and NUMA nodes: each gets its part. Collective over `group`, the
+    ranks among which state is divided; other arguments as of `Shard`.
     """
     device = find_device(weights)
     from_accelerator = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
@@ -373,7 +374,7 @@ class OffloadedOptimizer(StepFigures):
                     )
                 trained = {self._names[parameter] for parameter in self._parameters()}
                 untrained = [name for name in checkpoint.names if name not in trained]
-                lost = [name for name in untrained if checkpoint.step_of(name)]
+                lost = [name for name in untrained if checkpoint.step_of(name)]  # others were never updated
                 if lost:
                     more = " and others" if len(lost) > 1 else ""
                     raise CheckpointError(
@@ -458,13 +459,13 @@ class OffloadedOptimizer(StepFigures):
             can_stream = stream.can_stream(engine.checkpoint_engine)
             if saving.layout == "in_place" and not can_stream:
                 log.warning('the layout is "stock": "in_place" is for DeepSpeed\'s default writer')
-            is_deepspeeds = waits and saving.layout == "stock"
+            is_deepspeeds = waits and saving.layout == "stock"  # its own method does just this
             if is_deepspeeds or not can_stream:
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
             self.is_saved_behind = True
             before, self._names_latest = self._names_latest, save_latest
             try:
-                result = save(save_dir, tag, client_state, False, *arguments, **keywords)
+                result = save(save_dir, tag, client_state, False, *arguments, **keywords)  # without `latest`
             except BaseException:
                 behind.cancel()
                 if self._unnamed_model is not None:
@@ -579,21 +580,27 @@ class OffloadedOptimizer(StepFigures):
         self._unnamed_model = UnnamedModel(path, starts, _file_identity(partial_of(path)))
 
     def _save_state_file(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
-        """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there."""
+        """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there.
+
+        Where the file cannot have holes, or they are not found in it, `save` writes it with a copy of the state.
+        """
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
             return
         path = engine._get_zero_ckpt_name(save_path, tag)
         starts = self._save_without_state(save, engine, path, save_path, tag)
-        if starts is None:
-            save(save_path, tag)
+        if starts is None:  # no holes were found
+            save(save_path, tag)  # over the file without state
         else:
             stream.write_state({path: starts}, self.shard, lambda take, _: self.shard.engine.state.visit(take))
 
     def _save_without_state(
         self, save: Callable[[str, str], None], engine: Any, path: str, save_path: str, tag: str
     ) -> stream.Starts | None:
-        """Have DeepSpeed write its file with holes for state; return where the holes are, None if that is unknown."""
+        """Have DeepSpeed write its file with holes for state; return where the holes are, None if that is unknown.
+
+        `save`, `save_path` and `tag` are DeepSpeed's; `path` is where the file is then.
+        """
         self._saves_without_state = True
         try:
             with stream.writing_holes(engine.checkpoint_engine) as saved:
@@ -602,7 +609,7 @@ class OffloadedOptimizer(StepFigures):
             self._saves_without_state = False
             lent, self._left_out_state = self._left_out_state, None
         starts = None
-        if lent is not None:
+        if lent is not None:  # else DeepSpeed has not asked for the state that it was to save
             tensors = [tensor for state in lent for tensor in state.tensors.values()]
             places = fill(path, saved[0], tensors)
             starts = None if places is None else stream.starts_of(places, lent)

@@ -122,7 +122,7 @@ class Gathers:
             if self._exchange.is_under_way:
                 with self._pace.timed_wait():
                     self._exchange.wait_for(ranges)
-        elif self._engine.is_pending or self._device.type != "cpu":
+        elif self._engine.is_pending or self._device.type != "cpu":  # then a stream is ordered, even after a step
             with self._pace.timed_wait():
                 numbers = (number for range_number in ranges for number in self._pieces_by_range[range_number])
                 self._engine.wait_for(numbers, on_any_stream=True)

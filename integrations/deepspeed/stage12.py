@@ -206,7 +206,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
             flat.data = weight
             group["params"] = [flat]
-        if self._lent is not None:
+        if self._lent is not None:  # `_lend_state` has linked parameters to lent tensors
             self._link_all_hp_params()
 
     def _lend_state(self, states: list[FlatState]) -> None:

@@ -30,13 +30,13 @@ def _wait_before_gather(
     @functools.wraps(gather)
     def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """Gather given parameters, or this one; they may be an iterator, which is read only once."""
-        given = keywords.get("param_list", keywords.get("params", parameters))
+        given = keywords.get("param_list", keywords.get("params", parameters))  # each method has its own name for it
         if given is None or isinstance(given, torch.Tensor):
             listed = [parameter if given is None else given]
         else:
             listed = [*given]
         owner = optimizer()
-        if owner is not None:
+        if owner is not None:  # else it was freed, and updates nothing
             owner.before_gather(listed)
         positional = [] if parameters is None else [listed]
         return gather(*positional, *arguments, **keywords)
@@ -85,7 +85,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         numbers = [number for number in numbers_or_none if number is not None]
         self._used.update(dict.fromkeys(numbers))
         with self._auto.pace.timed_wait():
-            self.offload.wait_for(numbers, on_any_stream=True)
+            self.offload.wait_for(numbers, on_any_stream=True)  # weights are gathered on a stream of their own
         if self._weights_file is not None:
             self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
@@ -133,6 +133,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _create_fp32_partitions(self) -> None:
         """Make the shard, and one-element placeholders for the flat masters that DeepSpeed would make here."""
+        # DeepSpeed's own method sets this, too.
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}  # of pieces, by their parameters' ids
@@ -144,7 +145,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 self._numbers[parameter.ds_id] = len(pieces)
                 padded_numel = parameter.partition_numel()
                 whole_numel = parameter.ds_numel
-                start = min(rank * padded_numel, whole_numel)
+                start = min(rank * padded_numel, whole_numel)  # the last ranks may have padding alone
                 numel = min(padded_numel, whole_numel - start)
                 shape = tuple(parameter.ds_shape)
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole_numel, shape))
@@ -195,7 +196,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             number = self._numbers[parameter.ds_id]
             numel = self.shard.pieces[number].numel
             final = self._announce_arrival(number)
-            if numel:
+            if numel:  # else this rank has only padding of it
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
                 if parameter.grad is not None and parameter.grad.device.type != "cpu":  # as DeepSpeed frees it
                     parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))

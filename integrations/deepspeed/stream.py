@@ -79,7 +79,7 @@ def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
     """Return the frame of a rank's file that was saved with holes for state; `name` is its name when it is whole."""
     starts_by_piece = {
         piece.name: {
-            state_name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES
+            state_name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES  # None: empty, so any will do
             for state_name, flat_starts in starts.items()
         }
         for piece in shard.pieces

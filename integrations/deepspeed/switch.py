@@ -140,7 +140,7 @@ def check_deepspeed() -> None:
             if function is None:
                 changed.append(f"{kind}.{method} is gone")
                 continue
-            actual = list(inspect.signature(_without_tracing(function)).parameters)[1:]
+            actual = list(inspect.signature(_without_tracing(function)).parameters)[1:]  # without `self`
             if actual[: len(parameters.split())] != parameters.split():
                 changed.append(f"{kind}.{method}({', '.join(actual)}) took ({', '.join(parameters.split())})")
     if changed:

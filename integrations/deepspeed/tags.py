@@ -32,12 +32,12 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
         tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
         tag_folder = os.path.join(folder, tag)
         is_marked = begin_folder(tag_folder, Marker(depth=1 + os.path.normpath(tag).count(os.sep), shared=BESIDE))
-        if not is_marked:
+        if not is_marked:  # ranks have folders of their own, none of which will be whole
             unmark(tag_folder)
         unmarked_folder = tag_folder if is_marked else ""
         optimizer.is_saved_behind = False
         writer = engine.checkpoint_engine
-        if "commit" not in vars(writer):
+        if "commit" not in vars(writer):  # else an earlier save has replaced it
             writer.commit = partial(commit, writer.commit)
         try:
             result = save(save_dir, tag, *arguments, **keywords)

@@ -58,6 +58,7 @@ def sharded_state_dict(distributed: Any, is_loading: bool) -> dict[str, Any]:
         asked_states[ids[0]] = distributed
     found = {**distributed.state_dict(), "param_state": {POINTER: ids[0]}}
     kind = import_module(f"{_CHECKPOINTING}.mapping").ShardedObject
+    # Of equal objects Megatron writes the one whose numbers are all 0.
     replica = distributed.distributed_optimizer_instance_id, 0, distributed.data_parallel_group.rank()
     part = f"optimizer.distributed.dp_group_idx_{distributed.data_parallel_group_idx}"
     objects = {name: kind(f"{part}.{name}", value, (1,), (0,), replica) for name, value in found.items()}
@@ -178,7 +179,7 @@ def _end(
 ) -> None:
     """Note the outcome of a save to a folder, which is watched from then on if its state stays on the paths."""
     if error is None:
-        if watched is not None:  # a failed save has nothing on the paths
+        if watched is not None:  # else it is a copy, which has nothing on the paths; nor has a failed save
             watched[folder] = WatchedFolder(folder)
         end.set_result(None)
     else:

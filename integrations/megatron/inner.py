@@ -177,7 +177,7 @@ class MegatronAdamW(torch.optim.Optimizer):
     def announce_final(self, weights: Iterable[torch.Tensor]) -> None:
         """Tell the engine that gradients of weights have been reduced; those without a shard here are skipped."""
         for weight in weights:
-            if weight in self._numbers_and_parts and self.engine.broken is None:
+            if weight in self._numbers_and_parts and self.engine.broken is None:  # else the step raises why
                 number, part = self._numbers_and_parts[weight]
                 gradient: Any = weight.main_grad  # type: ignore[attr-defined]
                 self._announcer.arrives(self.engine.gradients, number)

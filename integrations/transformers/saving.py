@@ -113,7 +113,7 @@ def make_sigterm_callback(find_optimizer: Callable[[], Any]) -> Any:
             if handler is not None and any_rank(handler.has_signal):
                 log.warning("SIGTERM: the Trainer saves a checkpoint")
                 handler.is_committing = control.should_save = True
-                control.should_evaluate = False
+                control.should_evaluate = False  # which the Trainer would do before it saves
 
         on_evaluate = on_step_end  # after an evaluation, too: the Trainer saves next
 

@@ -84,6 +84,7 @@ def enable(
     disable()
     _warned_of_other_optimizer = False
     wrappers = _wrappers(settings, activation_memory, commit_on_sigterm)
+    # The last one is called by `saving.save`.
     gone = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
     if gone:
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
@@ -153,6 +154,8 @@ def _refuse_until_enabled(original: Callable[[Any], Any], kind: Any, value: Any)
 def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
     """Replaces `OptimizerNames._missing_`, which is asked for values that it lacks: return a member for ours.
 
+    `kind` is `OptimizerNames`.
+
     Raises:
         ConfigError: Of all names, one of ours is the nearest.
     """
@@ -182,7 +185,7 @@ def _choose_optimizer(
     kind, accepted = OPTIMIZERS[name]
     values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
-    most = _max_checkpoints(args) or 0
+    most = _max_checkpoints(args) or 0  # 0 for any number: each is a copy then
     if settings.checkpoints_kept is None:
         settings = replace(settings, checkpoints_kept=most)
     elif settings.paths and 0 < settings.checkpoints < most:
@@ -506,7 +509,10 @@ def _find_missing_file(checkpoint: str) -> str:
 
 
 def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
-    """Replaces `Trainer._load_optimizer_and_scheduler`: load what a pointer names, or torch's state."""
+    """Replaces `Trainer._load_optimizer_and_scheduler`: load a checkpoint of ours where `optimizer.pt` names one.
+
+    Else the state in that file, which is torch's, is loaded. The Trainer itself loads the scheduler.
+    """
     ours = _our_optimizer(trainer)
     if ours is None or checkpoint is None:
         if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
@@ -515,12 +521,12 @@ def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str 
                 f'resume with the same optim="offload_...", or from what this makes for torch\'s own: '
                 f"offload export {checkpoint} --for transformers OUT"
             )
-        _call_as_without_fsdp(trainer, original, checkpoint)
+        _call_as_without_fsdp(trainer, original, checkpoint)  # a plain call, unless weights are in host memory
         return
     if _is_of_fsdp(checkpoint):  # whose files FSDP alone reads
         original(trainer, checkpoint)
         return
-    loaded = _call_with_pointer(trainer, original, checkpoint)
+    loaded = _call_with_pointer(trainer, original, checkpoint)  # `optimizer.pt`; None if the Trainer reads none
     if loaded is not None and POINTER in loaded:
         ours.load_checkpoint(os.path.join(checkpoint, loaded[POINTER]))
     elif loaded is not None:  # the state of torch's optimizer, or saved by a Trainer without `enable`

@@ -150,7 +150,8 @@ class TileIndex:
         self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
     ) -> None:
         self._planned = dict(slot_counts)
-        self._unmade = Counter(slot_counts)  # slots that may still be made, by payload bytes
+        self._unmade = Counter(slot_counts)
+        """By payload bytes, slots that may still be made; below 0 if more are made than are planned or reserved."""
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._is_reshared = False  # whether paths may get more slots than planned
         self._unmade_loans: Counter[int] = Counter()  # how many of `_unmade` are reserved to be lent
@@ -336,12 +337,13 @@ class TileIndex:
         """Return the bytes that the stores lack to `reserve` these slots; arguments as there."""
         if not any(slot_counts.values()):
             return 0
-        if not any(store.usable for store in self._stores):
+        if not any(store.usable for store in self._stores):  # so none of them can be made
             return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
         unmade = dict(self._unmade)
         for nbytes, count in slot_counts.items():
             unmade[nbytes] = unmade.get(nbytes, 0) + count
         bytes_to_leave = self._unheld_checkpoint_bytes() if lent else 0
+        # What is left to checkpoints has to suit slots of any size.
         return max(0, bytes_to_leave - self._spare_bytes(unmade, for_any_size=lent))
 
     def unreserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
@@ -386,7 +388,8 @@ class TileIndex:
         Args:
             path: Its path's number.
             limit_bytes: How far it may grow.
-            held: Slots that checkpoints hold, with how many do. The room between them is cut into free slots.
+            held: Slots that checkpoints hold, with how many do. The room before and between them is cut into free
+                slots, the largest first, even of more than the plan needs (`_unmade` is below 0 then).
         """
         invariant(self.is_empty(path), "a store that is in use is exchanged")
         for nbytes, offsets in self._stores[path].free.items():
@@ -405,7 +408,7 @@ class TileIndex:
             store.end = location.offset + location.nbytes + SECTOR_BYTES
             self._held[location] = held[location]
             self._held_bytes += location.nbytes + SECTOR_BYTES
-            self._unmade.setdefault(location.nbytes, 0)
+            self._unmade.setdefault(location.nbytes, 0)  # a size that `_spare_bytes` leaves room for from now on
 
     def has_planned_room(self) -> bool:
         """Return whether all planned and reserved slots have room."""

@@ -342,7 +342,7 @@ class Machine:
         """
         self.staging.check(self.plan)
         self._runs.check(self._issued.in_flight.values())
-        if self.broken is None:
+        if self.broken is None:  # else transfers that it counts may never have started
             for scratch in self.scratch.values():
                 scratch.check(self._issued.in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
@@ -489,7 +489,7 @@ class Machine:
         flush = self._flushes[subgroup]
         flush.speculative = False
         for operation in self._issued.in_flight.values():
-            if not isinstance(operation, WriteTile) or operation.owner is not None:
+            if not isinstance(operation, WriteTile) or operation.owner is not None:  # a write of scratch
                 continue
             if operation.tile.subgroup == subgroup:
                 self.index.loan_to_plan(operation.record.location)
@@ -752,7 +752,7 @@ class Machine:
             self.speculative_versions[subgroup] = flush.records
             return
         self._revoke_version(subgroup, flush.records)
-        if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
+        if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since: it fetches live state
             self.staging.enqueue_for_slot(subgroup)
 
     def _abort_version(self, subgroup: int, error: Exception) -> None:
@@ -988,7 +988,7 @@ class Machine:
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; if some get none, flush dirty subgroups, whose slots they get."""
-        if self.is_paused and self.is_open:
+        if self.is_paused and self.is_open:  # no visit would begin
             return
         line = self.staging.line
         while line:

@@ -60,6 +60,7 @@ def update_visits(
     for number in order:
         gpu = plan.updates_on_gpu(number)
         weight_bytes = 0 if gpu else plan.passing_bytes(number)
+        # An update reads weights that are masters, or that masters are to be set from; others it only writes.
         weights_are_masters = plan.layout.subgroups[number].dtype is DtypeCode.FLOAT32
         fetches = weight_bytes > 0 and (weights_are_masters or reloads(number))
         owner = plan.gradients_of(number)

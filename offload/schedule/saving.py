@@ -93,7 +93,7 @@ class Saver:
         save = self.under_way
         if save is None:
             return False
-        in_flight = save.in_flight.values()
+        in_flight = save.in_flight.values()  # of which weights alone are gathered, and are no state at home
         return bool(save.weights) or any(item and item.is_gathered and not item.is_home for item in in_flight)
 
     def must_wait(self, subgroup: int) -> bool:
@@ -206,7 +206,7 @@ class Saver:
     def held_version(self, subgroup: Subgroup, version: int | None) -> Mapping[TileId, TileRecord]:
         """Return the records with which checkpoints hold a version of a subgroup's state; {} unless all tiles are."""
         held: dict[TileId, TileRecord] = {}
-        if version is None:
+        if version is None:  # it is fresh
             return held
         for tile, _, _ in subgroup.tiles:
             record = self._held_record(tile, version)
@@ -326,7 +326,7 @@ class Saver:
     def _retry_write(self, save: RunningSave, failed: SaveTile, item: _SaveItem, error: Exception) -> bool:
         """Give up the slot of a failed write, and write the tile to another one; return False if that cannot be."""
         location = failed.record.location
-        if save.request.sink is None:
+        if save.request.sink is None:  # else it is no slot of the index
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
         if self.count_failed_write(failed, error) is None:
             return False

@@ -320,7 +320,7 @@ class Scratch:
                 self._keep_in_buffer(known(operation.owner, "a tile of nobody").number)
             return
         owner, entry = self._end_transfer(operation)
-        entry.unread = 0
+        entry.unread = 0  # an owner of such a kind has one tile
         if entry.is_discarded:
             self._remove_if_idle(owner, entry)
         else:
@@ -477,7 +477,7 @@ class Scratch:
         return location
 
     def _keep_in_buffer(self, owner: int) -> None:
-        """Leave an owner in its buffer, as no path takes its tile, and write no other in this round."""
+        """Leave an owner in its buffer, as no path takes its only tile, and write no other in this round."""
         self._entries[owner].unwritten = 0
         self._to_write.appendleft(owner)
         self.is_full = True

@@ -105,8 +105,8 @@ class Checkpoints:
         # Where another rank saves this rank's state, both go on with masters as they are saved.
         if unmade := sorted({*foreign, *self._due_before_save(request.replica)}):
             masters = range(len(layout.parameters))
-            # Masters are taken from weights, which stay as they are (`follow`).
-            visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, follow=False)
+            # Masters are taken from weights, which stay as they are (`sets_weights`).
+            visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, sets_weights=False)
             self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
         if request.rank == 0:
             commit_to_replace(folder)  # raises if the folder was not written by this library

@@ -109,7 +109,7 @@ class Gradients:
         self._thread.check_usable()
         position = self._parts.position(parameter)
         final_gradient = self._parts.gradients.final(position, gradient)
-        if final_gradient is not None:
+        if final_gradient is not None:  # else no update before the step can read it
             self._thread.speculation.note_arrival(position, final_gradient)
 
     def end_backward(self) -> None:

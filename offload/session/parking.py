@@ -209,7 +209,7 @@ class Parking:
             return []
         subgroups = self._parts.plan.layout.subgroups
         _, host_bytes = self._unused_host_memory(max(subgroups[number].state_bytes for number in numbers))
-        batches, left_bytes = list[list[int]](), 0
+        batches, left_bytes = list[list[int]](), 0  # of host memory for the last batch; 0: begin one
         for number in numbers:
             if subgroups[number].state_bytes > left_bytes:
                 batches.append([])
@@ -232,6 +232,7 @@ class Parking:
         if pending.eviction is not None or machine.is_evicting:
             return False
         nothing_moves = machine.saver.under_way is None and Phase.BUSY not in machine.phases
+        # Tiles of discarded activations, too, may still be on their way from and to buffers.
         return nothing_moves and not machine.scratch["activations"].owners
 
     @property
@@ -293,19 +294,22 @@ class Parking:
         return [(homes[number].address, address, subgroups[number].state_bytes) for number, address in places.items()]
 
     def _free_memory(self, pending: PendingPark) -> None:
-        """Give all memory back that holds no state, and log what was given back and how long taking it will take."""
+        """Give back all memory but that of state and of kept gradients; log how much, and the time to take it again.
+
+        State at home on the GPU that is to stay in host memory is copied there before.
+        """
         parts, memory = self._parts, self._parts.memory
-        ranges = [*pending.kept_ranges]
+        kept_ranges = [*pending.kept_ranges]
         for number in self._in_memory_of(Home.HOST):
-            ranges.append((memory.state_address(number), parts.plan.layout.subgroups[number].state_bytes))
+            kept_ranges.append((memory.state_address(number), parts.plan.layout.subgroups[number].state_bytes))
         if pending.to_host:
             self._host_copies = self._copy_to_host(pending.to_host)
-        if self._host_copies is not None:
-            ranges.append((self._host_copies.arena.address, self._host_copies.arena.nbytes))
+        if self._host_copies is not None:  # made now, or by the park before, whose copies stay
+            kept_ranges.append((self._host_copies.arena.address, self._host_copies.arena.nbytes))
         self._free_device_memory()
-        self._kept_ranges = ranges
+        self._kept_ranges = kept_ranges
         try:
-            freed_bytes = memory.discard_pages(ranges)
+            freed_bytes = memory.discard_pages(kept_ranges)
         finally:  # `arrived` on other threads reads it, to take memory again before writing to slots
             self.is_parked = True
         self._report(pending, freed_bytes)
@@ -399,7 +403,7 @@ class Parking:
                 self._finish()
         if needs_memory and self.is_parked:
             self._reallocate_memory()
-        has_parked = self._last_number > 0
+        has_parked = self._last_number > 0  # else no state has left its home
         if needs_memory and has_parked and self._parts.machine.broken is None:
             self._fetch_to_gpu()
 

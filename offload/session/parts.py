@@ -402,7 +402,7 @@ class SessionParts:
         gradient_bytes = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradient_bytes)
         budgets = self.lanes.with_staging(budgets, layout)
-        if self.config.host_memory is None and not self.config.paths:
+        if self.config.host_memory is None and not self.config.paths:  # then it may hold all, as in `first_budgets`
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
         try:
             return plan_to_fit(self.config, budgets, partial(self._extend_plan, layout), available_bytes(), before)

@@ -108,13 +108,13 @@ def plan_to_fit(
         before: The plan that this session has so far: state at home in host memory stays there.
     """
     plan = make_plan(budgets)
-    if config.host_memory is not None or not config.paths:
+    if config.host_memory is not None or not config.paths:  # without paths state has no other place to go to
         return plan
     usable_bytes = free_host_bytes // _local_rank_count()
     usable_bytes -= min(BESIDE_BYTES, usable_bytes // 2)
     kept_bytes = 0
     if before is not None:
-        usable_bytes += before.host_bytes
+        usable_bytes += before.host_bytes  # which this session has taken already, and keeps
         kept_bytes = before.home_bytes[Home.HOST]
     while True:  # a plan with less state at home may need more buffers, which leave less again
         state_bytes = plan.home_bytes[Home.HOST]

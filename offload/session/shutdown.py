@@ -83,7 +83,10 @@ class Shutdown:
             )
 
     def _most_wait_s(self, usual_s: float | None) -> float | None:
-        """Return how long to wait for the engine thread, or for parts to be freed: `usual_s` if all goes well."""
+        """Return how long to wait for the engine thread, or for parts to be freed: `usual_s` if all goes well.
+
+        Less while an exception is on its way, or once given up: nothing if an earlier close has waited to no avail.
+        """
         if self._is_given_up:
             return 0.0 if self._is_remainder_logged else self._parts.limits.settle_s
         return self._parts.limits.unwind_s if sys.exception() is not None else usual_s

@@ -224,7 +224,7 @@ class Speculation:
         Else the n-th arrival is, n being the number of arrivals before the last step.
         """
         if self._has_heard and is_last_pass is not None:
-            return is_last_pass and position in self._expected
+            return is_last_pass and position in self._expected  # others are not active in the foreseen step
         return self._counts[position] == self._expected.get(position)
 
     def _forget_arrivals(self) -> None:
@@ -242,7 +242,7 @@ class Speculation:
         if self._rows is None:
             self._is_armed = False
             return
-        if self._gradients_outside_slots:
+        if self._gradients_outside_slots:  # the rows have to say where these lie
             segments = self._parts.plan.layout.subgroups[subgroup].segments
             self._parts.gradients.read_final(self._gradients_outside_slots, segments, self._rows)
         self._admissible.append(subgroup)
@@ -472,7 +472,7 @@ class Speculation:
         self._count_pause()
         self._scale = scale
         if self._all_arrived and clip == 1 and not self._pause_left:
-            self._count_arrivals()
+            self._count_arrivals()  # that came while the step went on
             self._choose_subgroups()
         self._may_foresee = self._is_armed  # else nothing would be admitted in the next pass
 
@@ -507,7 +507,7 @@ class Speculation:
         for number in self._order:
             if self._is_armed and not self._missing_gradients[number]:  # all arrived while the last step went on
                 self._queue_for_admission(number)
-        self._count_arrivals()
+        self._count_arrivals()  # to set how many of them wake this thread
 
     def _is_readable(self, position: int) -> bool:
         """Return whether a gradient is final, and an update can read it."""
@@ -519,6 +519,7 @@ class Speculation:
         if self._image_candidates.issuperset(self._order):
             return True
         chosen = dict.fromkeys((*self._order, *self._image_candidates))  # present ones, too, if there is room
+        # Asked of present ones, as the plan may have changed.
         candidates = [number for number in chosen if self._parts.plan.may_speculate(number)]
         try:
             self._free_images()  # first, so that old and new memory are not there at once
@@ -553,7 +554,7 @@ class Speculation:
         if self._images is not None:
             self._parts.lanes.wait()  # weights may still be copied from them to the device
         images, self._images = self._images, None  # first: if freeing raises, they are not freed again
-        self._parts.memory.free_arena(images)
+        self._parts.memory.free_arena(images)  # which does nothing with None
         self._image_offsets, self._image_candidates = {}, frozenset()
 
     def pause(self) -> None:

@@ -153,7 +153,7 @@ class State:
 
             masters = {position for position, tensors in tensors_of.items() if MASTER in tensors}
             subgroups = self._sweep_requests.subgroups_of(tensors_of)
-            self._change(subgroups, write, steps=counts, masters=masters, follow=weights)
+            self._change(subgroups, write, steps=counts, masters=masters, sets_weights=weights)
 
     def _check_tensors(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise `ConfigError` unless these are tensors of a parameter's state, with its elements and legal values."""
@@ -212,7 +212,7 @@ class State:
         steps: Mapping[int, int],
         masters: Collection[int] = (),
         *,
-        follow: bool = True,
+        sets_weights: bool = True,
     ) -> None:
         """Let `change` write to all segments of some subgroups, then set step counts.
 
@@ -221,7 +221,7 @@ class State:
             change: Called on the engine thread with each segment.
             steps: Step counts to be set, by parameter.
             masters: Parameters whose masters `change` sets.
-            follow: Whether 16-bit weights are set to the rounding of these masters.
+            sets_weights: Whether 16-bit weights are set to the rounding of these masters.
         """
         counts = self._parts.tables.steps
 
@@ -231,5 +231,5 @@ class State:
                 counts[position] = step
 
         self._sweep_requests.sweep_segments(
-            subgroups, change, changes=True, masters=masters, follow=follow, applied=set_counts
+            subgroups, change, changes=True, masters=masters, sets_weights=sets_weights, applied=set_counts
         )

@@ -581,7 +581,7 @@ class EngineThread(MachineListener):
     def _end_request(self, error: BaseException | None) -> None:
         """Pass on how a request has ended: to its caller, or to those who wait for a pending step."""
         if error is not None:
-            self._aborts_untold = False
+            self._aborts_untold = False  # whoever is raised this error is told
         pending, self._followed_step = self._followed_step, None
         if pending is None:
             self._answer(error)

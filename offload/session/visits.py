@@ -66,7 +66,7 @@ class SweepRequests:
         *,
         changes: bool,
         masters: Collection[int] = (),
-        follow: bool = True,
+        sets_weights: bool = True,
         applied: Callable[[], None] = lambda: None,
     ) -> None:
         """Do `work` on every segment of some subgroups, on the engine thread, and wait until all is done.
@@ -74,29 +74,33 @@ class SweepRequests:
         Args:
             changes: Whether the work writes to the state.
             masters: Parameters whose masters the work sets, or needs as their weights are now.
-            follow: Whether 16-bit weights are set to the rounding of these masters.
+            sets_weights: Whether 16-bit weights are set to the rounding of these masters.
             applied: Called on the engine thread when all has been done.
         """
-        visitor = self.make_visitor(work, changes=changes, masters=masters, follow=follow)
+        visitor = self.make_visitor(work, changes=changes, masters=masters, sets_weights=sets_weights)
         begin = partial(self._thread.sweeps.begin, subgroups, visitor, changes=changes)
         self._thread.request(begin, applied=applied)
 
     def make_visitor(
-        self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
+        self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, sets_weights: bool = True
     ) -> Callable[[RunVisit], None]:
-        """Return a visitor that does `work` on every segment of a subgroup; arguments as of `sweep_segments`."""
+        """Return a visitor that makes a subgroup's state whole, then does `work` on each of its segments.
+
+        Arguments as of `sweep_segments`, just above.
+        """
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
         is_master_chosen = np.zeros(len(tables.steps), bool)  # by parameter
         is_master_chosen[[*masters]] = True
 
         def work_on_segments(run: RunVisit) -> None:
-            """Make the subgroup's state whole, then do the work on each segment."""
+            """Do the work on all segments of the visited subgroup."""
             with views.on_host(run) as view:
+                # Fresh state is made, and chosen masters that are due are set from their weights.
                 views.make_whole(run, view, is_master_chosen)
-                if changes:  # of fresh state all masters have been made from weights now
+                if changes:  # else they stay due; of fresh state all masters have been made from weights now
                     tables.note_masters_current(run.visit.subgroup, None if run.fresh else is_master_chosen)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
-                    sets_master = follow and bool(is_master_chosen[segment.parameter])
+                    sets_master = sets_weights and bool(is_master_chosen[segment.parameter])
                     with views.piece(run, view, segment, sets_master=sets_master) as tensors:
                         # A reader is shown masters as they will be: see `Engine.reload_master`.
                         shown = [(segment, tensors)] if changes else views.shown(run, view, segment, tensors)
@@ -171,7 +175,7 @@ class SweepRequests:
         try:
             # The first step shows no rates: it reads nothing, and touches memory for the first time.
             if sweeps.step_number > 1:
-                observed = self._observed or [parts.rates]
+                observed = self._observed or [parts.rates]  # at first what was known or probed counts as one
                 timeline = as_on_fastest(account.timeline, parts.plan, parts.rates)
                 self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]
                 parts.rates = typical(self._observed)
