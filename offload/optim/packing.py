@@ -119,7 +119,8 @@ class Packing:
         numel: Elements of the parameter.
 
     Attributes:
-        words: Words of 4 bytes for each block of `BLOCK_NUMEL` of the parameter's elements.
+        words: Words of 4 bytes for each block of `BLOCK_NUMEL` of the parameter's elements, rounded up so that few
+            different numbers occur.
 
     Raises:
         TypeError: There are too many keys.

@@ -251,12 +251,13 @@ class Weights:
         if self.dealt:
             self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
-            changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
+            changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]  # masters are there
+            # All but those whose addition was interrupted.
             bounds = [self.bound[parameter] for parameter in changed if parameter in self.bound]
             self._note_changes([bound.name for bound in bounds if self._reload_master(bound)])
 
     def reload_masters(self) -> None:
-        """Let the next step set all masters from the weights, whole."""
+        """Let the next step set every element of all masters from the weights."""
         for bound in self.bound.values():
             if bound.dealt_weight is not None:
                 bound.dealt_weight.note_stale()  # so that `refresh` sends the shards to its rank
