@@ -590,6 +590,7 @@ class GpuGradients(GradientStore):
         """
         records = [self.records[position] for position in positions.tolist()]
         on_device = np.array([masters or record.mark is None for record in records], bool)
+        # Of size 0 there is nothing to make.
         fingerprints = super().fingerprints(positions, addresses, np.where(on_device, np.uint64(0), sizes))
         chosen = np.flatnonzero(on_device & (sizes > 0))
         if not chosen.size:
@@ -741,8 +742,8 @@ class GpuGradients(GradientStore):
             if not rows.flags[position] or not segment.numel:
                 continue
             mark = self.records[position].mark
-            departed = mark is not None and self._slots[position].numel()
-            if mark is not None and (visit.gpu or departed):
+            has_departed = mark is not None and self._slots[position].numel()
+            if mark is not None and (visit.gpu or has_departed):  # it is where the run reads it, or on its way there
                 marks.append(mark.on_lane())
             elif not visit.gpu:  # else the GPU reads it where it is bound
                 if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step

@@ -135,7 +135,8 @@ def as_fp32(
         return
     roots = rule.roots if state.format.stores_roots else ()
     invariant(len(roots) <= 1, "a rule with several roots")  # a zero in one would have to zero the others
-    for name, stored in sorted(encoded.items(), key=lambda item: item[0] not in roots):  # roots first
+    for name, stored in sorted(encoded.items(), key=lambda item: item[0] not in roots):
+        # Roots come first: where a root's code is 0, zeros are stored of the others.
         is_divided_by_root = bool(roots) and name in rule.state and name not in roots
         if is_divided_by_root:
             stored.write(views[name], encoded[roots[0]].first)

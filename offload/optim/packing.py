@@ -153,7 +153,7 @@ class Packing:
             TypeError: A value would change; the message names it.
         """
         converted = dict(state)
-        for key in converted.keys() & self._places.keys():
+        for key in converted.keys() & self._places.keys():  # `store` refuses all other keys
             form = self._places[key].form
             if form is not None and converted[key] is not None:
                 try:

@@ -160,7 +160,7 @@ class ClassRunner:
             ConfigError: An option cannot be used here, or the class has tensors outside of its state.
         """
         given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
-        are_groups = not given or isinstance(given[0], Mapping)
+        are_groups = not given or isinstance(given[0], Mapping)  # nothing stays nothing, which torch refuses
         groups = [*map(dict, given)] if are_groups else [{"params": given}]
         for group in groups:
             items = group.get("params", ())
@@ -541,7 +541,7 @@ class ClassRunner:
         values = groups[parameter.group]
         view = torch.nn.Parameter(piece.shaped(weight))
         after = self.step_packed(view, parameter, packed_words, values, methodcaller(method))
-        self._groups_after.setdefault(parameter.group, (values, after))
+        self._groups_after.setdefault(parameter.group, (values, after))  # the first parameter decides, as in `update`
         piece.shaped(master).copy_(view)
 
     def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:

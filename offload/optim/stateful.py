@@ -464,6 +464,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             restore_model: Callable[[], None] | None = None
             if model is not None and saved_rest is not None:
                 bounds = self._weights.bound.values()
+                # Weights that the checkpoint's state gives; it has saved all others with the model.
                 own = [each.parameter for each in bounds if each.name not in without_saved_state]
                 rest = ModelRest.of(model, own)
                 if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):

@@ -142,6 +142,7 @@ class Weights:
             check_parameter(parameter, name_of[parameter], self.required_device)
             if is_mapped(shards.local(parameter).data_ptr()):
                 self.are_in_file = True
+                # Updates in backward are refused: they keep new weights in memory, where there is no room for them.
                 combinations.IMAGES_OF_MAPPED.check("overlap", self._holder.config.overlap)
         shards.check_apart({parameter: name_of[parameter] for parameter in (*self.bound, *parameters)})
         descriptions = []
@@ -251,8 +252,8 @@ class Weights:
         if self.dealt:
             self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
-            changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]  # masters are there
-            # All but those whose addition was interrupted.
+            changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
+            # Those whose masters are here, without any whose addition was interrupted.
             bounds = [self.bound[parameter] for parameter in changed if parameter in self.bound]
             self._note_changes([bound.name for bound in bounds if self._reload_master(bound)])
 
