@@ -272,13 +272,13 @@ class LiveExecutor:
         if not self._verify:
             return None, False
         match operation:
-            case WriteTile(owner=None):
+            case WriteTile(owner=None):  # of state
                 return self._seals.checksum_for_flush(operation), True
             case WriteTile():  # of scratch, which has no seal
                 return None, True
             case SaveTile():
                 return self._seals.checksum_for_save(operation), True
-            case ReadTile(owner=None):
+            case ReadTile(owner=None):  # of state: the next update may verify it instead
                 return operation.record.checksum, self._seals.note_read(operation)
             case _:  # scratch and tiles of checkpoints are read
                 return operation.record.checksum, True
@@ -480,7 +480,8 @@ class LiveExecutor:
             detail = "the GPU has failed; see the log"
             return Failed(completion.op, TierError("copy", tier=tier, path=path, detail=detail))
         if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
-            # Times are read here, while lanes work: all would wait for it when the next step begins.
+            # The subgroup's times on the GPU are read here, while lanes work: if all were when the next step begins,
+            # lanes would wait for that.
             with contextlib.suppress(OffloadError):  # a failed device shows with its next completion
                 self._lanes.take_timed(self._add_timed, operation.subgroup)
         return Done(completion.op)

@@ -432,6 +432,7 @@ class GpuGradients(GradientStore):
             if bucket is None:
                 return
             mark = device.mark_caller(bucket.caller)
+            # Without a slot a gradient stays on the GPU, or has no elements.
             copies = [
                 (address, record.slot.data_ptr(), record.numel * int(ITEM_BYTES[dtype]))
                 for position, address, dtype in bucket.first

@@ -46,7 +46,7 @@ class Stored(NamedTuple):
         if beside is None:
             has_elements = self.first.dtype in DTYPE_CODES  # neither codes nor an upper plane
             invariant(has_elements, f"state in {self.format.name} without what lies beside it")
-            return self.format.code, self.first.data_ptr(), 0, 0, 0, numel
+            return self.format.code, self.first.data_ptr(), 0, 0, 0, numel  # no address, stride or index is used
         block_numel = self.format.block_numel
         items = blocks_numel(self.first_index, numel, block_numel)
         _check("beside", beside, torch.uint8, items, column=block_numel > 1)

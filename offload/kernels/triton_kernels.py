@@ -488,7 +488,7 @@ def update_block(
     words = row.to(tl.pointer_type(tl.int32))
     scalars = row.to(tl.pointer_type(tl.float32))
     flags = tl.load(words + FLAGS)
-    PLANES: tl.constexpr = STATE_FORMAT == COMPACT8 and WEIGHT != NONE
+    PLANES: tl.constexpr = STATE_FORMAT == COMPACT8 and WEIGHT != NONE  # else the master is fp32
     UPPER: tl.constexpr = BFLOAT16 if PLANES else NONE
     inside = tl.arange(0, BLOCK) < room
     if STATE_FORMAT == COMPACT8:

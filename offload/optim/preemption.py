@@ -75,7 +75,7 @@ class SigtermHandler:
         if not self.has_signal:  # another rank has had it
             self.is_committing = False
         elif threading.current_thread() is main:
-            self(signal.SIGTERM, inspect.currentframe())
+            self(signal.SIGTERM, inspect.currentframe())  # a second time, so that the earlier handler runs
         elif main.ident is not None:
             signal.pthread_kill(main.ident, signal.SIGTERM)  # the main thread then calls this handler again
 

@@ -215,7 +215,7 @@ class Weights:
 
     def of(self, parameter: Any) -> BoundParameter:
         """Return a parameter's record; refuse a parameter that has none."""
-        self._holder.open()
+        self._holder.open()  # which binds parameters, if that was deferred
         bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
         if bound is None:
             is_frozen = isinstance(parameter, torch.Tensor) and not parameter.requires_grad
