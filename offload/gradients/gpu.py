@@ -758,7 +758,7 @@ class GpuGradients(GradientStore):
         position = segment.parameter
         item_bytes = TORCH_DTYPES[DtypeCode(self._tables.gradient_dtypes[position])].itemsize
         slot = self._slots[position]
-        if not slot.numel() or item_bytes > slot.element_size():
+        if not slot.numel() or item_bytes > slot.element_size():  # no slot, or too narrow
             slot = self._ensure_wide_slot(position)
         rows.gradients[position] = slot.data_ptr()
         offset = segment.start * item_bytes

@@ -96,7 +96,7 @@ class SigtermHandler:
             wait_mirror()
         except Exception:  # logged only: the signal ends this run, whatever was saved
             log.exception(what, where)
-        except BaseException:
+        except BaseException:  # an interrupt has ended the commit
             self.is_committing = False
             raise
         self.pass_on_together()

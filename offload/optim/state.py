@@ -307,7 +307,7 @@ class StateView(MutableMapping[Any, Any]):
         engine = self._holder.engine
         positions_to_reset = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
-            self.copies.unwatch_all()
+            self.copies.unwatch_all()  # a load, too, is what the refusal of changes in place advises
             self._weights.rebind_changed()
             self.note_change()
             self._only_masters.clear()
