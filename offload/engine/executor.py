@@ -272,13 +272,13 @@ class LiveExecutor:
         if not self._verify:
             return None, False
         match operation:
-            case WriteTile(owner=None):
+            case WriteTile(owner=None):  # of state
                 return self._seals.checksum_for_flush(operation), True
             case WriteTile():  # of scratch, which has no seal
                 return None, True
             case SaveTile():
                 return self._seals.checksum_for_save(operation), True
-            case ReadTile(owner=None):
+            case ReadTile(owner=None):  # of state: the next update may verify it instead
                 return operation.record.checksum, self._seals.note_read(operation)
             case _:  # scratch and tiles of checkpoints are read
                 return operation.record.checksum, True
@@ -311,6 +311,7 @@ class LiveExecutor:
                 self._verify_slot(run, run.slot)
             self._calls.submit(run.op, table)
             return
+        # A trial of paths has no plan.
         subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
         is_sealed = self._verify and (run.slot is not None or self.seals_homes)
         if subgroup is None or not is_sealed:
@@ -394,7 +395,7 @@ class LiveExecutor:
         left_s = self._stall_s - self._silence.lasts_s
         # Until the next warning, or until a lane counts as hanging; -1: without limit.
         timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0
-        records = [] if self._events else self._queue.wait(timeout_s)  # failures are returned at once
+        records = [] if self._events else self._queue.wait(timeout_s)  # failures of `submit` are returned at once
         completions = [Completion(*record) for record in records if record[0] != INTERRUPT]
         is_interrupted = len(completions) < len(records)
         self._woke_s = time.monotonic()
@@ -431,7 +432,7 @@ class LiveExecutor:
 
     def _start_update(self, run: RunVisit, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Start the update of a run whose weights or gradients have been copied from the GPU or read from a file."""
-        self._calls.ops.discard(run.op)  # the call that read the file has ended
+        self._calls.ops.discard(run.op)  # of the call that read the file, if there was one: it has ended
         try:
             self._update(run, table)
         except Exception as error:
@@ -479,7 +480,8 @@ class LiveExecutor:
             detail = "the GPU has failed; see the log"
             return Failed(completion.op, TierError("copy", tier=tier, path=path, detail=detail))
         if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
-            # Times are read here, while lanes work: all would wait for it when the next step begins.
+            # The subgroup's times on the GPU are read here, while lanes work: if all were when the next step begins,
+            # lanes would wait for that.
             with contextlib.suppress(OffloadError):  # a failed device shows with its next completion
                 self._lanes.take_timed(self._add_timed, operation.subgroup)
         return Done(completion.op)

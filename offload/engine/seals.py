@@ -78,7 +78,7 @@ class Seals:
         if flushed_seal is not None and flushed_seal.checksum(tile.tensor, tile.tile) == operation.record.checksum:
             state.unverified[tile] = operation, flushed_seal
             return False
-        state.unverified.pop(tile, None)
+        state.unverified.pop(tile, None)  # of an earlier read of it to this slot
         return True
 
     def checksum_for_flush(self, operation: WriteTile) -> int | None:

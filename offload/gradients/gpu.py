@@ -432,6 +432,7 @@ class GpuGradients(GradientStore):
             if bucket is None:
                 return
             mark = device.mark_caller(bucket.caller)
+            # Without a slot a gradient stays on the GPU, or has no elements.
             copies = [
                 (address, record.slot.data_ptr(), record.numel * int(ITEM_BYTES[dtype]))
                 for position, address, dtype in bucket.first
@@ -590,6 +591,7 @@ class GpuGradients(GradientStore):
         """
         records = [self.records[position] for position in positions.tolist()]
         on_device = np.array([masters or record.mark is None for record in records], bool)
+        # Of size 0 there is nothing to make.
         fingerprints = super().fingerprints(positions, addresses, np.where(on_device, np.uint64(0), sizes))
         chosen = np.flatnonzero(on_device & (sizes > 0))
         if not chosen.size:
@@ -741,8 +743,8 @@ class GpuGradients(GradientStore):
             if not rows.flags[position] or not segment.numel:
                 continue
             mark = self.records[position].mark
-            departed = mark is not None and self._slots[position].numel()
-            if mark is not None and (visit.gpu or departed):
+            has_departed = mark is not None and self._slots[position].numel()
+            if mark is not None and (visit.gpu or has_departed):  # it is where the run reads it, or on its way there
                 marks.append(mark.on_lane())
             elif not visit.gpu:  # else the GPU reads it where it is bound
                 if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step
@@ -756,7 +758,7 @@ class GpuGradients(GradientStore):
         position = segment.parameter
         item_bytes = TORCH_DTYPES[DtypeCode(self._tables.gradient_dtypes[position])].itemsize
         slot = self._slots[position]
-        if not slot.numel() or item_bytes > slot.element_size():
+        if not slot.numel() or item_bytes > slot.element_size():  # no slot, or too narrow
             slot = self._ensure_wide_slot(position)
         rows.gradients[position] = slot.data_ptr()
         offset = segment.start * item_bytes

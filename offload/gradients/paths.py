@@ -107,7 +107,7 @@ class PathGradients(GradientStore):
                 ctypes.memmove(target, old.address + number * old_size, old_size)
             self._memory.free_arena(old)
         self._buffer_bytes = plan.gradient_buffer_bytes
-        self._filling = None
+        self._filling = None  # it has an address in the old arena
         self._bounce_address = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
         self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
 
@@ -166,7 +166,7 @@ class PathGradients(GradientStore):
         if self._drops != drops:
             return
         self._arrivals[position] += 1
-        super().bind(position, target, kept_dtype, gathered=True)
+        super().bind(position, target, kept_dtype, gathered=True)  # runs are told where buffers are
         self._summed_dtypes[position] = kept_dtype
         self._incomplete.pop(parameter.name, None)
 

@@ -150,7 +150,7 @@ class GradientStore:
             OffloadError: There is not enough memory; the old slots are unchanged.
         """
         first = len(before.parameters)
-        # Clear what a `use_plan` that failed has left behind.
+        # Clear what a `use_plan` that failed has left behind, of parameters that `before` has not.
         del self._slots[first:], self._blocks[first:]
         self._free_unused([arena for arena in self._arenas if arena.positions[0] >= first])
         self._parameters = plan.layout.parameters
@@ -327,7 +327,7 @@ class HostGradients(GradientStore):
             (address, slot.nbytes)
             # More slots than parameters: of a `use_plan` that failed.
             for slot, address in zip(self._slots, bound_addresses, strict=False)
-            if address == slot.data_ptr() and address
+            if address == slot.data_ptr() and address  # 0: an empty slot's
         ]
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
@@ -355,7 +355,7 @@ class HostGradients(GradientStore):
         """Sum the squares of a gradient, copy it to its target (its own address: no copy), and bind it there."""
         numel = self._parameters[position].numel
         copies = target != address
-        if numel:
+        if numel:  # else there is no block
             self._summed_dtypes[position] = DtypeCode.NONE  # in case this is interrupted
             self._fingerprints[position] = self._kernel.gradient_blocks(
                 address,

@@ -46,7 +46,7 @@ def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     try:
         numbers = [int(each) for each in setting.split(",")]
     except ValueError:
-        numbers = []
+        numbers = []  # which is refused below
     most = _native.MOST_PREFETCH_BYTES
     if len(numbers) not in (1, 2) or not all(0 <= number <= most for number in numbers):
         advice = f"give one number of bytes or two, such as 512 or 2048,512, each from 0 to {most}"

@@ -109,7 +109,7 @@ class DeviceKernel(ABC):
         invariant(not problem, problem)
         has_slot = destination_address not in (0, source_address)  # else there is nothing to copy
         invariant(has_slot or not accumulate, "a gradient is accumulated into a slot of its own")
-        if numel == 0:
+        if numel == 0:  # there is no block, so no sum is written
             return
         if not has_slot:
             destination_address, slot_code = 0, int(DtypeCode.NONE)

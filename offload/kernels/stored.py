@@ -46,7 +46,7 @@ class Stored(NamedTuple):
         if beside is None:
             has_elements = self.first.dtype in DTYPE_CODES  # neither codes nor an upper plane
             invariant(has_elements, f"state in {self.format.name} without what lies beside it")
-            return self.format.code, self.first.data_ptr(), 0, 0, 0, numel
+            return self.format.code, self.first.data_ptr(), 0, 0, 0, numel  # no address, stride or index is used
         block_numel = self.format.block_numel
         items = blocks_numel(self.first_index, numel, block_numel)
         _check("beside", beside, torch.uint8, items, column=block_numel > 1)
@@ -135,7 +135,8 @@ def as_fp32(
         return
     roots = rule.roots if state.format.stores_roots else ()
     invariant(len(roots) <= 1, "a rule with several roots")  # a zero in one would have to zero the others
-    for name, stored in sorted(encoded.items(), key=lambda item: item[0] not in roots):  # roots first
+    for name, stored in sorted(encoded.items(), key=lambda item: item[0] not in roots):
+        # Roots come first: where a root's code is 0, zeros are stored of the others.
         is_divided_by_root = bool(roots) and name in rule.state and name not in roots
         if is_divided_by_root:
             stored.write(views[name], encoded[roots[0]].first)

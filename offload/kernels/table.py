@@ -97,7 +97,7 @@ def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int
         weight_dtype=DtypeCode.BFLOAT16,
         gradient_dtype=DtypeCode.BFLOAT16,
         flags=flags,
-        scalars=rule.row(step=10, values=values, grad_scale=1.0),
+        scalars=rule.row(step=10, values=values, grad_scale=1.0),  # a step like most, not the first
     )
 
 

@@ -210,7 +210,10 @@ def as_stored(values, random, STATE_FORMAT: tl.constexpr):
 
 @triton.jit
 def in_planes(values, added):
-    """Return an fp32 master in two planes, `added` (below 256) to the bits that are cut off, and as it was stored."""
+    """Return an fp32 master in two planes, `added` (below 256) to the bits that are cut off, and as it was stored.
+
+    Nothing is added to the greatest finite values, which would become infinite, nor to infinity.
+    """
     bits = values.to(tl.uint32, bitcast=True)
     # (The magnitude twice: by itself it would be made `abs.f32`, and that an instruction of its own.)
     rounded = (bits + tl.where(bits << 1 < 0xFEFFFE00, added, 0)) >> 8
@@ -269,6 +272,7 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     if not FULL:
         twice = tl.where(inside, twice, 0)
     greatest = tl.max(tl.reshape(twice, [BLOCK // SHARED, SHARED]), axis=1) >> 1
+    # The exponent of the greatest value; one more if the value is above the greatest code of its binade.
     scales = tl.minimum((greatest + BELOW) >> 23, GREATEST_SCALE)
     scales = tl.where(scales < LEAST_SCALE, 0, scales)
     scales = tl.where(greatest > GREATEST_STORED, NAN_SCALE, scales)
@@ -276,9 +280,12 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     coded = (scale > 0) & (scale < NAN_SCALE)
     # Where nothing is coded, the greatest code is 0, whatever the number that is compared with it.
     most = tl.where(coded, 8 * LEAST - 1, 0)
+    # In units of the block. Below `LEAST`, the least normal number, codes are as far from each other as in its
+    # binade, which the addition of `LEAST` brings y to.
     y = tl.abs(values) * (tl.where(coded, 260 + MANTISSA - scale, 0) << 23).to(tl.float32, bitcast=True)
     normal = y >= LEAST
     z = tl.where(normal, y, y + LEAST).to(tl.uint32, bitcast=True)
+    # The least normal number has exponent 127 + MANTISSA in an fp32, and 1 in a code.
     codes = ((z + added) >> CUT) - (127 + MANTISSA) * LEAST + tl.where(normal, LEAST, 0)
     codes = tl.minimum(codes, most)
     if not ROOT:
@@ -344,7 +351,10 @@ def scales_of(row, start, room, STATES: tl.constexpr, STATE_FORMAT: tl.constexpr
 
 @triton.jit
 def stepped(scalars, decoupled, g, p, m, v, RULE: tl.constexpr):
-    """Return the new master and state, in fp32, whatever they are stored in."""
+    """Return the new master and state, in fp32, whatever they are stored in.
+
+    The L2 term is left out where `decay` is 0: 0 times an infinite master would be NaN.
+    """
     decay = tl.load(scalars + DECAY)
     decayed = p * decay
     if decoupled:
@@ -447,7 +457,7 @@ def write_codes(
     if STATES == 2:
         others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
         write(scales + 1, scale, there, FULL)
-        # What is divided by a root that is 0 now would be divided by almost nothing; and see `encode_state`.
+        # What is divided by a root that is 0 now would be divided by almost nothing; by an infinite one it gave 0.
         if SECOND_ROOT:
             codes = tl.where((others == 0) | (v.to(tl.uint32, bitcast=True) == INFINITY), 0, codes)
         if ROOT:
@@ -472,13 +482,13 @@ def update_block(
 ):
     """Do to one block of a segment what `offload.kernels.reference.update` does, in the same order.
 
-    The block begins at element `start` of the segment, which has `room` elements from there on; FULL: the segment has
-    all of the block's elements.
+    The block begins at element `start` of the segment (before it if that is negative, as with `COMPACT8` it may be),
+    which has `room` elements from there on; FULL: the segment has all of the block's elements.
     """
     words = row.to(tl.pointer_type(tl.int32))
     scalars = row.to(tl.pointer_type(tl.float32))
     flags = tl.load(words + FLAGS)
-    PLANES: tl.constexpr = STATE_FORMAT == COMPACT8 and WEIGHT != NONE
+    PLANES: tl.constexpr = STATE_FORMAT == COMPACT8 and WEIGHT != NONE  # else the master is fp32
     UPPER: tl.constexpr = BFLOAT16 if PLANES else NONE
     inside = tl.arange(0, BLOCK) < room
     if STATE_FORMAT == COMPACT8:
@@ -491,6 +501,7 @@ def update_block(
     COMPACT: tl.constexpr = BYTE if STATE_FORMAT == COMPACT8 else BFLOAT16
     ITEM: tl.constexpr = NONE if STATE_FORMAT == EXACT else COMPACT
     first = pointers(tl.load(row + STATE), start, BLOCK, ITEM, ALIGNED)
+    # Not used with one state tensor, nor is `v` below.
     second = pointers(tl.load(row + STATE + 1), start, BLOCK, ITEM, ALIGNED)
     scales, there = scales_of(row, start, room, STATES, STATE_FORMAT, BLOCK)
     ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE) & 1

@@ -53,7 +53,10 @@ _UPDATES: dict[str, Callable[..., None]] = {MUON.name: _muon}
 
 
 def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
-    """Return a function that updates a made-up parameter of a shape, dtype and group, to be timed."""
+    """Return a function that updates a made-up parameter of a shape, dtype and group, to be timed.
+
+    The rule is one of whole parameters: the others have no update here.
+    """
     if isinstance(rule, ClassRule):
         return rule.trial(shape, dtype, group)
     numel = math.prod(shape)
@@ -137,7 +140,7 @@ class WholeUpdate:
                 segment.flags = flags
                 parameter = self._parameters[number]
                 update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
-                if segment.weight is None:
+                if segment.weight is None:  # it is the master itself
                     continue
                 if segment.master.dtype is segment.weight.dtype:  # there are no fp32 masters
                     segment.weight.copy_(segment.master)

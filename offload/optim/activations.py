@@ -44,8 +44,8 @@ class _Saved:
     """A tensor that is saved where it is, with its version, to see in backward whether it has been changed.
 
     Attributes:
-        tensor: The tensor, if it is a leaf, as parameters are; else an alias without history, as the tensor itself
-            would keep its own graph alive. Of a tensor on the paths an alias without memory.
+        tensor: The tensor, if it is a leaf and no view, as parameters are; else an alias without history, as the
+            tensor itself would keep its own graph alive. Of a tensor on the paths an alias without memory.
         version: The tensor's version counter when it was saved.
     """
 

@@ -300,9 +300,9 @@ def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callab
         The error for this rank to raise: its own, else one that names the first rank that failed, of which the ranks
         of the next meshes hear, too. The caller raises it after all collectives: others wait in them for this rank.
     """
-    for mesh in dealt:
-        failures = mesh.gather_failures(error)
-        if 0 < len(failures) < mesh.ranks:
+    for dealt_over_mesh in dealt:
+        failures = dealt_over_mesh.gather_failures(error)
+        if 0 < len(failures) < dealt_over_mesh.ranks:
             rank, text = failures[0]
             close()
             if error is None:  # it is set, too, for the next mesh's exchange

@@ -70,7 +70,7 @@ class StepFigures:
             iteration = (forward_s, backward_s, self._iteration_s(forward_s, backward_s))
         figures = self._engine.metrics()
         parked = None
-        if self._engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
+        if self._engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:  # a moment after parking
             parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
         plan = self._engine.plan
         return PlanReport(

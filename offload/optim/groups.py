@@ -199,7 +199,7 @@ def _from_plain(name: str, saved: Any, current: Any) -> Any:
 
 
 def _tensor_like(current: torch.Tensor, name: str, value: Any, saved: Any) -> torch.Tensor:
-    """Return a value as a tensor of the current one's shape, dtype and device; errors name `saved`."""
+    """Return a value as a tensor of the current one's shape, dtype and device; errors show `saved`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     advice = f"it is a tensor of shape {tuple(current.shape)} here"
     if current.numel() == 1 and not is_number:

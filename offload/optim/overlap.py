@@ -375,7 +375,8 @@ class FollowedModel:
         parameters = shards.gathered_by(group)
         if group.device.type != "cpu":
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-            # Perhaps only the caller's stream has waited for weights, or, if waits are checked, shows them again.
+            # Once the step has been waited for, perhaps only the caller's stream has waited; and if waits are
+            # checked, it is the caller's stream that shows weights again.
             if overlap.has_ended or self.check:
                 overlap.wait_for_some(parameters)
                 stream.wait_stream(group.device_handle.current_stream())

@@ -119,7 +119,8 @@ class Packing:
         numel: Elements of the parameter.
 
     Attributes:
-        words: Words of 4 bytes for each block of `BLOCK_NUMEL` of the parameter's elements.
+        words: Words of 4 bytes for each block of `BLOCK_NUMEL` of the parameter's elements, rounded up so that few
+            different numbers occur.
 
     Raises:
         TypeError: There are too many keys.
@@ -152,7 +153,7 @@ class Packing:
             TypeError: A value would change; the message names it.
         """
         converted = dict(state)
-        for key in converted.keys() & self._places.keys():
+        for key in converted.keys() & self._places.keys():  # `store` refuses all other keys
             form = self._places[key].form
             if form is not None and converted[key] is not None:
                 try:

@@ -75,7 +75,7 @@ class SigtermHandler:
         if not self.has_signal:  # another rank has had it
             self.is_committing = False
         elif threading.current_thread() is main:
-            self(signal.SIGTERM, inspect.currentframe())
+            self(signal.SIGTERM, inspect.currentframe())  # a second time, so that the earlier handler runs
         elif main.ident is not None:
             signal.pthread_kill(main.ident, signal.SIGTERM)  # the main thread then calls this handler again
 
@@ -96,7 +96,7 @@ class SigtermHandler:
             wait_mirror()
         except Exception:  # logged only: the signal ends this run, whatever was saved
             log.exception(what, where)
-        except BaseException:
+        except BaseException:  # an interrupt has ended the commit
             self.is_committing = False
             raise
         self.pass_on_together()

@@ -27,6 +27,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
     step_number = int(figures[metrics.STEP])
     last_step = Step(step_number, figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
     earlier_steps = [Step(number, step_s, None) for number, step_s in engine.last_step.earlier_steps]
+    # The lanes of which there is a busy time; None for names of other metrics.
     lane_names = filter(None, map(partial(metrics.which, metrics.LANE_BUSY_S), figures))
     lanes = [
         Lane(

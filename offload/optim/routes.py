@@ -232,7 +232,7 @@ class Route:
         gradient, weight = pair
         _check_gradient(gradient, weight, bound)
         self._read_tensors.append(gradient)
-        has_norm = self._has_norm_of_arrival(bound, gradient)
+        has_norm = self._has_norm_of_arrival(bound, gradient)  # asked of the gradient itself, before it is copied
         if not _lies_as(gradient, weight):
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
             self._read_tensors.append(gradient)
@@ -455,7 +455,7 @@ class StepRoute(Route):
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
-        if not self._engine.speculates:
+        if not self._engine.speculates:  # no update before the step would read it
             return
         if self._is_single_process or shards.is_dtensor(bound.parameter):
             self._mark_final(bound)
@@ -638,7 +638,8 @@ class DepartureRoute(Route):
     def _note_storage(self, bound: BoundParameter, gradient: torch.Tensor, is_first: bool) -> None:
         """Note a gradient's storage; refuse one on a GPU in the same memory as that of the pass before.
 
-        A replayed CUDA graph writes each pass's gradient to the same memory, and does not wait for readers.
+        A replayed CUDA graph writes each pass's gradient to the same memory, and does not wait for readers. Copies to
+        buffers have ended by then.
         """
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
         last_storage = None if is_first else self._storages.get(bound)

@@ -160,7 +160,7 @@ class ClassRunner:
             ConfigError: An option cannot be used here, or the class has tensors outside of its state.
         """
         given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
-        are_groups = not given or isinstance(given[0], Mapping)
+        are_groups = not given or isinstance(given[0], Mapping)  # nothing stays nothing, which torch refuses
         groups = [*map(dict, given)] if are_groups else [{"params": given}]
         for group in groups:
             items = group.get("params", ())
@@ -430,17 +430,18 @@ class ClassRunner:
         return weight.as_strided(like.size(), like.stride()), state, values
 
     def state_of_empty(self, parameter: Parameter, count: int) -> dict[Any, Any]:
-        """Return the state that the class makes in a step of a parameter without elements, of which none is stored.
+        """Return the state that the class keeps of a parameter without elements, of which nothing is stored.
 
-        Its "step", if it has one, is `count`.
+        So the class makes it anew, in a step of a trial tensor. Its "step", if that is a number, becomes `count`.
         """
         dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
         shape = known(parameter.shape, "a parameter without a shape")
         trial_tensor, optimizer = self._trial_optimizer(shape, dtype, parameter.group)
         step_alone(optimizer)
         state = dict(optimizer.state.get(trial_tensor, {}))
-        with suppress(TypeError):  # the class's "step" is no count
-            state |= self.packing_of(parameter).cast({"step": float(count)} if "step" in state else {})
+        if "step" in state:
+            with suppress(TypeError):  # it is no count, and stays as the class has made it
+                state |= self.packing_of(parameter).cast({"step": float(count)})
         return state
 
     def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
@@ -540,7 +541,7 @@ class ClassRunner:
         values = groups[parameter.group]
         view = torch.nn.Parameter(piece.shaped(weight))
         after = self.step_packed(view, parameter, packed_words, values, methodcaller(method))
-        self._groups_after.setdefault(parameter.group, (values, after))
+        self._groups_after.setdefault(parameter.group, (values, after))  # the first parameter decides, as in `update`
         piece.shaped(master).copy_(view)
 
     def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:

@@ -397,14 +397,14 @@ def content(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
-    """Broadcast each weight that was dealt, from its owner to all ranks; return the other weights, for `gather`."""
+    """Broadcast weights that were dealt, each from its owner rank to all; return the other weights, for `gather`."""
     others = []
     for weight, cut in weights:
         if cut is None or cut.owner_rank is None:
             others.append(weight)
         else:
-            flat = weight.detach().view(-1).view(torch.uint8)
-            broadcast(flat, cut.owner_rank, mesh)
+            flat_bytes = weight.detach().view(-1).view(torch.uint8)
+            broadcast(flat_bytes, cut.owner_rank, mesh)
     return others
 
 

@@ -34,6 +34,7 @@ class _WatchedTensor(NamedTuple):
     witness: torch.Tensor  # shares the version counter, and none of the memory; stays when the tensor is gone
     given_version: int
     name: str
+    parameter: weakref.ref[torch.Tensor]  # whose state it is
 
     @property
     def has_changed(self) -> bool:
@@ -47,12 +48,13 @@ class Copies:
     def __init__(self) -> None:
         self._watched: list[_WatchedTensor] = []
 
-    def watch(self, copy: torch.Tensor, name: str) -> None:
-        """Note a copy as it is now."""
+    def watch(self, copy: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
+        """Note a copy of a parameter's state as it is now."""
         for tensor in shards.counting_tensors(copy):
             witness = tensor.detach()
             shards.free_memory(witness)
-            self._watched.append(_WatchedTensor(weakref.ref(tensor), witness, witness._version, name))
+            of_parameter = weakref.ref(parameter)
+            self._watched.append(_WatchedTensor(weakref.ref(tensor), witness, witness._version, name, of_parameter))
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
         """Return whether a copy, with all its parts, is watched and has not changed since."""
@@ -65,6 +67,11 @@ class Copies:
         """Stop watching a copy."""
         ids = [id(tensor) for tensor in shards.counting_tensors(copy)]
         self._watched = [watched for watched in self._watched if id(watched.tensor()) not in ids]
+
+    def unwatch_of(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Stop watching the copies of some parameters' state."""
+        ids = {id(parameter) for parameter in parameters}
+        self._watched = [watched for watched in self._watched if id(watched.parameter()) not in ids]
 
     def unwatch_all(self) -> None:
         """Stop watching all copies."""
@@ -99,7 +106,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self._seen_changes = state.changes  # as `values` have just been read
         for name, copy in values.items():
             if isinstance(copy, torch.Tensor):  # wrapped classes may keep plain numbers
-                state.copies.watch(copy, name)
+                state.copies.watch(copy, name, parameter)
 
     def _is_unchanged(self, name: str, value: object) -> bool:
         """Return whether a value equals what was read (perhaps on another device), and no state has changed since."""
@@ -129,7 +136,7 @@ class StateEntry(dict[str, torch.Tensor]):
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
         if isinstance(copy, torch.Tensor):
-            state.copies.watch(copy, name)
+            state.copies.watch(copy, name, self._parameter)
         self._seen_changes = state.changes  # this write counted as a change, after which the entry is still current
 
     def update(self, *others: Any, **values: Any) -> None:
@@ -223,11 +230,15 @@ class StateView(MutableMapping[Any, Any]):
             self._holder.engine.state.write(tensors)
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
-        """Return copies of the state of some bound parameters; with `own_masters` fp32 weights are masters in it."""
-        with self._lock, torch.inference_mode(False):
+        """Return copies of bound parameters' entries, in their order: the step count, and tensors by name.
+
+        An fp32 weight, which is its own master, is an entry's "master" only with `own_masters`.
+        """
+        with self._lock, torch.inference_mode(False):  # else the copies would have no version counters
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
+            # Without parameters no engine is opened, if that was deferred.
             states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
             return [self._entry(bound, state, own_masters) for bound, state in zip(bounds, states, strict=True)]
 
@@ -278,10 +289,11 @@ class StateView(MutableMapping[Any, Any]):
 
         It has no master if `entry` has none; without a step count it has the rule's (1 for SGD). Errors name `what`.
         """
-        entry = entry if isinstance(entry, Mapping) else {}
+        entry = entry if isinstance(entry, Mapping) else {}  # of which the missing tensors are refused below
         rule = self.rule_of(bound)
         names_of_rules = {name for each_rule in NAMED.values() for name in each_rule.state}
         other_names = names_of_rules.difference(rule.names)
+        # None says nothing: torch's SGD has it for a buffer that it has not made.
         foreign_names = sorted(name for name in other_names.intersection(entry) if entry[name] is not None)
         if foreign_names:
             own_name = rule.names[1]  # [0] is the master, which all rules have
@@ -295,7 +307,7 @@ class StateView(MutableMapping[Any, Any]):
         engine = self._holder.engine
         positions_to_reset = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
-            self.copies.unwatch_all()
+            self.copies.unwatch_all()  # a load, too, is what the refusal of changes in place advises
             self._weights.rebind_changed()
             self.note_change()
             self._only_masters.clear()
@@ -308,11 +320,12 @@ class StateView(MutableMapping[Any, Any]):
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """Forget moments and step counts, of all parameters if None; see `StatefulOptimizer.reset_state`."""
         with self._lock:
-            self.copies.unwatch_all()
             if self._holder.engine_if_open is None and parameters is None:
-                return  # nothing has been updated
+                return  # nothing has been updated; if parameters are given, `of` opens the engine, to refuse others
             to_reset = self._weights.bound if parameters is None else parameters
             bounds = [self._weights.of(parameter) for parameter in to_reset]
+            # Changes in place of these copies are not refused: the refusal advises a reset.
+            self.copies.unwatch_of(bound.parameter for bound in bounds)
             self._weights.rebind_changed()
             self.note_change()
             with_state = {*self.with_state()}  # before their step counts become 0

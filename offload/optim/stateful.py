@@ -464,6 +464,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             restore_model: Callable[[], None] | None = None
             if model is not None and saved_rest is not None:
                 bounds = self._weights.bound.values()
+                # Weights that the checkpoint's state gives; it has saved all others with the model.
                 own = [each.parameter for each in bounds if each.name not in without_saved_state]
                 rest = ModelRest.of(model, own)
                 if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
@@ -551,6 +552,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         # None if another number of ranks has saved: then nobody knows which names are this rank's.
         rank_names = source.names_of(rank, world_size) if isinstance(source, Checkpoint) else source.names
         used_names = set(saved_names.values())
+        # State that no update has made is no loss.
         unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
         if unused and without_saved_state:
             return saved_names, set()  # it is of another model, as loading it will say

@@ -142,6 +142,7 @@ class Weights:
             check_parameter(parameter, name_of[parameter], self.required_device)
             if is_mapped(shards.local(parameter).data_ptr()):
                 self.are_in_file = True
+                # Updates in backward are refused: they keep new weights in memory, where there is no room for them.
                 combinations.IMAGES_OF_MAPPED.check("overlap", self._holder.config.overlap)
         shards.check_apart({parameter: name_of[parameter] for parameter in (*self.bound, *parameters)})
         descriptions = []
@@ -214,7 +215,7 @@ class Weights:
 
     def of(self, parameter: Any) -> BoundParameter:
         """Return a parameter's record; refuse a parameter that has none."""
-        self._holder.open()
+        self._holder.open()  # which binds parameters, if that was deferred
         bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
         if bound is None:
             is_frozen = isinstance(parameter, torch.Tensor) and not parameter.requires_grad
@@ -252,11 +253,12 @@ class Weights:
             self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
             changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
+            # Those whose masters are here, without any whose addition was interrupted.
             bounds = [self.bound[parameter] for parameter in changed if parameter in self.bound]
             self._note_changes([bound.name for bound in bounds if self._reload_master(bound)])
 
     def reload_masters(self) -> None:
-        """Let the next step set all masters from the weights, whole."""
+        """Let the next step set every element of all masters from the weights."""
         for bound in self.bound.values():
             if bound.dealt_weight is not None:
                 bound.dealt_weight.note_stale()  # so that `refresh` sends the shards to its rank

@@ -147,7 +147,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         try:
             super().add_param_group(param_group)
         except BaseException:
-            self._runner.forget_group(len(self.param_groups))
+            self._runner.forget_group(len(self.param_groups))  # its number, as the group is not there any more
             raise
 
     def _add(self, parameters: list[torch.Tensor]) -> None:

@@ -206,6 +206,22 @@ def test_a_change_in_place_is_refused_once(
         assert same(states(optimizer, parameters), states(twin, twins))
 
 
+def test_a_reset_drops_only_changes_in_place_of_what_it_resets() -> None:
+    parameters = weights(torch.bfloat16)
+    with offload.AdamW(parameters) as optimizer:
+        step(optimizer, parameters, 1)
+        zero_one(optimizer, parameters[0])
+        optimizer.reset_state(parameters[:1])
+        step(optimizer, parameters, 2)
+        zero_one(optimizer, parameters[0])
+        optimizer.reset_state(parameters[1:])
+        with pytest.raises(offload.ConfigError, match="changed in place"):
+            step(optimizer, parameters, 3)
+        zero_one(optimizer, parameters[0])
+        optimizer.reset_state()
+        step(optimizer, parameters, 3)
+
+
 def test_copies_that_are_the_caller_s_may_be_changed() -> None:
     parameters = weights(torch.float32)
     with offload.AdamW(parameters) as optimizer:

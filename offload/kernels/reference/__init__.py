@@ -257,7 +257,7 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
         has_planes = segment.master_low is not None  # else the master is fp32
         formats = dict(state.stored if has_planes else (StateTensor(MASTER), *state.beside))
         for name, tensor in segment.tensors().items():
-            form = formats.get(name)
+            form = formats.get(name)  # None: a gradient or a weight, which may have any of these dtypes
             fits = tensor.dtype in DTYPE_CODES if form is None else tensor.dtype == getattr(torch, form.dtype)
             if not fits:
                 raise ValueError(f"{name}: dtype {tensor.dtype} cannot be used")

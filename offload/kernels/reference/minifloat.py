@@ -106,7 +106,7 @@ def encode(
 def decode(codes: torch.Tensor, scales: torch.Tensor, first_index: int, mantissa_bits: int) -> torch.Tensor:
     """Return magnitudes: fp32, shape [numel], from codes without signs and the scales of their blocks."""
     code = codes.to(torch.int64)
-    above = ((code >> mantissa_bits) - 1).clamp(min=0)
+    above = ((code >> mantissa_bits) - 1).clamp(min=0)  # binades above the least normal one
     integer = (code - (above << mantissa_bits) << above).to(torch.float32)
     scale = _spread(scales, first_index, codes.numel())
     unit = torch.where(scale > 0, scale - 133 - mantissa_bits, 0)
@@ -163,7 +163,7 @@ def encode_state(
         for values, is_root in zip(state, are_roots, strict=True)
     ]
     codes = [tensor for tensor, _ in encoded]
-    for number, is_root in enumerate(are_roots):
+    for number, is_root in enumerate(are_roots):  # at most one is
         if is_root:
             zeros = (codes[number] == 0) | torch.isposinf(state[number])
             for tensor, is_other in zip(codes, are_roots, strict=True):
