@@ -22,7 +22,7 @@ from offload.integrations.deepspeed.shard import rule_of
 from offload.weights.partitions import Partitions
 
 
-def _wait_before_gather(
+def wait_before_gather(
     optimizer: weakref.ref[OffloadedStage3], parameter: Any, gather: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wrap a parameter's method that gathers parameters: first wait until the last step has updated them."""
@@ -30,7 +30,8 @@ def _wait_before_gather(
     @functools.wraps(gather)
     def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """Gather given parameters, or this one; they may be an iterator, which is read only once."""
-        given = keywords.get("param_list", keywords.get("params", parameters))  # each method has its own name for it
+        names = [name for name in ("param_list", "params") if keywords.get(name) is not None]  # each has its own
+        given = keywords[names[0]] if names else parameters
         if given is None or isinstance(given, torch.Tensor):
             listed = [parameter if given is None else given]
         else:
@@ -39,7 +40,7 @@ def _wait_before_gather(
         if owner is not None:  # else it was freed, and updates nothing
             owner.before_gather(listed)
         positional = [] if parameters is None else [listed]
-        return gather(*positional, *arguments, **keywords)
+        return gather(*positional, *arguments, **keywords | dict.fromkeys(names, listed))
 
     return gather_updated
 
@@ -64,7 +65,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             for parameter in self.module.parameters():
                 for name in ("all_gather", "all_gather_coalesced"):
                     if hasattr(parameter, name):
-                        waiting = _wait_before_gather(weakref.ref(self), parameter, getattr(parameter, name))
+                        waiting = wait_before_gather(weakref.ref(self), parameter, getattr(parameter, name))
                         setattr(parameter, name, waiting)
 
     # Into the next forward pass

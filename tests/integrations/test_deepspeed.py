@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -544,3 +545,20 @@ def test_layouts_that_cannot_be_run_are_named(attributes: dict[str, Any], names:
             DeepSpeedEngine._configure_optimizer(SimpleNamespace(config=config, **attributes), None, [])
     finally:
         backend.disable()
+
+
+@pytest.mark.parametrize("name", ["param_list", "params", None])
+def test_parameters_to_gather_may_be_an_iterator_by_any_name(name: str | None) -> None:
+    from offload.integrations.deepspeed import stage3
+
+    given, waited_for, gathered = [torch.ones(1), torch.ones(2)], list[Any](), list[Any]()
+
+    class Owner:
+        before_gather = staticmethod(waited_for.extend)
+
+    owner = Owner()
+    gather = stage3.wait_before_gather(weakref.ref(owner), torch.ones(3), lambda *a, **k: gathered.extend((a, k)))  # type: ignore[arg-type]
+    gather(**{name: iter(given)}) if name else gather(iter(given))
+    expected = ((), {name: given}) if name else ((given,), {})
+    assert [each.numel() for each in waited_for] == [1, 2]
+    assert str(gathered) == str([*expected])
