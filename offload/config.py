@@ -805,7 +805,6 @@ class OffloadConfig:
         gpu_staging_bytes: int,
         gradient_bytes: int,
         gradients_kept_bytes: int | None,
-        leftover_bytes: int = 0,
     ) -> Budgets:
         """Return what a plan may use: by these settings, and by sizes that depend on a machine and a model.
 
@@ -817,7 +816,6 @@ class OffloadConfig:
             gpu_staging_bytes: GPU memory for staging slots.
             gradient_bytes: Host memory of gradient slots or buffers.
             gradients_kept_bytes: For `gradient_memory`; None if all gradients have slots.
-            leftover_bytes: What ended sessions have left on the paths.
         """
         from offload.plan import Budgets, NodeBudget  # here, as most users of a config do not need them
 
@@ -838,7 +836,6 @@ class OffloadConfig:
             checkpoints=self.checkpoints,
             checkpoints_required=bool(self.checkpoints_kept),
             mirrors=self.mirror is not None,
-            leftover_bytes=leftover_bytes,
             nodes=tuple(starmap(NodeBudget, self.node_bytes.items())),
         )
 

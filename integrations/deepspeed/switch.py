@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -166,7 +167,9 @@ def _configure_optimizer_of(
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
 
-    config = settings.read(engine.config)
+    config, saving = settings.read(engine.config), settings.saving(engine.config)
+    if saving.is_deepspeeds and config.mirror is None:  # which is refused without checkpoints on the paths
+        config = dataclasses.replace(config, checkpoints_kept=0)  # so the plan needs no room for them
     _check_engine(engine)
     _offload_to_cpu(engine)
     client_optimizer = _ensure_client_optimizer(engine, client_optimizer, model_parameters)
@@ -197,7 +200,6 @@ def _configure_optimizer_of(
     # Each of these wraps what the ones before have made of the engine's methods.
     optimizer.stream_checkpoints(engine)
     optimizer.refuse_unfit_tags(engine)
-    saving = settings.saving(engine.config)
     if not saving.is_deepspeeds:
         optimizer.replace_save_checkpoint(engine, saving)
     tags.mark_tags_when_whole(optimizer, engine)

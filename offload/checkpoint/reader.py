@@ -9,6 +9,7 @@ verified, and errors name parameter and file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -46,6 +47,11 @@ BUFFERS = 12
 
 PIECE_NUMEL = 1 << 20
 """Elements that are handed out at a time."""
+
+_NO_STORE = (
+    "no such store is there: it was deleted, or another disk is mounted. Load the copy that a mirror has; "
+    "`offload fetch MIRROR FOLDER` brings a trainer's checkpoint back from one"
+)
 
 WEIGHT = "weight"
 """What `Checkpoint.visit` calls masters that are rounded to their weights' type."""
@@ -593,7 +599,7 @@ class Checkpoint:
                 host = self.manifests[rank].host
                 where = f"{path} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else path
                 what = f"{self.path} names the store offload-{ref.store} in {where}, which cannot be opened here"
-                raise CheckpointError(f"{what}: {cause}") from cause
+                raise CheckpointError(f"{what}: {_NO_STORE if cause.errno == errno.ENOENT else cause}") from cause
         return self._tiers[key]
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:

@@ -26,7 +26,8 @@ import logging
 import os
 import reprlib
 import uuid
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.checkpoint.contents import read_manifests, read_released
@@ -319,16 +320,25 @@ def find_stores(path: str) -> list[Leftover]:
         raise ConfigError("PATH", path, str(cause)) from cause
 
 
-def leftover_bytes(paths: Sequence[str]) -> int:
-    """Return the bytes of stores on `paths` whose sessions have ended: of those that have locks, and none is held."""
-    total_bytes = 0
-    for place in map(parse_place, paths):
-        if not place.has_locks:
-            continue
+def leftover_bytes(most_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return, by the ids of checkpoints, the bytes of the ended sessions' stores that have a pin of them.
+
+    Stores without locks are left out: nothing tells there that a session has ended.
+
+    Args:
+        most_bytes: The paths, each with how many bytes of a checkpoint count there.
+    """
+    nbytes_by_id = Counter[str]()
+    for path, most in most_bytes.items():
+        place = parse_place(path)
         with contextlib.suppress(OSError):  # opening a store there raises why
-            for store in place.stores(ranks=False):  # those of several ranks lie in folders of their own
-                total_bytes += store.nbytes() if store.used_by() is None else 0
-    return total_bytes
+            # Those of several ranks lie in folders of their own.
+            for store in place.stores(ranks=False) if place.has_locks else ():
+                with contextlib.suppress(CheckpointError):  # damaged pins keep their store
+                    if store.used_by() is None:
+                        nbytes = min(store.nbytes(), most)
+                        nbytes_by_id.update(dict.fromkeys({pin.id for pin in read_pins(store)}, nbytes))
+    return nbytes_by_id
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:

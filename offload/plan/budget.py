@@ -206,8 +206,8 @@ class Budgets:
         checkpoints: How many checkpoints are kept on the paths.
         checkpoints_required: Whether a plan without room for them is refused.
         mirrors: Whether checkpoints are copied elsewhere; one more is then kept while it is copied.
-        leftover_bytes: Bytes on the paths of ended sessions' stores that checkpoints need. A session that resumes
-            goes on in them, or deletes them with its first checkpoint, so they count as room for checkpoints.
+        leftover_bytes: Bytes of an ended session's stores on the paths that the checkpoint to be loaded needs. The
+            session goes on in them, or deletes them with a later checkpoint, so they count as room for checkpoints.
         nodes: The part of `host_bytes` on each memory node, the fastest first; empty if there is only one.
     """
 
@@ -935,7 +935,7 @@ def make_plan(
     plan = _with_staging(plan, kept, staging_slots)
     if plan.slot_counts:  # else nothing goes to the paths: no state is streamed, no gradient leaves
         _refuse_without_room(plan)
-    _refuse_without_checkpoints(plan)
+    refuse_without_checkpoints(plan)
     return plan
 
 
@@ -1029,20 +1029,20 @@ def _refuse_without_room(plan: Plan) -> None:
         what = "state on storage (with the versions in flight)"
         advice = "free space on a path, add a path, or give state more host_memory"
         if budgets.leftover_bytes:
-            advice += f"; stores of ended sessions take {format_bytes(budgets.leftover_bytes)}: {_WHO_NEEDS_STORES}"
+            advice += f"; stores of ended sessions take room: {_WHO_NEEDS_STORES}"
         raise InfeasiblePlanError(what, needed, offers, advice)
 
 
-def _refuse_without_checkpoints(plan: Plan) -> None:
-    """Raise if a plan has no room for checkpoints although the budgets require that."""
+def refuse_without_checkpoints(plan: Plan) -> None:
+    """Raise `InfeasiblePlanError` if a plan has no room for checkpoints although the budgets require that."""
     budgets = plan.budgets
     if not budgets.checkpoints_required or plan.has_room_for_checkpoints:
         return
     offers = {path.name: path.available_bytes for path in budgets.paths}
-    advice = "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)"
     if budgets.leftover_bytes:
-        offers["stores of ended sessions"] = budgets.leftover_bytes
-        advice += f"; {_WHO_NEEDS_STORES}"
+        offers["stores of a checkpoint to resume from"] = budgets.leftover_bytes
+    advice = "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)"
+    advice += f"; {_WHO_NEEDS_STORES}"
     what = (
         f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
         f"{format_bytes(plan.checkpoint_bytes)} for {_checkpoints(budgets)})"

@@ -373,6 +373,8 @@ class Engine:
         Raises:
             ConfigError: `scale` is 0 or not finite, a weight or gradient is not bound, or the step is pending and GPU
                 memory is borrowed, which has to be given back before the next forward pass.
+            InfeasiblePlanError: Before the first step: the paths have no room for the checkpoints that are required,
+                beside what other sessions have left.
             StepAbortedError: If this step, or a pending one before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
@@ -383,6 +385,7 @@ class Engine:
             if not scale or not math.isfinite(scale):
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
             self._check_bound(positions)
+            parts.count_leftovers()
             if pending is not None:
                 parts.config.check_goes_on()  # refuses where GPU memory is borrowed, which forward needs
             started_s = time.monotonic()

@@ -38,7 +38,7 @@ from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
 from offload.memory.touching import cpu_affinity
 from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.plan.budget import LEAST_BUFFERS
+from offload.plan.budget import LEAST_BUFFERS, refuse_without_checkpoints
 from offload.plan.planner import extend_plan, fastest_nodes_first
 from offload.protocols import Device, Mark, Tier
 from offload.rules import UpdateRule
@@ -54,6 +54,7 @@ from offload.session.setup import (
     plan_to_fit,
 )
 from offload.tiers import check_places
+from offload.tiers.filesystem import UNLIMITED_BYTES
 
 log = logging.getLogger("offload")
 
@@ -239,7 +240,15 @@ class SessionParts:
             delete_free(paths)  # stores of ended sessions, before the plan counts free space
         layout = self._lay_out(parameters)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
-        budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
+        budgets = first_budgets(config, layout, self.lanes, gradient_bytes)
+        # A store that is gone on in grows up to `max_bytes` like any other: it is room where less than that is free.
+        most_bytes = {
+            path.path: (UNLIMITED_BYTES if path.max_bytes is None else path.max_bytes) - offer.available_bytes
+            for path, offer in zip(config.path_configs, budgets.paths, strict=True)
+        }
+        self._leftover_bytes = leftover_bytes({path: most for path, most in most_bytes.items() if most})
+        leftover = max(self._leftover_bytes.values(), default=0)  # which checkpoint will be loaded is not known yet
+        budgets = dataclasses.replace(budgets, leftover_bytes=leftover)
 
         def plan_within(budgets: Budgets) -> Plan:
             """Return a plan within budgets: the fastest if rates are known; else `_tune_and_measure` plans again."""
@@ -270,17 +279,42 @@ class SessionParts:
 
     def _check_room(self, free_bytes: int) -> None:
         """Raise `InfeasiblePlanError` if host memory does not suffice for the plan; warn if checkpoints lack room."""
+        self._warn_without_checkpoints()
+        if self.plan.host_bytes > free_bytes:
+            advice = less_memory_advice(self.config, self.plan, free_bytes)
+            offers = {"host memory": free_bytes}
+            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
+        check_free(self.plan.bytes_by_node, "lower host_memory there, or free some")
+
+    def _warn_without_checkpoints(self) -> None:
+        """Warn if the paths have too little room for checkpoints."""
         if self.config.path_configs and not self.plan.has_room_for_checkpoints:
             log.warning(
                 "the paths may have too little room for checkpoints: they take up to %d bytes beside the state; "
                 "save_checkpoint raises then",
                 self.plan.checkpoint_bytes,
             )
-        if self.plan.host_bytes > free_bytes:
-            advice = less_memory_advice(self.config, self.plan, free_bytes)
-            offers = {"host memory": free_bytes}
-            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
-        check_free(self.plan.bytes_by_node, "lower host_memory there, or free some")
+
+    def count_leftovers(self) -> None:
+        """Before a step: from the first one on, only stores of the checkpoint that was loaded count as room.
+
+        Until then the plan counts those of the checkpoint with most: any may be loaded.
+
+        Raises:
+            InfeasiblePlanError: Checkpoints that the user requires have no room.
+        """
+        if not self._leftover_bytes:
+            return
+        loaded_bytes = max((self._leftover_bytes.get(kept.id, 0) for kept in self.saves.kept), default=0)
+        if loaded_bytes < self.plan.budgets.leftover_bytes:
+            budgets = dataclasses.replace(self.plan.budgets, leftover_bytes=loaded_bytes)
+            plan = dataclasses.replace(self.plan, budgets=budgets)
+            refuse_without_checkpoints(plan)
+            had_room = self.plan.has_room_for_checkpoints
+            self.plan = self.views.plan = plan
+            if had_room:  # else a warning was given
+                self._warn_without_checkpoints()
+        self._leftover_bytes = {}
 
     def _open_lanes(self, filler: Filler) -> None:
         """Allocate the plan's memory, and open tiers and kernel; `ends` closes lanes before their memory is freed."""

@@ -58,9 +58,7 @@ def _local_rank_count() -> int:
     return 1
 
 
-def first_budgets(
-    config: OffloadConfig, layout: Layout, lanes: Lanes, gradient_bytes: int, leftover_bytes: int
-) -> Budgets:
+def first_budgets(config: OffloadConfig, layout: Layout, lanes: Lanes, gradient_bytes: int) -> Budgets:
     """Return the bytes of each tier that a session's first plan may use.
 
     Args:
@@ -68,7 +66,6 @@ def first_budgets(
         layout: All state of the session.
         lanes: Those of the device that the weights are on.
         gradient_bytes: Host memory that gradients take.
-        leftover_bytes: Files of ended sessions on the paths, which are deleted when their room is needed.
     """
     host_bytes = config.host_bytes
     if host_bytes is None:
@@ -84,7 +81,6 @@ def first_budgets(
         **lanes.offers(layout, config.gpu_memory),
         gradient_bytes=gradient_bytes,
         gradients_kept_bytes=gradient_budget(config),
-        leftover_bytes=leftover_bytes,
     )
 
 

@@ -42,14 +42,16 @@ HISTORIES = Path(__file__).parent / "histories.py"
 class Run:
     """A session whose state all lies on paths."""
 
-    def __init__(self, *paths: Path, keep: int | None = None, host_memory: int = 0) -> None:
+    def __init__(
+        self, *paths: Path, keep: int | None = None, host_memory: int = 0, max_bytes: int | None = None
+    ) -> None:
         start = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         self.weight = torch.nn.Parameter(start.bfloat16())
         self.optimizer = offload.AdamW(
             [("w", self.weight)],
             offload=offload.OffloadConfig(
                 host_memory=host_memory,
-                paths=[{"path": str(path), "depth": 2} for path in paths],
+                paths=[{"path": str(path), "depth": 2, "max_bytes": max_bytes} for path in paths],
                 subgroup_numel=1024,
                 checkpoints_kept=keep,
             ),
@@ -362,19 +364,49 @@ def test_a_save_that_was_killed_before_its_commit_keeps_no_store(tmp_path: Path,
     assert steps_in(tmp_path / "next", path) == 2
 
 
-def test_a_plan_without_room_says_who_may_tell_what_ended_sessions_hold(tmp_path: Path, path: Path) -> None:
+def test_a_plan_without_room_says_who_may_tell_what_ended_sessions_hold(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed(path, tmp_path / "ck")
-    for keep, more in (None, "stores of ended sessions take "), (8, "stores of ended sessions: "):
+    for keep, free, more in (
+        (None, 64 << 10, "stores of ended sessions take room"),
+        (8, 1 << 20, "stores of a checkpoint to resume from: "),
+    ):
+        monkeypatch.setattr("offload.session.setup.free_bytes", lambda _, free=free: [free])
         with pytest.raises(offload.InfeasiblePlanError, match=f"{more}.*`offload gc --dry-run PATH`"):
             offload.AdamW(
                 [("w", torch.nn.Parameter(torch.zeros(30000)))],
-                offload={
-                    "host_memory": 0,
-                    "paths": [{"path": path, "max_bytes": "1MiB" if keep else "64KiB"}],
-                    "checkpoints_kept": keep,
-                },
+                offload={"host_memory": 0, "paths": [path], "checkpoints_kept": keep},
             )
+    monkeypatch.undo()
     assert steps_in(tmp_path / "ck", path) == 2
+
+
+def test_stores_that_checkpoints_of_other_runs_keep_are_no_room(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which checkpoint a session goes on from is known at its first step; room counts what that one has, no other."""
+    for name in ("one", "other"):
+        write(path, 1, tmp_path / name)
+    with Run(path) as run:
+        needed = run.optimizer.engine.plan.needed_with_checkpoints
+    too_little = pytest.raises(offload.InfeasiblePlanError, match="1 checkpoint kept and one being written")
+    with too_little:
+        Run(path, keep=1, max_bytes=needed - 1)
+    free = [needed - 1]
+    monkeypatch.setattr("offload.session.setup.free_bytes", lambda _: free)
+    with Run(path, keep=1) as run:
+        for _ in range(2):
+            with too_little:
+                run.train()
+    with Run(path) as run:
+        assert run.optimizer.engine.plan.has_room_for_checkpoints
+        run.train()  # warns
+        assert not run.optimizer.engine.plan.has_room_for_checkpoints
+    with Run(path, keep=1) as run:
+        run.optimizer.load_checkpoint(tmp_path / "one")
+        for name in ("one", "next"):
+            run.train().save(tmp_path / name)
 
 
 # A folder's name that means something else by now ------------------------------------------------------------------

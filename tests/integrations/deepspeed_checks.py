@@ -584,12 +584,15 @@ def what_a_step_did_can_be_seen_as_elsewhere(folder: Path) -> None:
 
 @check
 def its_start_is_in_deepspeeds_log(folder: Path) -> None:
-    """Once, on rank 0, with its plan."""
-    with unittest.mock.patch.object(utils.logger, "log") as log, training(Case(3, offload=paths(folder)), ours=True):
-        pass
-    lines = [call.args[1] for call in log.call_args_list if "offload keeps" in call.args[1]]
-    assert len(lines) == (torch.distributed.get_rank() == 0)
-    assert all(re.search(r"\(OffloadedStage3\), on this rank:\n.*\n +host memory ", line) for line in lines)
+    """Once, on rank 0, with its plan, which has room for checkpoints on the paths only if the layout keeps any."""
+    for layout in "stock", "in_place":
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout}})
+        with unittest.mock.patch.object(utils.logger, "log") as log, training(case, ours=True):
+            pass
+        lines = [call.args[1] for call in log.call_args_list if "offload keeps" in call.args[1]]
+        assert len(lines) == (torch.distributed.get_rank() == 0)
+        assert all(re.search(r"\(OffloadedStage3\), on this rank:\n.*\n +host memory ", line) for line in lines)
+        assert all(("1 checkpoint kept" in line) == (layout == "in_place") for line in lines)
 
 
 @check
