@@ -108,7 +108,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     for _ in range(size.rounds):
         saving.append(round_of(saves=True))
         plain.append(round_of(saves=False))
-    checksum, plan = digest(engine.optimizer.fp16_partitioned_groups_flat), engine.optimizer.plan
+    checksum, plan = digest(engine.optimizer.fp16_partitioned_groups_flat), engine.optimizer.plan.plan
     engine.destroy()
     torch.distributed.destroy_process_group()
     found = {"plain": plain, "saving": saving, "waits": waits, "state_bytes": plan.state_bytes}
