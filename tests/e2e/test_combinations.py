@@ -435,7 +435,8 @@ VALUES = {
 
 PARSED = re.compile(
     r"\w+ \| (use \{\}|use true or false|"
-    r"give an integer .*|give bytes .*|give it a unit.*|a small \"b\".*|write .*B\" \(powers of 1000\))"
+    r"give an integer .*|give bytes .*|give it a unit.*|a small \"b\".*|write .*B\" \(powers of 1000\)|"
+    r"\{\} is \{\}, and a budget is 0 or at least .*)"
 )
 
 
