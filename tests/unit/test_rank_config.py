@@ -79,6 +79,6 @@ def test_ranks_of_a_node_divide_cores_and_memory(
     layout = build_layout([], 1024)
     assert setup.default_threads(NO_LANES) == 8 // sharing
     paths = [str(tmp_path)]
-    assert setup.first_budgets(OffloadConfig(paths=paths), layout, NO_LANES, 0, 0).host_bytes == 40000 // sharing
+    assert setup.first_budgets(OffloadConfig(paths=paths), layout, NO_LANES, 0).host_bytes == 40000 // sharing
     given = OffloadConfig(paths=paths, host_memory=30000)
-    assert setup.first_budgets(given, layout, NO_LANES, 0, 0).host_bytes == 30000
+    assert setup.first_budgets(given, layout, NO_LANES, 0).host_bytes == 30000
