@@ -380,7 +380,7 @@ class Checkpoint:
     # Reading
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges, tile by tile, through at most `BUFFERS` buffers.
+        """Read ranges, tile by tile, through at most as many buffers as the class was given.
 
         If the lent memory is too small for a tile, one buffer of the checkpoint's own is used.
 

@@ -379,7 +379,7 @@ class LiveExecutor:
         return self._save_source().buffer_address(operation.buffer)
 
     def end_turn(self) -> None:
-        """End an interval of the engine thread's work in the timeline: what follows belongs to another step."""
+        """End an interval of the engine thread's work in the timeline, if one has begun, and begin the next one."""
         if self._woke_s is not None:
             now_s = time.monotonic()
             self.timeline.append(Interval(ENGINE, label="", started_s=self._woke_s, finished_s=now_s, nbytes=0))
@@ -561,7 +561,7 @@ class LiveExecutor:
         """Return the first operation in flight that must end, or its lane counts as hanging; None if none must.
 
         A commit may wait for other ranks, and itself reports a wait that is too long. The update of a whole parameter
-        has no limit.
+        has no limit, nor has a run whose weights are being read from their file.
         """
         for op, started in self._in_flight.items():
             if not isinstance(started.operation, Commit) and op not in self._calls.ops:

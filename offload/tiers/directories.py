@@ -120,7 +120,10 @@ class Directory(Place):
             raise
 
     def _wants_asyncio(self) -> bool:
-        """Return whether the directory is on a network or parallel file system without O_DIRECT."""
+        """Return whether the directory is on a network or parallel file system without O_DIRECT.
+
+        There all goes through the page cache, which `asyncfile` does with a bounded number of transfers.
+        """
         try:
             return file_system(self.path) in NETWORK_FILE_SYSTEMS and not supports_direct(self.path)
         except OSError:
