@@ -60,7 +60,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
     mark, marker = mark_in(source)
     if mark is not Mark.WHOLE:
         raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
-    if changed := find_changed(source):
+    if changed := find_changed(source, marker):
         raise CheckpointError(f"{source.path} is not whole: {some_of(changed)}")
     run.prepare()
     lock = FolderLock(run)

@@ -328,17 +328,16 @@ class FolderCopy:
             file.close()
 
 
-def find_changed(folder: Folder) -> list[str]:
+def find_changed(folder: Folder, marker: Marker) -> list[str]:
     """Return, in words, which files of a whole folder, the run's or a mirror's, are not as its marker notes them.
 
-    An interrupted copy of the folder by other means may have brought the marker, and not all files. None is returned
-    for a folder that is not whole, and files that are not noted do not matter.
+    An interrupted copy of the folder by other means may have brought the marker, and not all files. Files that are
+    not noted do not matter.
 
     Raises:
         CheckpointError: The folder cannot be read.
     """
-    mark, marker = mark_in(folder)
-    if mark is not Mark.WHOLE or not marker.files:
+    if not marker.files:
         return []
     sizes, beside, changed = dict(folder.walk()), {*marker.beside, *marker.shared}, []
     for name, (noted_bytes, _) in marker.files.items():

@@ -90,7 +90,8 @@ def _checkpoints_below(path: str) -> list[str]:
     for folder, names, files in os.walk(path):
         opened = open_folder(folder)
         mark, marker = mark_in(opened)
-        is_checkpoint = mark is Mark.BEGUN or COMMIT_NAME in files or bool(find_changed(opened))
+        is_checkpoint = mark is Mark.BEGUN or COMMIT_NAME in files
+        is_checkpoint = is_checkpoint or (mark is Mark.WHOLE and bool(find_changed(opened, marker)))
         if marker.files and not is_checkpoint:  # unless the engine's checkpoint is below, all state is in those files
             is_checkpoint = not any(OWN.fullmatch(name) for _, _, below in os.walk(folder) for name in below)
         if is_checkpoint:
@@ -125,12 +126,14 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
     if mark is Mark.BEGUN:
         return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": [], "interrupted": True}
     try:
-        problems += find_changed(open_folder(marked_folder)) if mark is Mark.WHOLE else []
-        has_own = marked_folder != folder or open_folder(folder).read(COMMIT_NAME) is not None
-        if not has_own or (problems and not is_checkpoint(folder)):
-            _, marker = mark_in(open_folder(marked_folder))
-            row = {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": problems}
-            return {**row, "files": len(marker.files)}
+        if mark is Mark.WHOLE:
+            marked = open_folder(marked_folder)
+            _, marker = mark_in(marked)
+            problems += find_changed(marked, marker)
+            has_own = marked_folder != folder or marked.read(COMMIT_NAME) is not None
+            if not has_own or (problems and not is_checkpoint(folder)):
+                row = {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": problems}
+                return {**row, "files": len(marker.files)}
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
             total = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
