@@ -146,6 +146,7 @@ PARTS = {
     DOCS / "step.md": {"cpu": figures.checked_cpu, "hidden": figures.hidden, "saved": figures.saved},
     DOCS / "deepspeed.md": {"overlapped": figures.overlapped_ranks, "in-place": figures.saved_in_place},
     DOCS / "benchmarks.md": {
+        "first": figures.first,
         "formats": figures.formats,
         "trainings": figures.trainings,
         "benchmarks": figures.benchmarks,
