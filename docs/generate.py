@@ -56,18 +56,18 @@ METRICS_HEAD = """# Metrics
 Written by `python docs/generate.py` from `offload/metrics.py`; change that.
 
 `optimizer.metrics()` returns these figures of the last step that has ended, `offload.Engine.metrics()` those of the
-first table; [frameworks.md](frameworks.md) says how to log them. Units come last in names: bytes, seconds (`_s`).
+first table. Rows without a "where" are always there. How to log them: [frameworks.md](frameworks.md).
 """
 
 
 def metrics_page() -> str:
     """Return the page of all metrics."""
-    lines = ["| name | unit | there | what it is |", "|---|---|---|---|"]
+    lines = ["| name | unit | where | what it is |", "|---|---|---|---|"]
     for name, metric in metrics.TABLE.items():
         if name == metrics.FIRST_OF_OPTIMIZER:
             lines += [
                 "",
-                "An optimizer's besides; predictions are those that were due before the step:",
+                "Of an optimizer besides; predictions are those made before the step:",
                 "",
                 *lines[:2],
             ]
