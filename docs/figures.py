@@ -718,11 +718,11 @@ def gpu_parts(page: Path) -> str:
     """Return what each part saves that the engine has for a GPU's sake, and what parts that have gone saved."""
     found = read("gpu-parts")["results"]
     models = dict.fromkeys(model for part in found["parts"].values() for model in part["saves"])
-    lines = [f"| part, and what is instead | {' | '.join(models)} |", "|---|" + "---|" * len(models)]
+    lines = [f"| part | {' | '.join(models)} |", "|---|" + "---|" * len(models)]
     for parts, gone in ((found["parts"], ""), (found["gone"], "gone: ")):
         for part in parts.values():
             cells = " | ".join(saved_by(part["saves"].get(model)) for model in models)
-            lines.append(f"| {gone}{part['what']}; else {part['without']} | {cells} |")
+            lines.append(f"| {gone}{part['what']} | {cells} |")
     return "\n".join([*lines, "", f"Report: {source('gpu-parts', page)}."])
 
 
