@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import re
 import tomllib
-from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -82,11 +81,7 @@ def configuration() -> str:
 
 def combinations(page: Path) -> str:
     """Return the table of what excludes each other, as the code refuses it."""
-    lines = ["| | not with | what to do | refused |", "|---|---|---|---|"]
-    for row in TABLE.values():
-        advice = row.advice.format_map(defaultdict(lambda: "..."))
-        lines.append(f"| {row.one} | {row.other} | {advice} | {'; '.join(row.known)} |")
-    return "\n".join(lines)
+    return "\n".join(["| | not with |", "|---|---|", *(f"| {row.one} | {row.other} |" for row in TABLE.values())])
 
 
 def allowed() -> dict[str, str]:
