@@ -55,6 +55,7 @@ RUN_BY = {
     r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,
     r"make ": HERE,
     r"bench/gpu/(pack|once)\.sh ": "test_gpu_once.py",
+    r"python bench/published\.py ": "test_bench.py",
     r'(\{|"multi_tier_offload"|"zero_optimization")': HERE,
     r"import offload.integrations.deepspeed ": HERE,
     r"torchrun --nproc-per-node 2 -m offload.integrations.deepspeed ": "integrations/test_deepspeed_launcher.py",
