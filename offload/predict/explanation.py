@@ -16,6 +16,9 @@ from offload.plan.rates import Rates
 from offload.predict.predict import Prediction, predict
 from offload.units import format_apart, format_bytes, format_seconds
 
+SHORT_S = 0.5
+"""A step of fewer seconds may be several times off its prediction: what is done once a step is most of it then."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSeconds:
@@ -77,6 +80,8 @@ class Explanation:
         apart_s = self.largest.apart_s
         by = f"{format_seconds(abs(apart_s))} {'longer' if apart_s > 0 else 'shorter'}"
         lines.append(f"  furthest from its prediction: {self.largest.lane}, {by}")
+        if max(predicted_s, self.measured_s) < SHORT_S:
+            lines.append(f"  (a step under {format_seconds(SHORT_S)} may be several times off its prediction)")
         return "\n".join([*lines, *self._node_lines()])
 
     def _node_lines(self) -> list[str]:

@@ -15,6 +15,7 @@ from offload.layout import Parameter, build_layout
 from offload.measure import lane_totals
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, estimate, make_plan
 from offload.predict import carry_on, explain, predict
+from offload.predict.explanation import SHORT_S
 from offload.units import format_seconds
 
 GB = 1e9
@@ -55,6 +56,13 @@ def test_the_lane_that_is_furthest_off_is_named() -> None:
     assert "furthest from its prediction: write:1, " in str(found)
     assert "(4 times as long)" in str(found)
     assert format_seconds(found.measured_s) in str(found)
+
+
+@pytest.mark.parametrize(("share", "is_short"), [(0.99, True), (1.01, False)])
+def test_short_steps_are_said_to_be_unpredictable(share: float, is_short: bool) -> None:
+    longer = dataclasses.replace(explain(make(), RATES, metrics_of(make(), RATES)), measured_s=share * SHORT_S)
+    longer = dataclasses.replace(longer, prediction=dataclasses.replace(longer.prediction, step_s=0.1))
+    assert ("a step under 500 ms may be several times off" in str(longer)) == is_short
 
 
 def test_before_the_first_step_there_is_only_the_prediction() -> None:
