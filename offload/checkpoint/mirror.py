@@ -270,7 +270,7 @@ class Mirror:
     def note_mirrored(self, id: str) -> None:
         """On ranks other than 0: note, when a `COMMIT` is read, that rank 0 mirrors the checkpoint `id` and no other.
 
-        What rank 0 has not taken by now it has skipped, except the newest.
+        `id` is "" if it mirrors none. What rank 0 has not taken by now it has skipped, except the newest.
         """
         with self._lock:
             for task in self._tasks:
@@ -723,7 +723,10 @@ class RankPartCopy:
 
 
 def _batches(manifest: Manifest, first: int) -> Iterator[list[tuple[TileId, int]]]:
-    """Yield the tiles from number `first` on in batches of `BATCH_BYTES`, with their offsets in one store."""
+    """Yield the tiles from number `first` on, in batches of at least `BATCH_BYTES` (but the last).
+
+    Each tile comes with its offset in a store that has these tiles alone.
+    """
     batch: list[tuple[TileId, int]] = []
     offset = batch_start = 0
     for tile in islice(manifest.tiles, first, None):

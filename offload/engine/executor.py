@@ -167,7 +167,8 @@ class LiveExecutor:
         self._events: list[Event] = []  # failures that `wait` has not returned yet
         self._due_s: dict[int, float] = {}  # `Interval.due_s` of operations in flight
         self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
-        self._woke_s: float | None = None  # since when the engine thread works
+        # Since when the engine thread has worked without an entry in the timeline; None before the first `wait`.
+        self._woke_s: float | None = None
 
     def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while nothing is in flight."""
@@ -378,9 +379,12 @@ class LiveExecutor:
             return self._memory.state_address(operation.tile.subgroup) + operation.source_offset
         return self._save_source().buffer_address(operation.buffer)
 
-    def end_turn(self) -> None:
-        """End an interval of the engine thread's work in the timeline, if one has begun, and begin the next one."""
-        if self._woke_s is not None:
+    def end_engine_interval(self) -> None:
+        """Add to the timeline what the engine thread has worked since it woke, or since the last call.
+
+        `wait` does so. Others do where what follows is not to count for the step before.
+        """
+        if self._woke_s is not None:  # else `wait` was not called yet
             now_s = time.monotonic()
             self.timeline.append(Interval(ENGINE, label="", started_s=self._woke_s, finished_s=now_s, nbytes=0))
             self._woke_s = now_s
@@ -390,7 +394,7 @@ class LiveExecutor:
 
         A lane that is silent for `stall_s` makes a `Stop`; after `waits.QUIET_S` an interrupted caller does, too.
         """
-        self.end_turn()
+        self.end_engine_interval()
         is_watched = self._operation_that_must_end() is not None
         left_s = self._stall_s - self._silence.lasts_s
         # Until the next warning, or until a lane counts as hanging; -1: without limit.
@@ -558,7 +562,7 @@ class LiveExecutor:
         )
 
     def _operation_that_must_end(self) -> _InFlight | None:
-        """Return the first operation in flight that must end, or its lane counts as hanging; None if none must.
+        """Return the first operation in flight whose lane hangs if it is silent for `stall_s`; None if there is none.
 
         A commit may wait for other ranks, and itself reports a wait that is too long. The update of a whole parameter
         has no limit, nor has a run whose weights are being read from their file.

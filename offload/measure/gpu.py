@@ -107,6 +107,7 @@ class GpuProbe:
         self._gate_copies = GATE_COPIES
         nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
+        # Bytes that one copy, or one update, counts for on its lane; `_work` enqueues it.
         self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
         self._ends = contextlib.ExitStack()
         memory = lanes.device.allocate(nbytes)

@@ -164,7 +164,7 @@ class _Session:
         visits = update_visits(self._plan, order, reloads=machine.is_fresh)
         machine.handle(BeginSweep(Sweep(number, step=number, visits=visits)))
         executor.submit(machine.take_operations())
-        executor.end_turn()
+        executor.end_engine_interval()
         if timeline:
             observe(known, timeline)  # its cost is part of a step: sessions learn then from the step before
         pump(machine, executor, lambda machine: machine.finished_sweep is not None)

@@ -80,7 +80,7 @@ class TrialState:
         numel: Elements.
         depth: Updates in flight at once.
         prefault: Touch all memory now.
-        borrowed: Address and size of unused memory, to be taken if it is large enough.
+        borrowed: Address and size of unused memory, which is used if it is large enough; zeros for none.
     """
 
     def __init__(

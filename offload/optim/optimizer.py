@@ -284,7 +284,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._add(new)
 
     def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
-        """Refuse parameters whose gradients are reduced too late, and those named as a bound one.
+        """Refuse parameters whose gradients ranks reduce only after our hooks, and those named as a bound one.
 
         A name comes twice if a model was sharded after its optimizer was made, which replaces its parameters.
         """
@@ -598,7 +598,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         Args:
             model: The model whose forward pass trains; compiled or wrapped as it is called.
             host_memory: Host memory of the buffers, beside the optimizer's own: bytes, or a size such as "2GiB". It
-                is taken when the context is first entered, and kept until another size is asked for.
+                is allocated when the context is first entered, and kept until another size is asked for.
             least_bytes: The smallest tensors that leave.
 
         Raises:
@@ -616,7 +616,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         Raises:
             StepAbortedError: It could not be finished; the session is broken.
         """
-        with self._lock:  # taking the lock waits
+        with self._lock:  # acquiring the lock waits
             pass
 
     # Phases

@@ -162,12 +162,12 @@ class Weights:
         dealt.add({weight: names[weight] for weight in works if shards.is_dtensor(weight)}, self.owners)
 
     def undo_deal(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Undo `deal` for weights that were not bound after it."""
+        """Undo `deal` for weights that were not bound after it, as adding them to the engine failed."""
         for parameter in parameters:
             if parameter not in self.bound:
                 self.owners.pop(parameter, None)
                 for dealt in self.dealt.values():
-                    dealt.weights.pop(parameter, None)
+                    dealt.forget(parameter)
 
     def is_dealt(self, parameter: torch.Tensor) -> bool:
         """Return whether a weight was dealt: one rank updates it whole."""

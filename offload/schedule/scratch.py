@@ -331,7 +331,7 @@ class Scratch:
         """Count off a transfer that ended; return its owner and the owner's entry."""
         self._moving[type(operation)] -= 1
         self._is_due = True
-        buffer = known(operation.slot, "a tile without a buffer")
+        buffer = known(operation.slot, "a tile without a buffer")  # of scratch, `slot` is that
         owner = known(self._owners[buffer], "a buffer of nobody")
         return owner, self._entries[owner]
 

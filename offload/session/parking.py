@@ -367,9 +367,9 @@ class Parking:
             parts.rates,
             read_bytes,
             sent_bytes=self._parts.plan.state_bytes_of(number for number in coming_home if homes[number] is Home.GPU),
-            taken_bytes=freed_bytes - beside_bytes,
+            before_bytes=freed_bytes - beside_bytes,
             beside_bytes=beside_bytes,
-            take_bytes_per_s=parts.memory.take_bytes_per_s,
+            allocate_bytes_per_s=parts.memory.allocate_bytes_per_s,
         )
 
     def end(self, error: BaseException | None) -> None:

@@ -411,9 +411,10 @@ class EngineThread(MachineListener):
 
     def _serve_requests(self) -> None:
         """Handle events and do what is due until the session ends; then finish what is in flight."""
-        pump(self._parts.machine, self._parts.executor, self.is_due)
-        while self.serve_due():
+        goes_on = True
+        while goes_on:
             pump(self._parts.machine, self._parts.executor, self.is_due)
+            goes_on = self.serve_due()
         self._finish_session()
 
     def is_due(self, machine: Machine) -> bool:
@@ -502,7 +503,7 @@ class EngineThread(MachineListener):
             self._reported_visits = 0
             self._next = None  # no reference to what the caller owns, as in `_answer`
             self._reply.post(0)
-        executor.end_turn()  # so that learning in `meanwhile` is not counted as what a step takes to begin
+        executor.end_engine_interval()  # so that learning in `meanwhile` is not counted as what a step takes to begin
         request.meanwhile()
 
     def _report_ended_visits(self) -> None:

@@ -120,9 +120,10 @@ class Directory(Place):
             raise
 
     def _wants_asyncio(self) -> bool:
-        """Return whether the directory is on a network or parallel file system without O_DIRECT.
+        """Return whether `io_backend` "auto" is asyncio: on a network or parallel file system without O_DIRECT.
 
-        There all goes through the page cache, which `asyncfile` does with a bounded number of transfers.
+        Such transfers go through the page cache anyway, and one event loop keeps a bounded number of them going. A
+        file is made for a moment, to try O_DIRECT.
         """
         try:
             return file_system(self.path) in NETWORK_FILE_SYSTEMS and not supports_direct(self.path)
