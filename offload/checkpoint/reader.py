@@ -224,7 +224,7 @@ class Checkpoint:
         whole: Raise if stores of any rank are missing. Else `require` checks those of one rank: a host may not see
             the stores of others.
         part: Open one rank's part of one save alone, whatever `COMMIT` says: the save's id, the rank, and the number
-            of ranks. Then `manifests` has that rank's alone, and only its tiles can be read.
+            of ranks. Then `manifests` has that rank's alone, and only its tiles can be read. None for all ranks.
         buffers: Most tiles in memory at once.
 
     Attributes:
@@ -251,7 +251,7 @@ class Checkpoint:
         self.path = self._folder.path
         self._verify = verify
         self._needs_all_stores = whole
-        self._tiers: dict[tuple[str, str], Tier] = {}
+        self._tiers: dict[tuple[str, str], Tier] = {}  # by path and store
         self.queue = CompletionQueue()
         self._most_buffers = buffers
         self._arena: Arena | None = None  # of the buffers, if these are not in lent memory
