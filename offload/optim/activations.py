@@ -167,7 +167,7 @@ class ActivationsOnPaths:
         self._least_bytes = max(1, parse_bytes("least_bytes", least_bytes))
         self._weights: set[int] = set()  # storages of weights and buffers, by torch's `_cdata`
         self._written_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-        self._hooks: list[saved_tensors_hooks] = []
+        self._hooks: list[saved_tensors_hooks] = []  # of each context that is open; they may be nested
 
     def __enter__(self) -> ActivationsOnPaths:
         """Allocate buffers, note which storages stay, and have autograd call `_pack` for what it saves."""

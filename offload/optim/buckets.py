@@ -72,7 +72,7 @@ class Buckets:
     """
 
     def __init__(self, model: DistributedDataParallel, hook: CommHook | None, state: object) -> None:
-        self._listener: weakref.ReferenceType[BucketListener] | None = None
+        self._listener: weakref.ReferenceType[BucketListener] | None = None  # None until `set_listener`
         self.hook, self.state = hook, state
         self._model = weakref.ref(model)
         self._group = model.process_group

@@ -131,7 +131,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             InfeasiblePlanError: The state does not fit into the tiers; the optimizer is closed then.
         """
         replaced = [p for p in self._parameters() if p.requires_grad and p not in self._weights.bound]
-        if not replaced:
+        if not replaced:  # the engine has all of them
             return
         if self._state.has_updates:
             self._check_new_parameters(replaced)
@@ -521,7 +521,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
 
         Args:
             model: The DistributedDataParallel, or the module that FSDP2 shards, or one with modules that it shards.
-            comm_hook: A hook of yours, which reduces instead of DDP; it returns the gradient.
+            comm_hook: A hook of yours, which reduces instead of DDP; it returns the gradient. None for DDP's mean.
             state: The first argument of `comm_hook`.
 
         Raises:
@@ -791,7 +791,7 @@ def _device_of(parameters: list[torch.Tensor]) -> torch.device | None:
 
 
 def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
-    """Return the settings that a user gave.
+    """Return the settings that a user gave; the defaults for None.
 
     Raises:
         ConfigError: They are no settings.

@@ -154,7 +154,7 @@ class Route:
         self._scaling = scaling
         self._free_dealt_gradients = weights.forget_gradients  # whole ones, on the ranks that update them
         self._handles: list[Any] = []  # of hooks, to remove them
-        self._unhooked: dict[BoundParameter, None] = {}  # frozen parameters, which torch refuses hooks of
+        self._unhooked: dict[BoundParameter, None] = {}  # attached frozen parameters, which torch refuses hooks of
         self._read_tensors: list[torch.Tensor] = []  # gradients that the step reads
 
     def attach(self, bound: BoundParameter) -> None:
@@ -351,7 +351,7 @@ class Route:
         self.drop_references()
 
     def drop_references(self) -> None:
-        """Drop all references to gradients; called when no lane reads them any more."""
+        """Drop all references to gradients; called when no lane reads them any more, or the caller keeps them."""
         self._read_tensors.clear()
         self._free_dealt_gradients()
 

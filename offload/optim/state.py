@@ -46,7 +46,7 @@ class Copies:
     """Watches copies of state that users hold, to detect changes in place."""
 
     def __init__(self) -> None:
-        self._watched: list[_WatchedTensor] = []
+        self._watched: list[_WatchedTensor] = []  # a `DTensor` is two of them
 
     def watch(self, copy: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
         """Note a copy of a parameter's state as it is now."""
