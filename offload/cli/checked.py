@@ -277,7 +277,8 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
 
     Args:
         script: Its file.
-        frame: The innermost function that is running; the search starts at its callers that are the script's.
+        frame: The innermost function that is running; the search starts at its callers that are the script's. None
+            for none.
     """
     is_own = _is_own_file(script)
     modules = {name: m for name, m in [*sys.modules.items()] if is_own(getattr(m, "__file__", None))}

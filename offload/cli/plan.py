@@ -377,8 +377,12 @@ def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
 
 
 def _path_wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
-    """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts."""
-    if steps_per_day is None:  # one iteration after the other
+    """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts.
+
+    `endurance` is how many bytes can be written to a path in all. Without `steps_per_day`, one iteration follows the
+    other.
+    """
+    if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     lane_bytes = answer.prediction.lane_bytes if answer.prediction else {}
     rows = []

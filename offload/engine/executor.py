@@ -162,8 +162,8 @@ class LiveExecutor:
         self._coming: Coming = nothing_comes
         self._only_updates = False  # whether `_visitor` only returns tables
         self._others = {} if others is None else others
-        self._plan: Plan | None = None
-        self._in_flight: dict[int, _InFlight] = {}
+        self._plan: Plan | None = None  # None in a trial of paths
+        self._in_flight: dict[int, _InFlight] = {}  # by operation
         self._events: list[Event] = []  # failures that `wait` has not returned yet
         self._due_s: dict[int, float] = {}  # `Interval.due_s` of operations in flight
         self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
@@ -287,7 +287,7 @@ class LiveExecutor:
     def _request(
         self, operation: ReadTile | WriteTile | SaveTile | CopyTile, checksum: int | None, verify: bool
     ) -> TileRequest:
-        """Return what a tier has to do for the transfer of a tile."""
+        """Return what a tier has to do for the transfer of a tile; for checksums see `_checksum_and_verify`."""
         location = operation.record.location
         return TileRequest(
             op=operation.op,
@@ -512,7 +512,7 @@ class LiveExecutor:
         completion: Completion,
         due_s: float,
     ) -> Event:
-        """Return the event of a tile's transfer; that of a write has its checksum."""
+        """Return the event of a tile's transfer, for which `request` was made; that of a write has its checksum."""
         record = operation.record
         path, nbytes = record.location.path, record.location.nbytes
         if completion.error != 0:
@@ -532,7 +532,10 @@ class LiveExecutor:
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
-        """Return the error of a failed completion, with the names of the tile's parameters and of its file."""
+        """Return the error of a failed completion, with the names of the tile's parameters and of its file.
+
+        `request` is None for a sync, which is of no tile.
+        """
         error = tier_error(verb, completion, request, tier)
         if request is None or self._plan is None:
             return error

@@ -114,7 +114,7 @@ class Additions:
             done = 0
             while done < numel:
                 if filled_bytes == self._buffer_bytes:
-                    sending.append(self._claim_buffer(copies, rows))
+                    sending.append(self._next_filling(copies, rows))
                     copies, rows, filled_bytes = [], {}, 0
                 count = min(numel - done, (self._buffer_bytes - filled_bytes) // item_bytes)
                 nbytes = item_bytes * count
@@ -125,7 +125,7 @@ class Additions:
                 filled_bytes += round_up(nbytes, PIECE_ALIGNMENT)
                 done += count
         if copies:
-            sending.append(self._claim_buffer(copies, rows))
+            sending.append(self._next_filling(copies, rows))
         return sending
 
     def _ensure_buffers(self, nbytes: int) -> Arena:
@@ -141,7 +141,7 @@ class Additions:
         self.arena = self._lanes.allocate_arena(BUFFERS * nbytes)
         return self.arena
 
-    def _claim_buffer(
+    def _next_filling(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
     ) -> Filling:
         """Return a use of the ring's next buffer, which may still be in use: `send` waits for that."""

@@ -140,7 +140,7 @@ class PathGradients(GradientStore):
     def _copy_or_add(self, position: int, address: int, dtype: DtypeCode) -> None:
         """Copy or add a gradient to its buffers, segment by segment.
 
-        A signal handler may drop all gradients in between; then the rest of this one is dropped, too.
+        A signal handler may drop all gradients in between (`_drops` grows): then the rest of this one is dropped too.
         """
         parameter = self._parameters[position]
         if parameter.name not in self._announced:

@@ -100,7 +100,10 @@ def trial_rates(
 
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
-    """Return a plan of the smallest subgroups, a path for each tier, and as large a part resident as in `plan`."""
+    """Return a plan of the smallest subgroups, a path for each tier, and as large a part resident as in `plan`.
+
+    Without a `plan` all of it is streamed, if there are tiers.
+    """
     count = SUBGROUPS
     slots = SLOTS
     streamed_part = 1.0

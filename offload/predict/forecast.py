@@ -37,7 +37,7 @@ class Forecast:
     """Predictions for one session, whose plan and rates change as it goes on."""
 
     def __init__(self) -> None:
-        self._last: _Simulation | None = None
+        self._last: _Simulation | None = None  # None before the first
         self._late_steps = 0  # of which `watch` knows
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:

@@ -132,7 +132,7 @@ class State:
 
         Args:
             values: By parameter and name of a tensor.
-            steps: Step counts by parameter.
+            steps: Step counts by parameter; all others stay.
             weights: Whether 16-bit weights are set to masters that are given now; else with their next update.
 
         Raises:

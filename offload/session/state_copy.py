@@ -106,7 +106,7 @@ class StateCopy:
         for size in sizes:
             self._offsets.append(needed_bytes)
             needed_bytes += round_up(size, ALIGNMENT)
-        self._file: IO[bytes] | None = None
+        self._file: IO[bytes] | None = None  # None if the copy lies in memory
         if needed_bytes > large_bytes:
             self._directory, self._file = _make_file(needed_bytes, free_bytes_by_directory, left_bytes=large_bytes)
         if self._file is None:

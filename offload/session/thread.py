@@ -110,8 +110,8 @@ class EngineThread(MachineListener):
         """Gives memory back between steps, and takes it again."""
         self.pending: PendingStep | None = None
         """The pending step, until somebody has waited for its end."""
-        self._thread: threading.Thread | None = None
-        self._opening: waits.BackgroundWork | None = None
+        self._thread: threading.Thread | None = None  # the engine thread, once it is started
+        self._opening: waits.BackgroundWork | None = None  # of `open`, once that is called
         self._starting = threading.Lock()  # held while a new thread finds out whether the session is closed already
         self._serving = False  # whether the engine thread has begun, and serves requests
         self._is_broken_logged = False
@@ -580,7 +580,7 @@ class EngineThread(MachineListener):
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:
-        """Pass on how a request has ended: to its caller, or to those who wait for a pending step."""
+        """Pass on how a request has ended (`error`, or well): to its caller, or to who waits for a pending step."""
         if error is not None:
             self._aborts_untold = False  # whoever is raised this error is told
         pending, self._followed_step = self._followed_step, None

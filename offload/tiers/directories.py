@@ -43,7 +43,7 @@ from offload.tiers.store import DATA_NAME, NO_LOCK_ERRNOS, RANK_NAME, RECORD_NAM
 from offload.tiers.turns import TakingTurns
 
 _RECORD_BYTES = 1 << 16
-"""Most that a store's record may have."""
+"""Most bytes of a store's record; a longer one is not ours."""
 
 
 class Directory(Place):
@@ -362,7 +362,7 @@ class _ReadLockedStore(Store):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.data_path = directory / DATA_NAME
-        self._lock_descriptor: int | None = None
+        self._lock_descriptor: int | None = None  # None if there is no lock file, or the file system has no locks
         with contextlib.suppress(FileNotFoundError):  # a copy where nobody may write has no lock file
             try:
                 self._lock_descriptor = share_lock(directory / LOCK_NAME)
