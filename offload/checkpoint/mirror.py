@@ -84,8 +84,8 @@ class Task:
         source: The folder.
         part: None where no checkpoint of ours is in it.
         files: The copy of the framework's files; None where a checkpoint is mirrored alone, and on other ranks.
-        failure: Why the files could not be opened.
-        is_new: See `RankPart`.
+        failure: Why the files could not be opened; None if they could, or there are none.
+        is_new: Whether the source has just been saved; else it was loaded, and may have been mirrored in part.
         is_taken: Whether rank 0 has decided to mirror the source.
         done: Set when the source has been mirrored, skipped or given up.
     """
@@ -198,7 +198,7 @@ class Mirror:
             whole: The folder; all ranks name the same.
             saved: The checkpoint in it, if there is one, as for `offer`.
             is_first: Whether this is rank 0; other ranks have nothing to do where there is no checkpoint.
-            is_new: See `RankPart`.
+            is_new: Whether it has just been saved; else it was loaded, and may have been mirrored in part.
         """
         source = whole.source()
         mirror = (self._path or "").rstrip("/")

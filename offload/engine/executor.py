@@ -116,7 +116,7 @@ class LiveExecutor:
         memory: Where homes, staging slots and buffers are.
         saves: The checkpoints' copy buffers and commits; None where there are none.
         verify: Whether tiles get checksums when written, and are compared with those of the index when read.
-        stall_s: See `STALL_S`.
+        stall_s: How long a lane may be silent with operations in flight before the session gives up on it.
         lanes: The device's.
         others: Stores that are no path of the plan, by number: foreign ones, which are only read, and a save's sink.
             Their openers add them.

@@ -266,7 +266,7 @@ class WeightWaiter(Protocol):
 
     Attributes:
         models: The models whose modules wait.
-        has_ended: See `Overlap`.
+        has_ended: Whether somebody has waited for the whole last step, perhaps on another stream.
     """
 
     models: list[FollowedModel]
