@@ -115,6 +115,7 @@ _original: Callable[..., Any] | None = None
 object_for_all: Mapping[str, Any] | None = None
 """The `multi_tier_offload` object for configs that have none."""
 _warned_of_own = _warned_of_stock = _warned_of_ignored = False
+"""Whether a warning has been logged, which is said once: `add_object_for_all`, `_warn_of_ignored_object`."""
 _undo = contextlib.ExitStack()
 """Undoes the replacements of `weights.patch_deepspeed`."""
 
@@ -380,14 +381,16 @@ def _warn_of_ignored_object(engine: Any) -> None:
 
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _mode, _original, object_for_all, _warned_of_stock, _warned_of_ignored
-    object_for_all, _warned_of_stock, _warned_of_ignored, _mode = None, False, False, _Mode.OFF
+    global _mode, _original, object_for_all, _warned_of_own, _warned_of_stock, _warned_of_ignored
+    _mode, object_for_all = _Mode.OFF, None
+    _warned_of_own = _warned_of_stock = _warned_of_ignored = False
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AtImport)]
     _undo.close()
     if _original is None:
         return
     engine_class = getattr(import_module(_ENGINE[0]), _ENGINE[1])
-    if getattr(engine_class._configure_optimizer, "__wrapped__", None) is _original:  # nobody has wrapped ours since
+    # Else somebody has wrapped ours since: it stays below theirs, and passes calls on while the mode is OFF.
+    if getattr(engine_class._configure_optimizer, "__wrapped__", None) is _original:
         engine_class._configure_optimizer = _original
     _original = None
 

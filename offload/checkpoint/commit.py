@@ -137,7 +137,8 @@ class CommitJob:
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
         pause_mirroring: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is
             mirroring, or "", and begins to mirror no other until the save has ended.
-        note_mirrored: Called on other ranks, before anything is released, with the id that `COMMIT` has of that.
+        note_mirrored: Called on other ranks, before anything is released, with the id that `COMMIT` has of that; not
+            called if rank 0 was mirroring none.
         is_needed: Returns whether somebody needs the slots of an older checkpoint, which is then kept.
         read: Checkpoints that this session has resumed from and reads no more, with those of their stores that have
             no lock. A checkpoint is removed from this list once these stores are deleted.
@@ -163,7 +164,7 @@ class CommitJob:
     ranks_until_s: Callable[[], float] = lambda: math.inf
     pause_mirroring: Callable[[], str] = str  # returns ""
     note_mirrored: Callable[[str], object] = str  # does nothing
-    is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
+    is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)  # defined below
     read: list[KeptCheckpoint] = field(default_factory=list)
     reader: str = ""
     doubtful: Sequence[KeptCheckpoint] = ()
@@ -173,7 +174,7 @@ class CommitJob:
     committed: bool = False
     undone: bool = False
     awaited: str = ""
-    timeout_s: float = field(default_factory=lambda: RANKS_TIMEOUT_S)
+    timeout_s: float = field(default_factory=lambda: RANKS_TIMEOUT_S)  # as it is then: tests set it
     _may_be_named: bool = False  # COMMIT may name this rank's part from now on
     _mirrored_id: str = ""  # the checkpoint whose files stay here until it is mirrored
 
@@ -206,7 +207,7 @@ class CommitJob:
     def _wait_for_lock(self, lock: FolderLock) -> None:
         """Wait until no other session commits in the folder; if this raises, nothing has been written (`undone`)."""
         self.undone = True
-        self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", ask="that one says")
+        self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", who_says="that one says")
         self.undone = False
 
     def _run(self) -> None:
@@ -292,18 +293,19 @@ class CommitJob:
         """Return the ranks whose processes have ended before they did what this commit needs of them."""
         ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will never come
         missing = self._ranks_without_manifest() if ended else []
+        # Rank 0 has `COMMIT` to write, the others only their manifests.
         return [rank for rank in ended if rank == 0 or rank in missing]
 
     def _wait(
         self,
         missing: Callable[[], str],
-        ask: str = "the other ranks say",
+        who_says: str = "the other ranks say",
         find_ended: Callable[[], Sequence[int]] = tuple,  # returns none
     ) -> None:
         """Wait until nothing is missing any more: `missing` returns in words what is, or "".
 
         Raise `CheckpointError` if that takes too long, or if `find_ended` returns ranks: what is missing cannot come
-        then. The error tells users to see what `ask` says, such as "the other ranks say".
+        then. The error tells users to see what `who_says`, such as "the other ranks say".
         """
         silence, last_what = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
@@ -321,7 +323,7 @@ class CommitJob:
                     raise CheckpointError(f"{story}; see what it has said last")
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
-                    raise CheckpointError(f"{story}; see what {ask}")
+                    raise CheckpointError(f"{story}; see what {who_says}")
                 silence.warn_if_due(lambda: self.awaited)
                 last_what = what
                 pause_s = min(2 * pause_s, 1.0)

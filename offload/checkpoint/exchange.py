@@ -44,6 +44,7 @@ READ_NUMEL = 1 << 16
 
 MAX_HEADER_BYTES = 100 << 20
 _ITEM = np.dtype("<f4")
+"""An element of a file: fp32, little-endian."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far, and all bytes."""

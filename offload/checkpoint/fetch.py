@@ -121,7 +121,7 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
 
 
 def _is_as_noted(path: str, noted: tuple[int, int] | None) -> bool:
-    """Return whether a file has the size, and the time of the last change, that a marker notes."""
+    """Return whether a file has the size and the time of the last change that a marker has noted, if it has."""
     try:
         status = os.lstat(path)
     except OSError:

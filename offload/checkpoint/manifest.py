@@ -271,7 +271,7 @@ class CommitRecord(msgspec.Struct, frozen=True):
         id: Id of the checkpoint that the folder holds.
         ranks: The number of ranks that wrote it.
         replaced: Ids of checkpoints that the folder held before, and that this one has replaced, newest first.
-        mirrored: Id of the checkpoint that rank 0 was mirroring, for the other ranks; see `mirror`.
+        mirrored: Id of the checkpoint that rank 0 was mirroring, for the other ranks; None for none. See `mirror`.
     """
 
     id: Id

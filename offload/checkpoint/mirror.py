@@ -84,8 +84,8 @@ class Task:
         source: The folder.
         part: None where no checkpoint of ours is in it.
         files: The copy of the framework's files; None where a checkpoint is mirrored alone, and on other ranks.
-        failure: Why the files could not be opened.
-        is_new: See `RankPart`.
+        failure: Why the files could not be opened; None if they could, or there are none.
+        is_new: Whether the source has just been saved; else it was loaded, and may have been mirrored in part.
         is_taken: Whether rank 0 has decided to mirror the source.
         done: Set when the source has been mirrored, skipped or given up.
     """
@@ -139,11 +139,11 @@ class Mirror:
         self._run_folders = Seen()
         self._unfinished: WholeFolder | None = None
         """The folder whose copy was begun last and is not whole: it is deleted to make room for the next one."""
-        self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
+        self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()  # the stores that the mirror reads
         self._is_known = threading.Event()
         """Cleared while stores are opened or closed: `_reads` may then lack stores that the mirror reads."""
         self._is_known.set()
-        self._error: CheckpointError | None = None
+        self._error: CheckpointError | None = None  # of the task that has ended last
         self._cancelled = threading.Event()
         # Wakes the mirror's thread. Not a condition: the main thread posts, where a Ctrl-C may come at any line.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -198,7 +198,7 @@ class Mirror:
             whole: The folder; all ranks name the same.
             saved: The checkpoint in it, if there is one, as for `offer`.
             is_first: Whether this is rank 0; other ranks have nothing to do where there is no checkpoint.
-            is_new: See `RankPart`.
+            is_new: Whether it has just been saved; else it was loaded, and may have been mirrored in part.
         """
         source = whole.source()
         mirror = (self._path or "").rstrip("/")
@@ -299,7 +299,7 @@ class Mirror:
         self._error = error
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is left to mirror.
+        """Wait until nothing is left to mirror, for at most `timeout_s`, if that is given.
 
         Raises:
             CheckpointError: The checkpoint that was mirrored last could not be. It is there, and training may go on.
@@ -316,7 +316,7 @@ class Mirror:
 
     def close(self, patience_s: float, settle_s: float) -> None:
         """Wait up to `patience_s` for what is left to mirror, then end the thread, within `settle_s`."""
-        if not self._thread.started:
+        if not self._thread.started:  # nothing was ever queued
             return
         if self._tasks and patience_s:
             log.info("waiting up to %.0f s for %s to be mirrored", patience_s, self._tasks[-1].source)
@@ -365,7 +365,7 @@ class Mirror:
             return task
 
     def _finish_task(self, task: Task, cause: Exception | None) -> None:
-        """Remove a task that has ended from the queue, and keep its error for `wait`, in place of an earlier one."""
+        """Remove a task that has ended from the queue, and keep its error, or that it had none, for `wait`."""
         with self._lock:
             was_queued = task in self._tasks
             self._tasks = tuple(queued for queued in self._tasks if queued is not task)
@@ -655,7 +655,10 @@ class RankPartCopy:
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit the part as one of a self-contained copy; stop waiting for other ranks if `cancelled` is set."""
+        """Commit the part as one of a self-contained copy, with its `extra`, if it has one.
+
+        It waits no longer for other ranks once `cancelled` is set.
+        """
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             content = open_folder(self.source.path).read(weights)
@@ -723,7 +726,10 @@ class RankPartCopy:
 
 
 def _batches(manifest: Manifest, first: int) -> Iterator[list[tuple[TileId, int]]]:
-    """Yield the tiles from number `first` on in batches of `BATCH_BYTES`, with their offsets in one store."""
+    """Yield the tiles from number `first` on, in batches of at least `BATCH_BYTES` (but the last).
+
+    Each tile comes with its offset in a store that has these tiles alone.
+    """
     batch: list[tuple[TileId, int]] = []
     offset = batch_start = 0
     for tile in islice(manifest.tiles, first, None):

@@ -224,7 +224,7 @@ class Checkpoint:
         whole: Raise if stores of any rank are missing. Else `require` checks those of one rank: a host may not see
             the stores of others.
         part: Open one rank's part of one save alone, whatever `COMMIT` says: the save's id, the rank, and the number
-            of ranks. Then `manifests` has that rank's alone, and only its tiles can be read.
+            of ranks. Then `manifests` has that rank's alone, and only its tiles can be read. None for all ranks.
         buffers: Most tiles in memory at once.
 
     Attributes:
@@ -251,15 +251,15 @@ class Checkpoint:
         self.path = self._folder.path
         self._verify = verify
         self._needs_all_stores = whole
-        self._tiers: dict[tuple[str, str], Tier] = {}
+        self._tiers: dict[tuple[str, str], Tier] = {}  # by path and store
         self.queue = CompletionQueue()
         self._most_buffers = buffers
-        self._arena: Arena | None = None
-        self._lent_memory = (0, 0)
-        """Address and bytes."""
+        self._arena: Arena | None = None  # of the buffers, if these are not in lent memory
+        self._lent_memory = (0, 0)  # address and size; see `use_read_buffer`
+        # Address of the first buffer, their number (0: not made yet), and size of each; set by `_make_buffers`.
         self._buffers_address = self._buffer_count = self._buffer_bytes = 0
+        # The buffer that each tile in memory is in, least recently used first.
         self._cache: OrderedDict[_TileKey, int] = OrderedDict()
-        """The buffer that each tile in memory is in, least recently used first."""
         if part is None:
             self.id, self.manifests = read_manifests(self._folder)
         else:
@@ -380,7 +380,10 @@ class Checkpoint:
     # Reading
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges, tile by tile, through at most as many buffers as the class was given.
+        """Read ranges, tile by tile, through at most as many buffers as the checkpoint was opened with.
+
+        Each tile is read once, and copied or decoded to all ranges that need it. What is stored as several tensors
+        (planes; codes and scales) is collected first, and decoded when all tiles have been read.
 
         If the lent memory is too small for a tile, one buffer of the checkpoint's own is used.
 
@@ -388,7 +391,7 @@ class Checkpoint:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
         """
         uses: _Uses = OrderedDict()
-        finishers = [
+        decode_collected = [
             self._add_uses(uses, rank, item.tensor, run) for item in ranges for rank, run in self._element_runs(item)
         ]
         for key, buffer in self._tiles(uses):
@@ -396,8 +399,8 @@ class Checkpoint:
             tile = tensor_at(self._address(buffer), self.manifests[rank].tile_bytes[id], torch.uint8)
             for use in uses[key]:
                 use(tile)
-        for finish in finishers:
-            finish()
+        for decode in decode_collected:
+            decode()
 
     def read_pieces(
         self,
@@ -508,7 +511,7 @@ class Checkpoint:
 
     def _move_tiles(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> _Flight | None:
         """Read tiles and write them to a sink, until all is done or a device stalls; return the last write."""
-        self._ensure_buffers()
+        self._make_buffers()
         self._cache.clear()  # all buffers are used for other tiles now
         to_read = deque(tiles)
         free = [*range(self._buffer_count)]
@@ -748,8 +751,8 @@ class Checkpoint:
         invariant(buffer < self._buffer_count, "a tile without a buffer")
         return self._buffers_address + buffer * self._buffer_bytes
 
-    def _ensure_buffers(self) -> None:
-        """Divide the lent memory, or allocated memory if it is too small, into buffers of the largest tile's size."""
+    def _make_buffers(self) -> None:
+        """Divide lent memory, or new memory if that is too small, into buffers for the largest tile, unless done."""
         if self._buffer_count:
             return
         most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
@@ -779,7 +782,7 @@ class Checkpoint:
 
     def _tiles(self, keys: Iterable[_TileKey]) -> Iterator[tuple[_TileKey, int]]:
         """Read tiles; yield each, those in memory first, with the buffer that holds it until the next one."""
-        self._ensure_buffers()
+        self._make_buffers()
         todo = []
         for key in keys:
             if key in self._cache:

@@ -30,7 +30,7 @@ class Restorer:
         anew: Names of parameters of the session that begin anew where the checkpoint lacks them.
 
     Attributes:
-        names: Each parameter's name in the checkpoint, by position.
+        saved_names: Each parameter's name in the checkpoint, by position.
         anew: Positions of parameters that begin anew.
 
     Raises:
@@ -47,21 +47,21 @@ class Restorer:
         lanes: Lanes,
         anew: Collection[str] = (),
     ) -> None:
-        self.names = [names.get(parameter.name, parameter.name) for parameter in parameters]
+        self.saved_names = [names.get(parameter.name, parameter.name) for parameter in parameters]
         self._parameters = parameters
         self._source = source
         self._views = views
         self._tables = tables
         self._lanes = lanes
-        saved_names = set(source.names)
-        unsaved = [number for number, name in enumerate(self.names) if name not in saved_names]
+        in_checkpoint = set(source.names)
+        unsaved = [number for number, name in enumerate(self.saved_names) if name not in in_checkpoint]
         self.anew = frozenset(number for number in unsaved if parameters[number].name in anew)
-        missing = [self.names[number] for number in unsaved if number not in self.anew]
+        missing = [self.saved_names[number] for number in unsaved if number not in self.anew]
         if missing:
             raise CheckpointError(f"{source.path} is of another model: {self._describe_missing(missing)}")
         for number, parameter in enumerate(parameters):
             if number not in self.anew:
-                self._check_saved(self.names[number], parameter)
+                self._check_saved(self.saved_names[number], parameter)
 
     def _describe_missing(self, missing: Sequence[str]) -> str:
         """Say which parameters the checkpoint lacks, and why that may be: the models' names are of two kinds."""
@@ -70,12 +70,12 @@ class Restorer:
             """Return whether parameters were given without names, which are named by their positions."""
             return any(name.startswith("param_groups[") for name in names)
 
-        saved_names = self._source.names
+        in_checkpoint = self._source.names
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         hint = ""
-        if has_positions(self.names) != has_positions(saved_names):
+        if has_positions(self.saved_names) != has_positions(in_checkpoint):
             hint = "; one was made from parameters(), the other from named_parameters()"
-        return f"it has no {', '.join(missing[:3])}{more}; it has {', '.join(saved_names[:3])}, ...{hint}"
+        return f"it has no {', '.join(missing[:3])}{more}; it has {', '.join(in_checkpoint[:3])}, ...{hint}"
 
     def _check_saved(self, name: str, parameter: Parameter) -> None:
         """Raise `CheckpointError` unless a parameter is saved, as `name`, with the same size and rule."""
@@ -100,13 +100,12 @@ class Restorer:
         Where the checkpoint lacks the latter, the session keeps its own.
         """
         tables = self._tables
-        tables.steps[:] = [
-            0 if position in self.anew else self._source.step_of(name) for position, name in enumerate(self.names)
-        ]
+        for position, name in enumerate(self.saved_names):
+            tables.steps[position] = 0 if position in self.anew else self._source.step_of(name)
         rounding = self._source.rounding
         if rounding is not None:
             tables.seed, saved_numbers = rounding
-            for position, name in enumerate(self.names):
+            for position, name in enumerate(self.saved_names):
                 tables.numbers[position] = saved_numbers.get(name, tables.numbers[position])
 
     def restore(self, run: RunVisit) -> None:
@@ -147,11 +146,11 @@ class Restorer:
 
     def _is_saved(self, segment: Segment, name: str) -> bool:
         """Return whether the checkpoint has a state tensor of a segment."""
-        return segment.parameter not in self.anew and self._source.has(self.names[segment.parameter], name)
+        return segment.parameter not in self.anew and self._source.has(self.saved_names[segment.parameter], name)
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
         """Yield the ranges of a saved tensor that make up a segment's part of it, which is read to `out`."""
-        saved_name = self.names[segment.parameter]
+        saved_name = self.saved_names[segment.parameter]
         if name == PACKED:  # of a whole parameter
             yield Range(saved_name, name, 0, out)
             return

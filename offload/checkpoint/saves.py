@@ -156,7 +156,9 @@ class PendingSave:
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save has ended, on the caller's thread, which a Ctrl-C interrupts; return whether it has.
+        """Wait until the save has ended, for at most `timeout_s`, if that is given; return whether it has.
+
+        On the caller's thread, which a Ctrl-C interrupts.
 
         Raises:
             CheckpointError: The save waits for the caller: this is called from its `on_commit`.
@@ -199,6 +201,7 @@ class Saves:
         settle_s: float,
     ) -> None:
         self.pending: PendingSave | None = None
+        """The save that is under way."""
         self.last: PendingSave | None = None
         """The last save that has ended."""
         self.last_folder: str | None = None
@@ -233,7 +236,7 @@ class Saves:
         """The steps of the last two saves."""
         self.named_records: Mapping[TileId, TileRecord] = {}
         """Tiles of a checkpoint whose commit was under way when the session broke: their slots are not freed."""
-        self._commit_error: BaseException | None = None
+        self._commit_error: BaseException | None = None  # of the last commit that failed
         self._doubtful: list[KeptCheckpoint] = []
         """Checkpoints that this rank has given up and others may have committed: see `commit`."""
         self._awaiting_mirror: list[KeptCheckpoint] = []
@@ -265,14 +268,14 @@ class Saves:
         self.mirror.wait(timeout_s)
 
     @property
-    def has_leaving(self) -> bool:
+    def has_awaiting_mirror(self) -> bool:
         """Whether checkpoints that callers have released are still kept, until they are mirrored."""
         return bool(self._awaiting_mirror)
 
     def mirror_folder(self, folder: str, rank: int, ranks: int, *, is_new: bool) -> None:
         """Queue a background copy of a framework's folder to the mirror; see `Mirror.offer_folder`. On any thread.
 
-        A failure to begin is logged, not raised: the folder itself is whole.
+        Without a mirror this does nothing. A failure to begin is logged, not raised: the folder itself is whole.
         """
         if not self._is_mirrored:
             return
@@ -386,7 +389,7 @@ class Saves:
         """End the pending save: keep its checkpoint, or note its error.
 
         Args:
-            error: Why it failed.
+            error: Why it failed; None if it has not, as far as the machine knows.
             broke: Whether the session has broken: its lanes may hang, and this does not wait for them.
 
         Returns:
@@ -642,7 +645,7 @@ class Saves:
     def _manifest_with_tiles(
         self, pending: PendingSave, records: Mapping[TileId, TileRecord], extra: bytes | None
     ) -> Manifest:
-        """Return the manifest of a pending save with what is known only now: its tiles, their stores, and `extra`."""
+        """Return the manifest of a pending save with what is known only now: its tiles, their stores, any `extra`."""
         request = pending.request
         path_numbers = sorted({record.location.path for record in records.values()})
         stores = []
@@ -806,7 +809,7 @@ class Saves:
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)
         if locked is not None and elsewhere:
-            self._keep_all(checkpoint, manifest, locked, takeover)
+            self._keep_after_takeover(checkpoint, manifest, locked, takeover)
         return takeover
 
     def _lock_for_takeover(
@@ -834,7 +837,7 @@ class Saves:
         return self._lock_stores(stores, checkpoint)
 
     def _open_foreign_stores(self, places: Sequence[Place], locked: _StoreLocks | None) -> dict[int, Tier]:
-        """Open stores that are only read; return them by their new path numbers. If it fails, release `locked`."""
+        """Open stores that are only read; return them by their new path numbers. On failure release any `locked`."""
         foreign_tiers: dict[int, Tier] = {}
         try:
             for number, (path, store) in enumerate(places, len(self.stores)):
@@ -847,7 +850,9 @@ class Saves:
             raise
         return foreign_tiers
 
-    def _keep_all(self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover) -> None:
+    def _keep_after_takeover(
+        self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover
+    ) -> None:
         """Keep the loaded checkpoint, and others that have tiles in stores that were taken over.
 
         Each gets the number of a save, under which `takeover` has its tiles. Later saves release the kept ones; one

@@ -55,7 +55,14 @@ def manifest_in_place(
 
 @dataclass(slots=True)
 class PinnedTiles:
-    """The tiles that one rank's part of a checkpoint has in one store."""
+    """The tiles that one rank's part of a checkpoint has in one store.
+
+    Attributes:
+        id: The save's id.
+        folder: The checkpoint's folder.
+        manifest: Of the rank's part.
+        records: The tiles, by id.
+    """
 
     id: str
     folder: str

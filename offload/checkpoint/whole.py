@@ -355,7 +355,7 @@ def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False)
 
     Args:
         whole: The folder.
-        mirror: See `FolderCopy`.
+        mirror: Directory or prefix of a bucket that has the copy, under the folder's name.
         is_unfinished: Delete the copy only if this process has begun it and it is not whole.
 
     Raises:

@@ -57,7 +57,8 @@ class _TorchTwin:
         self._names = {p: name for p, name, _ in names(optimizer.param_groups) if p in bound}
         self._masters = {p: optimizer.state_for(p)["master"] for p in self._names}
         self._first_masters = {p: master.clone() for p, master in self._masters.items()}
-        self._versions = {p: shards.version(p) for p in self._names}  # to notice that the script changes a weight
+        # Of the weights after the last step (`compare`), to notice that the script changes one.
+        self._versions = {p: shards.version(p) for p in self._names}
         groups = []
         for group in optimizer.param_groups:
             masters = [self._masters[p] for p in group["params"] if p in self._names]
@@ -69,7 +70,10 @@ class _TorchTwin:
 
     @torch.no_grad()
     def step(self, optimizer: Any, max_norm: float) -> None:
-        """Take the step that our optimizer is about to take: its hyperparameters, gradients clipped to `max_norm`."""
+        """Take the step that our optimizer is about to take, with its hyperparameters.
+
+        `max_norm` is what gradients are clipped to; inf for not clipped.
+        """
         for group, torch_group in zip(optimizer.param_groups, self._torch_optimizer.param_groups, strict=True):
             known = {name: value for name, value in group.items() if name in torch_group and name != "params"}
             torch_group.update(known)
@@ -273,7 +277,8 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
 
     Args:
         script: Its file.
-        frame: The innermost function that is running; the search starts at its callers that are the script's.
+        frame: The innermost function that is running; the search starts at its callers that are the script's. None
+            for none.
     """
     is_own = _is_own_file(script)
     modules = {name: m for name, m in [*sys.modules.items()] if is_own(getattr(m, "__file__", None))}

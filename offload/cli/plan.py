@@ -377,8 +377,12 @@ def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
 
 
 def _path_wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
-    """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts."""
-    if steps_per_day is None:  # one iteration after the other
+    """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts.
+
+    `endurance` is how many bytes can be written to a path in all. Without `steps_per_day`, one iteration follows the
+    other.
+    """
+    if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     lane_bytes = answer.prediction.lane_bytes if answer.prediction else {}
     rows = []
@@ -520,10 +524,14 @@ def _time_lines(answer: Answer) -> list[str]:
 
 
 def activations_on_paths(answer: Answer) -> dict[str, Any]:
-    """Return the further seconds of an iteration whose activations are written to the paths, recomputed, or both.
+    """Return by how many seconds an iteration gets longer if activations go to the paths, are recomputed, or both.
 
-    Also the way with the least of these, as "advice", and the bytes that are written; empty if too little is known.
     Writes that take longer than forward, and reads that take longer than backward, are waited for.
+
+    Returns:
+        "paths_s", and, unless the model recomputes anyway, "recompute_s" and "both_s" (recomputed, with the inputs of
+        layers on the paths); as "advice" the way with the least of these; and as "bytes" what the way "paths" writes
+        in a micro-step. Empty if too little is known.
     """
     model, paths = answer.scenario.model, answer.rates.paths
     if model.shape is None or model.tokens is None or not paths:
@@ -543,7 +551,7 @@ def activations_on_paths(answer: Answer) -> dict[str, Any]:
 
     tokens = math.ceil(model.tokens / model.accumulate)
     nbytes = model.shape.activation_bytes(tokens, recompute=model.recompute)
-    ways = {"paths_s": waited_s(nbytes, 0.0)}
+    ways = {"paths_s": waited_s(nbytes, 0.0)}  # if the model recomputes, `backward_s` has the seconds of that
     if not model.recompute:
         recompute_s = answer.forward_s
         inputs_bytes = model.shape.activation_bytes(tokens, recompute=True)

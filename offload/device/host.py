@@ -25,24 +25,24 @@ class HostMemory:
     Attributes:
         arenas: All arenas that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None if the plan has none.
-        take_bytes_per_s: How fast memory can be allocated again, as measured when it was given back.
+        allocate_bytes_per_s: How fast memory can be allocated again, as measured when it was given back.
         buffer_node: The memory node of all arenas but those of homes (`Plan.buffer_node`).
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.arenas: list[Arena] = []
         self.bounce: Arena | None = None
-        self.take_bytes_per_s = 0.0
+        self.allocate_bytes_per_s = 0.0
         self.buffer_node: int | None = None
         self._lanes = lanes
-        self._homes: dict[int, int] = {}
-        self._home_arenas: list[Arena] = []
+        self._homes: dict[int, int] = {}  # address of the state at home here, by subgroup
+        self._home_arenas: list[Arena] = []  # in which these lie
         self._temporary_homes: dict[int, int] = {}  # see `set_temporary_homes`
-        self._staging: Arena | None = None
+        self._staging: Arena | None = None  # the staging slots
         self._slots = (0, 0)  # address of the first staging slot, and bytes of each
         self._buffers: dict[str, tuple[int, int]] = {}  # likewise of scratch buffers, by kind
-        self._weights: Arena | None = None
-        self._checkpoints: Arena | None = None
+        self._weights: Arena | None = None  # the weight slots
+        self._checkpoints: Arena | None = None  # the copy buffers of checkpoints, while one needs them
 
     def allocate_arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return memory that lasts until it is given back or the session ends.
@@ -226,7 +226,7 @@ class HostMemory:
     def discard_pages(self, kept: Iterable[tuple[int, int]]) -> int:
         """Give the pages of all arenas back to the system, but for some ranges; addresses stay reserved.
 
-        Nothing is in flight. Arenas are unpinned; and `take_bytes_per_s` is measured.
+        Nothing is in flight. Arenas are unpinned; and `allocate_bytes_per_s` is measured.
 
         Args:
             kept: Address and size of each range whose pages stay.
@@ -248,11 +248,11 @@ class HostMemory:
                     arena.discard(at - arena.address, start - at)
                     discarded_bytes += start - at
                 at = max(at, end)
-        self._measure_take_rate()
+        self._measure_allocate_rate()
         return discarded_bytes
 
-    def _measure_take_rate(self) -> None:
-        """Measure `take_bytes_per_s`: allocate some memory as `restore_pages` does, and free it."""
+    def _measure_allocate_rate(self) -> None:
+        """Measure `allocate_bytes_per_s`: allocate some memory as `restore_pages` does, and free it."""
         nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
         if nbytes:
             started_s = time.monotonic()
@@ -260,7 +260,7 @@ class HostMemory:
                 sample = self._lanes.allocate_arena(nbytes, node=self.buffer_node)
                 try:
                     sample.touch()
-                    self.take_bytes_per_s = nbytes / (time.monotonic() - started_s)
+                    self.allocate_bytes_per_s = nbytes / (time.monotonic() - started_s)
                 finally:
                     self._lanes.free_arena(sample)
 

@@ -116,7 +116,7 @@ class LiveExecutor:
         memory: Where homes, staging slots and buffers are.
         saves: The checkpoints' copy buffers and commits; None where there are none.
         verify: Whether tiles get checksums when written, and are compared with those of the index when read.
-        stall_s: See `STALL_S`.
+        stall_s: How long a lane may be silent with operations in flight before the session gives up on it.
         lanes: The device's.
         others: Stores that are no path of the plan, by number: foreign ones, which are only read, and a save's sink.
             Their openers add them.
@@ -162,12 +162,13 @@ class LiveExecutor:
         self._coming: Coming = nothing_comes
         self._only_updates = False  # whether `_visitor` only returns tables
         self._others = {} if others is None else others
-        self._plan: Plan | None = None
-        self._in_flight: dict[int, _InFlight] = {}
+        self._plan: Plan | None = None  # None in a trial of paths
+        self._in_flight: dict[int, _InFlight] = {}  # by operation
         self._events: list[Event] = []  # failures that `wait` has not returned yet
         self._due_s: dict[int, float] = {}  # `Interval.due_s` of operations in flight
         self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
-        self._woke_s: float | None = None  # since when the engine thread works
+        # Since when the engine thread has worked without an entry in the timeline; None before the first `wait`.
+        self._woke_s: float | None = None
 
     def use_plan(self, plan: Plan) -> None:
         """Go on with another plan, while nothing is in flight."""
@@ -286,7 +287,7 @@ class LiveExecutor:
     def _request(
         self, operation: ReadTile | WriteTile | SaveTile | CopyTile, checksum: int | None, verify: bool
     ) -> TileRequest:
-        """Return what a tier has to do for the transfer of a tile."""
+        """Return what a tier has to do for the transfer of a tile; for checksums see `_checksum_and_verify`."""
         location = operation.record.location
         return TileRequest(
             op=operation.op,
@@ -378,9 +379,12 @@ class LiveExecutor:
             return self._memory.state_address(operation.tile.subgroup) + operation.source_offset
         return self._save_source().buffer_address(operation.buffer)
 
-    def end_turn(self) -> None:
-        """End an interval of the engine thread's work in the timeline, if one has begun, and begin the next one."""
-        if self._woke_s is not None:
+    def end_engine_interval(self) -> None:
+        """Add to the timeline what the engine thread has worked since it woke, or since the last call.
+
+        `wait` does so. Others do where what follows is not to count for the step before.
+        """
+        if self._woke_s is not None:  # else `wait` was not called yet
             now_s = time.monotonic()
             self.timeline.append(Interval(ENGINE, label="", started_s=self._woke_s, finished_s=now_s, nbytes=0))
             self._woke_s = now_s
@@ -390,7 +394,7 @@ class LiveExecutor:
 
         A lane that is silent for `stall_s` makes a `Stop`; after `waits.QUIET_S` an interrupted caller does, too.
         """
-        self.end_turn()
+        self.end_engine_interval()
         is_watched = self._operation_that_must_end() is not None
         left_s = self._stall_s - self._silence.lasts_s
         # Until the next warning, or until a lane counts as hanging; -1: without limit.
@@ -508,7 +512,7 @@ class LiveExecutor:
         completion: Completion,
         due_s: float,
     ) -> Event:
-        """Return the event of a tile's transfer; that of a write has its checksum."""
+        """Return the event of a tile's transfer, for which `request` was made; that of a write has its checksum."""
         record = operation.record
         path, nbytes = record.location.path, record.location.nbytes
         if completion.error != 0:
@@ -528,7 +532,10 @@ class LiveExecutor:
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
-        """Return the error of a failed completion, with the names of the tile's parameters and of its file."""
+        """Return the error of a failed completion, with the names of the tile's parameters and of its file.
+
+        `request` is None for a sync, which is of no tile.
+        """
         error = tier_error(verb, completion, request, tier)
         if request is None or self._plan is None:
             return error
@@ -558,7 +565,7 @@ class LiveExecutor:
         )
 
     def _operation_that_must_end(self) -> _InFlight | None:
-        """Return the first operation in flight that must end, or its lane counts as hanging; None if none must.
+        """Return the first operation in flight whose lane hangs if it is silent for `stall_s`; None if there is none.
 
         A commit may wait for other ranks, and itself reports a wait that is too long. The update of a whole parameter
         has no limit, nor has a run whose weights are being read from their file.

@@ -1,7 +1,7 @@
 """Gradients of further backward passes, copied from a GPU and added in host memory to those of earlier passes.
 
 They are copied through a ring of pinned buffers. The sender puts copies on lane `LEAVING`, and waits only if all
-buffers are taken; a thread waits for each copy and lets the session's workers add it. A gradient that is larger than
+buffers are in use; a thread waits for each copy and lets the session's workers add it. A gradient that is larger than
 the rest of a buffer is cut. Gradients are added in the order in which they were sent.
 
 An interrupt may end any method of the sender at any line: a `Sending` records how far it has come, and sending it
@@ -27,7 +27,7 @@ from offload import waits
 from offload.device.lanes import GpuLanes
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.errors import OffloadError, known
+from offload.errors import OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import ceil_div, round_up
 from offload.memory.arenas import Arena
@@ -87,13 +87,13 @@ class Additions:
         """The buffers; None before they are needed."""
         self._lanes = lanes
         self._kernel = kernel
-        self._buffer_bytes = 0
-        self._next_buffer = 0
+        self._buffer_bytes = 0  # of each buffer
+        self._next_buffer = 0  # the number of the one that `prepare` fills next
         self._last_fillings: list[Filling | None] = [None] * BUFFERS  # the last use of each buffer
-        self._error: BaseException | None = None
-        self._work: SimpleQueue[Filling | None] = SimpleQueue()
+        self._error: BaseException | None = None  # of an addition; kept for `finish`
+        self._work: SimpleQueue[Filling | None] = SimpleQueue()  # for the thread; None ends it
         self._thread_lock = threading.Lock()  # acquired for good by the adding thread, so that there is only one
-        self._ended = waits.Latch()
+        self._ended = waits.Latch()  # set when the thread has ended, or can never begin
 
     def prepare(self, gradients: Sequence[tuple[int, int, int, DtypeCode]], slots_bytes: int) -> Sending:
         """Assign gradients to buffers, so that `send` can copy and add them; a larger `slots_bytes` replaces buffers.
@@ -104,8 +104,7 @@ class Additions:
         """
         if not any(numel for _, _, numel, _ in gradients):
             return []
-        self._ensure_buffers(buffer_bytes(slots_bytes))
-        arena = known(self.arena, "additions without buffers")
+        arena = self._ensure_buffers(buffer_bytes(slots_bytes))
         sending: Sending = []
         copies: list[tuple[int, int, int]] = []
         rows: dict[DtypeCode, list[tuple[int, int, int]]] = {}
@@ -115,7 +114,7 @@ class Additions:
             done = 0
             while done < numel:
                 if filled_bytes == self._buffer_bytes:
-                    sending.append(self._claim_buffer(copies, rows))
+                    sending.append(self._next_filling(copies, rows))
                     copies, rows, filled_bytes = [], {}, 0
                 count = min(numel - done, (self._buffer_bytes - filled_bytes) // item_bytes)
                 nbytes = item_bytes * count
@@ -126,13 +125,13 @@ class Additions:
                 filled_bytes += round_up(nbytes, PIECE_ALIGNMENT)
                 done += count
         if copies:
-            sending.append(self._claim_buffer(copies, rows))
+            sending.append(self._next_filling(copies, rows))
         return sending
 
-    def _ensure_buffers(self, nbytes: int) -> None:
-        """Allocate buffers of at least this size if there are none; smaller ones are freed once nothing uses them."""
+    def _ensure_buffers(self, nbytes: int) -> Arena:
+        """Return the arena of buffers of at least `nbytes` each; smaller ones are replaced once nothing uses them."""
         if self.arena is not None and self._buffer_bytes >= nbytes:
-            return
+            return self.arena
         if self.arena is not None:
             self._wait_for_all()
             # Copies of forgotten gradients may go on, if an interrupt came before their mark.
@@ -140,8 +139,9 @@ class Additions:
             self._free_buffers()
         self._buffer_bytes = nbytes
         self.arena = self._lanes.allocate_arena(BUFFERS * nbytes)
+        return self.arena
 
-    def _claim_buffer(
+    def _next_filling(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
     ) -> Filling:
         """Return a use of the ring's next buffer, which may still be in use: `send` waits for that."""

@@ -49,6 +49,7 @@ class _GradientState:
     """The record of one parameter's gradient since the last step.
 
     Attributes:
+        numel: Elements of the parameter.
         slot: Its slot in host memory; empty if it has none.
         stays: Whether the GPU updates part of the parameter, and so reads the gradient where it lies.
         host_sums: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that
@@ -57,6 +58,7 @@ class _GradientState:
         segment_starts: First element of each of its segments, which may begin anywhere in a block.
         arrivals: Backward passes that have added to it since the last step.
         address: Where the first one lies on the device; 0 for none.
+        dtype: Of the first one; further ones have the same.
         mark: Mark after which no lane reads the last one; None before any has arrived.
         was_added: Whether gradients of further passes are added in host memory.
     """
@@ -181,6 +183,7 @@ class GpuGradients(GradientStore):
 
     Attributes:
         records: The record of each parameter's gradient, by position.
+        additions: Adds gradients of further passes in host memory.
         in_transit: Gradients that the caller has dropped and lanes may still read, each with the mark after which no
             lane does.
         final_read: Mark after which no lane reads the gradients of `fetch_final`; None if none does.
@@ -202,13 +205,13 @@ class GpuGradients(GradientStore):
         self.in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self.additions = Additions(lanes, kernel)
         self._in_transit_bytes = 0
-        self._bucket: _Bucket | None = None
-        self._lock = threading.RLock()
+        self._bucket: _Bucket | None = None  # None while nothing is collected
+        self._lock = threading.RLock()  # for the bucket and the memory of block sums: several threads use them
         # Memory of block sums, for the parameters of each `Engine.add`: on the device (address 0 while the sums are
         # in host memory alone), and in host memory.
         self._regions: list[tuple[Block, Arena]] = []
-        self._slots_bytes = 0
-        self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._slots_bytes = 0  # of all slots
+        self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # by position; 0 where there is none
         self._wide_slots: dict[int, torch.Tensor] = {}  # by position: fp32, for gradients that fit into no slot
         self._unsent_visits: dict[int, _FetchOfVisit] = {}  # by subgroup: fetches of this step that are not enqueued
         self._gap_bytes = 0  # smaller gaps between slots are padding, which a copy may overwrite
@@ -740,7 +743,7 @@ class GpuGradients(GradientStore):
         marks: list[Mark] = []
         for segment in plan.layout.subgroups[visit.subgroup].segments:
             position = segment.parameter
-            if not rows.flags[position] or not segment.numel:
+            if not rows.flags[position] or not segment.numel:  # the step does not update it
                 continue
             mark = self.records[position].mark
             has_departed = mark is not None and self._slots[position].numel()
@@ -754,7 +757,7 @@ class GpuGradients(GradientStore):
         return _FetchOfVisit(visit, list(dict.fromkeys(marks)), as_pieces(copies))
 
     def _copy_of(self, segment: Segment, rows: StepRows) -> tuple[int, int, int]:
-        """Name a slot for a segment's gradient in `rows`; return the copy to it: (source, target, bytes)."""
+        """Have `rows` name a slot for a segment's gradient; return the copy to it: (source, target, bytes)."""
         position = segment.parameter
         item_bytes = TORCH_DTYPES[DtypeCode(self._tables.gradient_dtypes[position])].itemsize
         slot = self._slots[position]

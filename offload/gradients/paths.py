@@ -63,17 +63,19 @@ class PathGradients(GradientStore):
         super().__init__(*parts)
         self._lanes = lanes
         self._filler = filler
-        # The segments of each parameter, with their subgroups; the last first.
+        # The segments of each parameter, with their subgroups; the last first, as backward goes.
         self._segments: list[list[tuple[int, Segment]]] = []
+        # How many gradients of each parameter have been added to its buffers since the last step.
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._filling: tuple[int, int] | None = None  # subgroup and address of the buffer that is being filled
         self._incomplete: dict[str, None] = {}  # parameters whose gradients are being copied; also after an interrupt
         self._announced: set[str] = set()  # those of them whose copy has not begun
         self._drops = 0  # how often all gradients were forgotten or used: shows that it happened during a copy
         self._buffers: Arena | None = None
-        self._buffer_bytes = 0
+        self._buffer_bytes = 0  # of each buffer
         self._bounce_address = 0  # of the buffer that a gradient is copied to first from a device
-        self._block_at_edge = np.zeros(NORM_BLOCK_NUMEL * 4, np.uint8)  # elements of a block in several subgroups
+        # A norm's block that lies in several segments: its bytes, until the first of these segments is stored.
+        self._block_at_edge = np.zeros(NORM_BLOCK_NUMEL * 4, np.uint8)
 
     # Memory
 
@@ -82,15 +84,17 @@ class PathGradients(GradientStore):
         return plan.with_buffer_bytes(self._lanes.bounces).budgets.gradient_bytes
 
     def use_plan(self, plan: Plan, before: Layout) -> None:
-        """Note a new plan's segments; a larger arena of buffers replaces the old one, with the same content."""
+        """See `GradientStore.use_plan`; a larger arena of buffers replaces the old one, with the same content."""
         super().use_plan(plan, before)
         subgroups = plan.layout.subgroups
         self._segments = [
             [(number, subgroups[number].segments[at]) for number, at in reversed(segment_places)]
             for segment_places in plan.layout.places
         ]
-        added = len(self._segments) - len(self._arrivals)  # negative after a `use_plan` that failed
-        self._arrivals = np.concatenate([self._arrivals[: len(self._segments)], np.zeros(max(added, 0), np.int64)])
+        # New parameters come last. The last call may have failed, and have noted more of them than this plan has.
+        count = len(self._segments)
+        old_arrivals = self._arrivals[:count]
+        self._arrivals = np.concatenate([old_arrivals, np.zeros(count - len(old_arrivals), np.int64)])
         old_bytes = self._buffers.nbytes if self._buffers is not None else 0
         if self.used_bytes(plan) > old_bytes:
             self._enlarge_buffers(plan)
@@ -136,7 +140,7 @@ class PathGradients(GradientStore):
     def _copy_or_add(self, position: int, address: int, dtype: DtypeCode) -> None:
         """Copy or add a gradient to its buffers, segment by segment.
 
-        A signal handler may drop all gradients in between; then the rest of this one is dropped, too.
+        A signal handler may drop all gradients in between (`_drops` grows): then the rest of this one is dropped too.
         """
         parameter = self._parameters[position]
         if parameter.name not in self._announced:
@@ -155,7 +159,7 @@ class PathGradients(GradientStore):
         is_first = not self._arrivals[position]
         drops = self._drops
         target = 1  # of a parameter without segments: any address that is not 0
-        for subgroup, segment in self._segments[position]:  # from the last one, as backward goes
+        for subgroup, segment in self._segments[position]:
             target = self._address_to_fill(subgroup) + segment.offset * item_bytes
             source = self._lanes.copy_gradient_to_host(
                 address + segment.start * item_bytes, segment.numel * item_bytes, self._bounce_address

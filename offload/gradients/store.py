@@ -45,7 +45,7 @@ class GradientSlots:
         dtype: Element type of all slots; None for each parameter's own.
         exist: Whether there are slots at all.
         needs_buffers: Whether gradients from a GPU may need buffers, from which they are added to their slots.
-        passing_bytes: See `Engine`.
+        passing_bytes: Host memory of the caller's that gradients pass through on their way to slots.
     """
 
     dtype: DtypeCode | None
@@ -97,13 +97,13 @@ class GradientStore:
         self._kernel = kernel
         self._memory = memory
         self._parameters: tuple[Parameter, ...] = ()
-        self._slots: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []  # by position; an empty one where the plan needs none
         self._slot_memory: dict[int, torch.Tensor] = {}  # memory of slots by parameter, unused ones included
         self._arenas: list[SlotArena] = []  # arenas of that memory
         self._blocks: list[npt.NDArray[np.float64]] = []  # each parameter's sums of squares, block by block
         self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # the addresses of `_blocks`
-        self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # how many blocks each parameter has
+        self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # and how many elements
         # The dtype of the gradient that `_blocks` are the sums of; NONE: there is none.
         self._summed_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 

@@ -107,6 +107,7 @@ class GpuProbe:
         self._gate_copies = GATE_COPIES
         nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
+        # Bytes that one copy, or one update, counts for.
         self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
         self._ends = contextlib.ExitStack()
         memory = lanes.device.allocate(nbytes)
@@ -121,7 +122,7 @@ class GpuProbe:
             self.close()
             raise
         host = arena.address
-        self._work: dict[DeviceLane, Callable[[], None]] = {
+        self._work: dict[DeviceLane, Callable[[], None]] = {  # each enqueues one copy or update
             H2D: partial(lanes.copy, H2D, memory, host, size),
             D2H: partial(lanes.copy, D2H, host + size, memory + size, size),
             UPDATE: self._update_device,

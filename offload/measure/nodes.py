@@ -36,7 +36,7 @@ def probe_nodes(
         kernel: The session's kernel, on the cores that will update.
         queue: The kernel's; nothing else may report to it meanwhile.
         numbers: The nodes' numbers.
-        most_bytes: Most memory to take of each node, unless the smallest trial needs more.
+        most_bytes: Most memory to allocate on each node, unless the smallest trial needs more.
         lanes: The session's, with nothing on them.
 
     Raises:
@@ -49,22 +49,23 @@ def probe_nodes(
 
 
 def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lanes: Lanes) -> NodeRates:
-    """Measure one node with memory that is bound to it: the update, reads, writes, and the GPU's link."""
+    """Measure one node with `nbytes` of memory bound to it: the update, reads, writes, and the GPU's link."""
+    # Whole chunks, whose tensors are aligned.
     numel = (nbytes - ALIGNMENT_BYTES) // trial_bytes(EXACT_ADAMW) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.closing(Arena(nbytes, prefault=True, node=number)) as arena:
         state = TrialState(EXACT_ADAMW, numel, UPDATE_DEPTH, borrowed=(arena.address, arena.nbytes))
         kernels = {kernel.threads: kernel}
         cpu = CpuProbe(Runs(queue), kernels, states={EXACT: state}, variants={}, least=state.chunks)
         cpu.rate()  # warms up
-        update = max(repeated(cpu.rate))
+        update_bytes_per_s = max(repeated(cpu.rate))
         libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
         write = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
         read = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # all is 0
-        writes = max(repeated(write))  # first, so that all is 0 when reads look for a 1
-        reads = max(repeated(read))
+        write_bytes_per_s = max(repeated(write))  # first, so that all is 0 when reads look for a 1
+        read_bytes_per_s = max(repeated(read))
     link = lanes.measure_rates(partial(_link_rates, number=number))
-    copies = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0  # without a GPU: unknown
-    return NodeRates(number, update, reads, writes, link_bytes_per_s=copies)
+    link_bytes_per_s = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0  # 0: there is no GPU
+    return NodeRates(number, update_bytes_per_s, read_bytes_per_s, write_bytes_per_s, link_bytes_per_s)
 
 
 def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:

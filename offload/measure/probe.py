@@ -47,13 +47,13 @@ CACHES = 3
 """this many times the size of the last-level caches."""
 
 SPARE_BYTES = 32 << 20
-"""Memory that a probe may take beyond the plan of a small session."""
+"""Memory that a probe may allocate beyond the plan of a small session."""
 
 ALIGNMENT_BYTES = 16 << 20
 """Most bytes of a trial state beyond its elements."""
 
 SHARE_OF_AVAILABLE = 8
-"""A probe may take 1 / `SHARE_OF_AVAILABLE` of the memory that is still available."""
+"""A probe may allocate 1 / `SHARE_OF_AVAILABLE` of the memory that is still available."""
 
 GPU_NUMEL = 1 << 24
 """Most elements of an update on a GPU: more than its caches hold."""

@@ -100,7 +100,10 @@ def trial_rates(
 
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
-    """Return a plan of the smallest subgroups, a path for each tier, and as large a part resident as in `plan`."""
+    """Return a plan of the smallest subgroups, a path for each tier, and as large a part resident as in `plan`.
+
+    Without a `plan` all of it is streamed, if there are tiers.
+    """
     count = SUBGROUPS
     slots = SLOTS
     streamed_part = 1.0
@@ -164,7 +167,7 @@ class _Session:
         visits = update_visits(self._plan, order, reloads=machine.is_fresh)
         machine.handle(BeginSweep(Sweep(number, step=number, visits=visits)))
         executor.submit(machine.take_operations())
-        executor.end_turn()
+        executor.end_engine_interval()
         if timeline:
             observe(known, timeline)  # its cost is part of a step: sessions learn then from the step before
         pump(machine, executor, lambda machine: machine.finished_sweep is not None)

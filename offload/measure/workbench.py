@@ -80,7 +80,7 @@ class TrialState:
         numel: Elements.
         depth: Updates in flight at once.
         prefault: Touch all memory now.
-        borrowed: Address and size of unused memory, to be taken if it is large enough.
+        borrowed: Address and size of unused memory, which is used if it is large enough; zeros for none.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrialState:
             # Tensors a large power of two apart would compete for the same places in the first-level cache.
             offsets[name] = round_up(end, HUGE_PAGE_BYTES) + index * (68 << 10)
             end = offsets[name] + stored.offset(numel)
-        self._arena: Arena | Borrowed
+        self._arena: Arena | Borrowed  # of all tensors
         _, borrowed_bytes = borrowed
         if end <= borrowed_bytes:
             self._arena = Borrowed(*borrowed)
@@ -143,7 +143,7 @@ class TrialState:
         return moved_bytes / (time.perf_counter() - started_s)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
-        """Return a load of `count` updates (see `Load`) of the chunks in turn."""
+        """Return a load of `count` updates, or of any number if None (see `Load`), of the chunks in turn."""
         # Each place has chunks of its own, so that no chunk has two updates at once.
         turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
 

@@ -36,7 +36,7 @@ LEAST_BYTES = 1 << 20
 MOST_AROUND = 16
 """A storage larger than this many times a tensor is taken to be a buffer of which the tensor is a small view."""
 
-_counting = threading.Lock()
+_counter_lock = threading.Lock()
 """Held while a version counter is incremented and restored, to see which tensors share it (`_Storage.is_of`)."""
 
 
@@ -62,7 +62,7 @@ class _Saved:
         """Raise what torch raises for a saved tensor that was changed in place."""
         if self.tensor._version == self.version:
             return
-        with _counting:  # again: `_Storage.is_of` may just have incremented the counter, on another thread
+        with _counter_lock:  # again: `_Storage.is_of` may just have incremented the counter, on another thread
             version = self.tensor._version
         if version != self.version:
             origin = "" if self._origin is None else ", which is output {} of {},".format(*self._origin)
@@ -80,18 +80,25 @@ class _Saved:
 
 
 class _Storage:
-    """The content of a storage that was written to the paths, for tensors that share one version counter."""
+    """The content of a storage that was written to the paths, for tensors that share one version counter.
+
+    Attributes:
+        key: Identifies the storage: while this weak reference lives, no other storage can have the same `_cdata`.
+        version: The version that was written.
+        nbytes: Bytes of the storage.
+        counter: An alias of the tensor that was written, without memory, which shares its version counter.
+        written: Where the content is.
+    """
 
     __slots__ = "__weakref__", "counter", "key", "nbytes", "version", "written"
 
     def __init__(self, tensor: torch.Tensor, counter: torch.Tensor, written: Written) -> None:
         storage = tensor.untyped_storage()
-        # While this weak reference lives, no other storage can have the same `_cdata`.
         self.key: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        with _counting:
+        with _counter_lock:  # `is_of` may have incremented the counter for a moment, on another thread
             self.version = tensor._version
         self.nbytes = storage.nbytes()
-        self.counter = counter  # shares the version counter of the tensor that was written
+        self.counter = counter
         self.written = written
 
     def is_of(self, tensor: torch.Tensor) -> bool:
@@ -102,7 +109,7 @@ class _Storage:
         """
         if tensor._version != self.version:
             return False
-        with _counting, _unsafe_preserve_version_counter(self.counter):
+        with _counter_lock, _unsafe_preserve_version_counter(self.counter):
             increment_version(self.counter)
             return tensor._version != self.version
 
@@ -160,7 +167,7 @@ class ActivationsOnPaths:
         self._least_bytes = max(1, parse_bytes("least_bytes", least_bytes))
         self._weights: set[int] = set()  # storages of weights and buffers, by torch's `_cdata`
         self._written_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-        self._hooks: list[saved_tensors_hooks] = []
+        self._hooks: list[saved_tensors_hooks] = []  # of each context that is open; they may be nested
 
     def __enter__(self) -> ActivationsOnPaths:
         """Allocate buffers, note which storages stay, and have autograd call `_pack` for what it saves."""

@@ -72,7 +72,7 @@ class Buckets:
     """
 
     def __init__(self, model: DistributedDataParallel, hook: CommHook | None, state: object) -> None:
-        self._listener: weakref.ReferenceType[BucketListener] | None = None
+        self._listener: weakref.ReferenceType[BucketListener] | None = None  # None until `set_listener`
         self.hook, self.state = hook, state
         self._model = weakref.ref(model)
         self._group = model.process_group
@@ -126,16 +126,27 @@ class Buckets:
     def _divide_by_ranks(
         self, buffer: torch.Tensor, parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> None:
-        """Divide this rank's gradients by the number of ranks, or multiply by its inverse, as DDP's reducer would."""
+        """Divide this rank's gradients by the number of ranks, or multiply by its inverse, as DDP's reducer would.
+
+        Args:
+            buffer: The bucket.
+            parameters: The parameters whose gradients lie in it.
+            gradients: Views of it, one for each parameter; not needed, and perhaps empty, while `_storages` is empty.
+        """
         ranks = self._group.size()
         storage = _storage_address(buffer)
         lay_in_bucket = [self._storages.get(id(parameter)) == storage for parameter in parameters]
-        if not any(lay_in_bucket):  # so always if `_storages` is empty, and `gradients` with it
+        if not any(lay_in_bucket):
             buffer.mul_(1 / ranks)
         else:
             for gradient, lay_here in zip(gradients, lay_in_bucket, strict=True):
-                gradient.div_(ranks) if lay_here else gradient.mul_(1 / ranks)
-        if self._storages:  # DDP has put the gradients into the bucket
+                if lay_here:
+                    gradient.div_(ranks)
+                else:
+                    gradient.mul_(1 / ranks)
+        # By now DDP has put all gradients into the bucket. If the next pass does not use a parameter, its gradient
+        # stays there, and `_note_storage` is not called for it.
+        if self._storages:
             self._storages |= {id(parameter): storage for parameter in parameters}
 
     def take_reduced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -134,20 +134,30 @@ class Dealt:
         self._group = mesh.get_group()
         self.ranks = mesh.size()
         self._rank = mesh.get_local_rank()
-        self._loads = [0.0] * self.ranks  # each rank's work, of all weights that were dealt
+        # Owner rank and work of each weight that was dealt, in that order.
+        self._works: dict[torch.Tensor, tuple[int, float]] = {}
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
     def assign_owners(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
-        """Choose an owner for each weight of `works`, and add the work to the owner's load; alike on all ranks.
+        """Choose an owner for each weight of `works`, and note the owner's work; alike on all ranks.
 
-        The weight with the most work comes first, and goes to the rank with the least load.
+        The weight with the most work comes first, and goes to the rank with the least, of all that were dealt.
         """
+        loads = [0.0] * self.ranks
+        for rank, work in self._works.values():
+            loads[rank] += work
         owners = {}
         for weight in sorted(works, key=works.__getitem__, reverse=True):  # stable: the same order on all ranks
-            rank = min(range(self.ranks), key=self._loads.__getitem__)
-            self._loads[rank] += works[weight]
+            rank = min(range(self.ranks), key=loads.__getitem__)
+            loads[rank] += works[weight]
+            self._works[weight] = rank, works[weight]
             owners[weight] = rank
         return owners
+
+    def forget(self, weight: torch.Tensor) -> None:
+        """Forget a weight that was dealt, if it was: its work counts no more, and its copy is dropped."""
+        self._works.pop(weight, None)
+        self.weights.pop(weight, None)
 
     @_outside_autograd
     def add(self, names: Mapping[torch.Tensor, str], owners: Mapping[torch.Tensor, int]) -> None:

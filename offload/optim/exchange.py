@@ -65,12 +65,13 @@ class Exchange:
 
         ranks = torch.distributed.get_process_group_ranks(group)
         self._copies = None if device.type == "cpu" else _Copies(device)
+        # Its own group and mesh, of the same ranks: see the module.
         self._group: Any = torch.distributed.new_group(ranks, backend="gloo")
         self._mesh: Any = DeviceMesh.from_group(self._group, "cpu")
         self._latches: dict[Hashable, waits.Latch] = {}  # set when the key's bucket has been exchanged
-        self._landed: dict[Hashable, Any] = {}  # events after copies to an accelerator
+        self._landed: dict[Hashable, Any] = {}  # on an accelerator, an event after the copies of the key's bucket
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of this rank's step, or of a collective; raised once
         self._has_mixed_weights = False  # whether another rank has failed: weights here are a mixture of two steps
 
     @property

@@ -15,6 +15,7 @@ LITTLE = 0.25
 
 _log = logging.getLogger("offload")
 is_told = False
+"""Whether that has been logged in this process."""
 
 
 def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:

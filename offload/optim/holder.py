@@ -95,7 +95,10 @@ class EngineHolder:
                 self._owner._open(self.config)
 
     def start(self, parameters: Sequence[Parameter], config: OffloadConfig, *, gradient_slots: bool) -> None:
-        """Open the engine, which owns the device from now on; if opening fails, both are closed."""
+        """Open the engine, which owns the device from now on; if opening fails, both are closed.
+
+        `gradient_slots`: whether the engine provides memory for gradients.
+        """
         self._close_device.detach()  # as the engine closes the device, also where opening fails
         self._closed = True  # until the engine is open
         config = dataclasses.replace(config, shard=False)  # `parameters` describe this rank's pieces already

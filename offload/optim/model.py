@@ -100,8 +100,8 @@ class ModelRest:
         return {**self.places, **self.frozen}
 
     @property
-    def is_shared(self) -> bool:
-        """Whether some of these tensors are sharded over ranks."""
+    def has_dtensors(self) -> bool:
+        """Whether some of these tensors are `DTensor`s, of which each rank saves its own elements."""
         return any(hasattr(tensor, "to_local") for tensor in self.tensors.values())
 
     def snapshot(self) -> ModelRest:
@@ -111,8 +111,8 @@ class ModelRest:
     def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
         """Write frozen weights to a file that is named by the checkpoint's `id` and `rank`; return bytes of all else.
 
-        The bytes are a line of JSON, `extra` (the caller's own bytes), and the other values as `torch.save` writes
-        them. If this fails, the file is deleted.
+        The bytes are a line of JSON, `extra` (the caller's own bytes, if there are any), and the other values as
+        `torch.save` writes them. If this fails, the file is deleted.
 
         Raises:
             CheckpointError: The file cannot be written, or a frozen weight was changed meanwhile.
@@ -166,7 +166,7 @@ class SavedRest:
     Attributes:
         path: The checkpoint's folder.
         file: The file with frozen weights.
-        extra: The caller's own bytes.
+        extra: The caller's own bytes; None if there were none.
         frozen: The weights in the file, in order.
         digest: The file's.
         content: All but frozen weights, as `torch.save` wrote it.

@@ -131,7 +131,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             InfeasiblePlanError: The state does not fit into the tiers; the optimizer is closed then.
         """
         replaced = [p for p in self._parameters() if p.requires_grad and p not in self._weights.bound]
-        if not replaced:
+        if not replaced:  # the engine has all of them
             return
         if self._state.has_updates:
             self._check_new_parameters(replaced)
@@ -284,7 +284,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._add(new)
 
     def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
-        """Refuse parameters whose gradients are reduced too late, and those named as a bound one.
+        """Refuse parameters whose gradients ranks reduce only after our hooks, and those named as a bound one.
 
         A name comes twice if a model was sharded after its optimizer was made, which replaces its parameters.
         """
@@ -521,7 +521,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
 
         Args:
             model: The DistributedDataParallel, or the module that FSDP2 shards, or one with modules that it shards.
-            comm_hook: A hook of yours, which reduces instead of DDP; it returns the gradient.
+            comm_hook: A hook of yours, which reduces instead of DDP; it returns the gradient. None for DDP's mean.
             state: The first argument of `comm_hook`.
 
         Raises:
@@ -598,7 +598,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         Args:
             model: The model whose forward pass trains; compiled or wrapped as it is called.
             host_memory: Host memory of the buffers, beside the optimizer's own: bytes, or a size such as "2GiB". It
-                is taken when the context is first entered, and kept until another size is asked for.
+                is allocated when the context is first entered, and kept until another size is asked for.
             least_bytes: The smallest tensors that leave.
 
         Raises:
@@ -616,7 +616,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         Raises:
             StepAbortedError: It could not be finished; the session is broken.
         """
-        with self._lock:  # taking the lock waits
+        with self._lock:  # acquiring the lock waits
             pass
 
     # Phases
@@ -791,7 +791,7 @@ def _device_of(parameters: list[torch.Tensor]) -> torch.device | None:
 
 
 def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
-    """Return the settings that a user gave.
+    """Return the settings that a user gave; the defaults for None.
 
     Raises:
         ConfigError: They are no settings.

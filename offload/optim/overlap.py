@@ -145,7 +145,7 @@ class Overlap:
 
     def begin_exchange(self, bounds: list[BoundParameter]) -> None:
         """Begin to exchange weights while the step goes on; `bounds` are what `agree_on_exchanges` returned."""
-        if self.exchange is None:
+        if self.exchange is None:  # each rank updates all of its weights
             return
         buckets: list[list[BoundParameter]] = [[]]
         last_bucket_bytes = 0
@@ -191,7 +191,7 @@ class Overlap:
     def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
         """Wait until the last step has updated some weights, and has read their gradients; show hidden weights."""
         bounds = [*bounds]
-        if not bounds or self._holder.engine_if_open is None:
+        if not bounds or self._holder.engine_if_open is None:  # there is no step before the engine is opened
             return
         try:
             with self.pace.timed_wait():
@@ -224,7 +224,7 @@ class Overlap:
                 self._holder.device.record_use(copy)  # `step` may have made it on another stream
                 if not is_closed:
                     self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
-                self.hidden_copies.pop(bound, None)  # another thread may have taken it meanwhile
+                self.hidden_copies.pop(bound, None)  # another thread may have removed it meanwhile
 
     def unhook(self) -> None:
         """Remove the hooks of all models, without waiting."""
@@ -241,14 +241,14 @@ class Overlap:
 
 
 class OptimizerLock:
-    """The lock of one optimizer, which it does not keep alive; taking it waits until the last step is over."""
+    """The lock of one optimizer, which it does not keep alive; who acquires it waits until the last step is over."""
 
     def __init__(self, owner: OptimizerParts) -> None:
-        self._owner: OptimizerParts = weakref.proxy(owner)
+        self._owner: OptimizerParts = weakref.proxy(owner)  # the optimizer
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        """Take the lock, and wait until the last step is over; if that raises, release the lock."""
+        """Acquire the lock, and wait until the last step is over; if that raises, release the lock."""
         self._lock.acquire()
         try:
             self._owner._finish()
@@ -266,7 +266,7 @@ class WeightWaiter(Protocol):
 
     Attributes:
         models: The models whose modules wait.
-        has_ended: See `Overlap`.
+        has_ended: Whether somebody has waited for the whole last step, perhaps on another stream.
     """
 
     models: list[FollowedModel]
@@ -370,7 +370,7 @@ class FollowedModel:
     def before_unshard(self, group: Any, async_op: bool) -> None:
         """Wait for the shards that FSDP2 is about to gather; on an accelerator FSDP2's stream waits for them."""
         overlap = self._overlap()
-        if overlap is None:
+        if overlap is None:  # the optimizer is gone
             return
         parameters = shards.gathered_by(group)
         if group.device.type != "cpu":

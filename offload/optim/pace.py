@@ -42,7 +42,7 @@ class Pace:
         self._returned_s = self._arrived_s = self._backward_ended_s = math.nan  # arrived: the first gradient
         # Seconds that the caller has spent in `step`, and in waits after it.
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
-        self._waits: list[Interval] = []
+        self._waits: list[Interval] = []  # of the caller, since the last step returned
 
     @property
     def intervals(self) -> list[Interval]:

@@ -129,7 +129,7 @@ class Packing:
     def __init__(self, forms: Mapping[Any, Form | None], numel: int) -> None:
         if len(forms) > MOST_KEYS:
             raise TypeError(f"{len(forms)} values, and {MOST_KEYS} are possible")
-        self._places: dict[Any, _Place] = {}
+        self._places: dict[Any, _Place] = {}  # by key
         end = FLAG_BYTES
         sizes = {key: 0 if form is None else form.nbytes for key, form in forms.items()}
         # Small values first, so that alignment wastes little; else in the class's order, as sorting is stable.
@@ -233,7 +233,10 @@ class Packing:
 
 
 def _store_value(value: Any, form: Form | None, place: torch.Tensor | None) -> int:
-    """Write a value to its place, if it has one and does not lie there already; return the value's mark."""
+    """Write a value to its place, unless it lies there already; return the value's mark.
+
+    `form` and `place` are None for a key of which only None was seen.
+    """
     if value is None or form is None or place is None:
         return NONE
     if form.number is not None:

@@ -140,7 +140,10 @@ class Preemption:
         model: torch.nn.Module | None,
         extra: Callable[[], Any] | None,
     ) -> None:
-        """Check the arguments of `OffloadedOptimizer.commit_on_sigterm`, note them, and install the handler once."""
+        """Check the arguments of `OffloadedOptimizer.commit_on_sigterm`, note them, and install the handler once.
+
+        `config` is the optimizer's; the others are described there.
+        """
         if callable(folder):
             if model is not None or extra is not None:
                 raise ConfigError("folder", folder, "leave model and extra out, which the function saves itself")
@@ -177,17 +180,18 @@ class Preemption:
         """Whether this rank has had a SIGTERM; None if this is not in use, so ranks do not exchange it."""
         return None if self._handler is None else self._handler.has_signal
 
-    def after_call(self, optimizer: StatefulOptimizer, told: bool | None) -> None:
+    def after_call(self, optimizer: StatefulOptimizer, any_sigterm: bool | None) -> None:
         """Commit if a rank has had a SIGTERM, and pass it on; with `is_late` only note it. Called at a step's end.
 
-        `told` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None, and a
-        collective asks for it.
+        `any_sigterm` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None,
+        and a collective asks for it.
         """
         handler = self._handler
         if handler is None:
             return
-        has_any_rank_signal = any_rank(handler.has_signal) if told is None else told
-        if not has_any_rank_signal:
+        if any_sigterm is None:
+            any_sigterm = any_rank(handler.has_signal)
+        if not any_sigterm:
             return
         self.is_due = True
         if not self.is_late:

@@ -21,8 +21,8 @@ LEAST_SHARE = 0.05
 """Used share of a tier, below which a bar of the tier's size would show nothing."""
 
 
-def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) -> Report:
-    """Return a page's content: the plan as text, from `told`, and the last step, from `figures` of metrics."""
+def report_of(engine: Engine, figures: Mapping[str, float], plan_report: PlanReport) -> Report:
+    """Return a page's content: the plan as text, from `plan_report`, and the last step, from `figures` of metrics."""
     plan = engine.plan
     step_number = int(figures[metrics.STEP])
     last_step = Step(step_number, figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
@@ -40,7 +40,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) ->
     ]
     return Report(
         title=f"offload: {format_bytes(plan.state_bytes)} of optimizer state",
-        plan=str(told),
+        plan=str(plan_report),
         tiers=_tiers(plan, figures),
         steps=[*earlier_steps, last_step] if step_number else [],  # 0 before the first step
         lanes=lanes,

@@ -38,7 +38,11 @@ NO_PASS = -1
 def choose_route(
     holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
 ) -> Route:
-    """Return the route for the device and the parameters; on an accelerator, also set `holder.is_deferred`.
+    """Return the route for the device and the parameters; set `holder.is_deferred` where the engine opens late.
+
+    Without an accelerator gradients arrive in slots (`SlotRoute`), or stay where ranks reduce them after the hooks
+    (`ReducedRoute`). On one they stay until the step (`StepRoute`), or leave in backward (`DepartureRoute`). With
+    `gradient_memory` they leave in backward on any device.
 
     If settings allow for no route, close the holder and raise.
     """
@@ -47,18 +51,17 @@ def choose_route(
     needs_no_reduction = _is_single_process() and not any(map(shards.is_dtensor, parameters))
     # FSDP1's ranks reduce gradients without our hooks seeing it: updates in backward could read other bits than the
     # step finds.
-    can_be_final = needs_no_reduction or not any(map(is_flattened, parameters))
+    is_reduced_unseen = not needs_no_reduction and any(map(is_flattened, parameters))
     try:
         check_gradients_arrive_reduced(config, parameters)
-        if not can_be_final:
+        if is_reduced_unseen:
             combinations.FSDP1_BACKWARD.check("overlap", config.overlap)
     except ConfigError:
         holder.close()
         raise
     kind: type[Route]
     if config.gradient_memory is not None:
-        kind = DepartureRoute
-        can_be_final = False  # gradients leave for the paths, and no update in backward reads them
+        kind = DepartureRoute  # not deferred: the gradients of the first pass leave, too
     elif isinstance(holder.device, NoDevice):
         kind = SlotRoute if needs_no_reduction else ReducedRoute
     else:
@@ -67,7 +70,10 @@ def choose_route(
     route = kind(holder, weights, scaling, overlap)
     # With `shard` gradients are reduced on all ranks, as under DDP.
     are_reduced = needs_no_reduction or all(map(_arrives_reduced, parameters)) or config.shard
+    # With `gradient_memory` gradients leave for the paths, and no update in backward reads them.
+    can_be_final = config.gradient_memory is None and not is_reduced_unseen
     route.gets_final_gradients = can_be_final and are_reduced
+    # FSDP2 goes on copying such gradients to the host after their hooks; a model's hook tells when they have come.
     route.needs_model_hook = any(map(shards.copies_gradients_to_host, parameters))
     return route
 
@@ -148,7 +154,7 @@ class Route:
         self._scaling = scaling
         self._free_dealt_gradients = weights.forget_gradients  # whole ones, on the ranks that update them
         self._handles: list[Any] = []  # of hooks, to remove them
-        self._unhooked: dict[BoundParameter, None] = {}  # frozen parameters, which torch refuses hooks of
+        self._unhooked: dict[BoundParameter, None] = {}  # attached frozen parameters, which torch refuses hooks of
         self._read_tensors: list[torch.Tensor] = []  # gradients that the step reads
 
     def attach(self, bound: BoundParameter) -> None:
@@ -345,7 +351,7 @@ class Route:
         self.drop_references()
 
     def drop_references(self) -> None:
-        """Drop all references to gradients; called when no lane reads them any more."""
+        """Drop all references to gradients; called when no lane reads them any more, or the caller keeps them."""
         self._read_tensors.clear()
         self._free_dealt_gradients()
 

@@ -132,7 +132,7 @@ class ClassRunner:
         self._kwargs = dict(kwargs)
         self.masters = masters
         self.widens = widens
-        self._packings: dict[_PackingKey, Packing] = {}
+        self._packings: dict[_PackingKey, Packing] = {}  # as `rule_of` has found them
         self._groups: dict[int, Group] = {}  # as they were at first, by number
         self._starts_with_state = False  # whether the class makes state in its constructor
         self._changes_groups = False  # whether the class changes its groups in a step
@@ -325,7 +325,7 @@ class ClassRunner:
             ConfigError: The results differ; or the class keeps something in attributes of its own.
         """
         smallest = self._smallest_by_kind(parameters)
-        if not smallest or (number, *smallest) in self._tried_forms:
+        if not smallest or (number, *smallest) in self._tried_forms:  # nothing is updated, or this was tried before
             return
         trials = _trials_of([*smallest.values()], _without_parameters(group))
         for trial in trials:

@@ -100,7 +100,7 @@ class PatchedMethod:
     """
 
     def __init__(self, group: Any, name: str, call: Callable[..., Any]) -> None:
-        self._call: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(call)
+        self._call: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(call)  # returns None once it is gone
         self._group, self._name = group, name
         self._is_first = name not in vars(group)  # else something else has replaced the class's method before
         self._method = getattr(group, name)
@@ -323,7 +323,10 @@ def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str)
 
 
 def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory."""
+    """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory.
+
+    `cut` is the parameter's; None if this rank has all of it.
+    """
     if cut is not None and cut.owner_rank is not None:
         combinations.DEALT_STATE.refuse("state", "read on several ranks")
     elements = own(parameter, cut)
@@ -348,7 +351,7 @@ def _placed(values: torch.Tensor, parameter: torch.Tensor, mesh: Any, placements
 
 
 def rank_elements_of(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return this rank's elements of a tensor that a user gave for a parameter.
+    """Return this rank's elements of a tensor that a user gave for a parameter, which is cut by `cut`.
 
     Raises:
         ConfigError: It is cut in another way.

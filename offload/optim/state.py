@@ -20,7 +20,7 @@ from offload.optim.holder import EngineHolder, OptimizerParts
 from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import BoundParameter, Weights, differing
 from offload.rules import MASTER, NAMED, UpdateRule, checked_step
-from offload.session.state_copy import refuse_uncopied
+from offload.session.state_copy import refuse_uncopyable
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """One parameter's state, ready to be written: tensors by name, whose row-major order is that of the weight's memory,
@@ -46,7 +46,7 @@ class Copies:
     """Watches copies of state that users hold, to detect changes in place."""
 
     def __init__(self) -> None:
-        self._watched: list[_WatchedTensor] = []
+        self._watched: list[_WatchedTensor] = []  # a `DTensor` is two of them
 
     def watch(self, copy: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
         """Note a copy of a parameter's state as it is now."""
@@ -524,7 +524,7 @@ def in_memory_order(what: str, tensor: object, bound: BoundParameter) -> torch.T
         given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, given, f"it must be a tensor of {tuple(parameter.shape)}")
     rank_elements = shards.rank_elements_of(what, tensor.detach(), bound.cut)
-    refuse_uncopied(rank_elements, what)
+    refuse_uncopyable(rank_elements, what)
     strides = bound.local.stride()
     axes_by_stride = sorted(range(rank_elements.dim()), key=lambda axis: -strides[axis])
     return rank_elements.permute(axes_by_stride)

@@ -148,7 +148,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         the process's own.
 
         Raises:
-            InfeasiblePlanError: Neither a disk nor memory has room for the copy; nothing was taken.
+            InfeasiblePlanError: Neither a disk nor memory has room for the copy; nothing was allocated.
             TierError: A disk has failed.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -343,7 +343,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             rest = None if model is None else ModelRest.of(model, [*positions])
             # A model that is whole on each rank is saved by the first rank alone.
             is_first = not agreed.replica and (agreed.rank == 0 or self._weights.rows_over is None)
-            saves_model = rest is not None and (rest.is_shared or is_first)
+            saves_model = rest is not None and (rest.has_dtensors or is_first)
             if rest is not None and saves_model:
                 content = partial(rest.snapshot().write, open_folder(path), agreed.id, agreed.rank, extra_bytes)
             metadata = {
@@ -358,6 +358,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
+
+        Args:
+            timeout_s: Most seconds to wait; None for no limit.
 
         Raises:
             CheckpointError: It failed; if a tier has failed, its `TierError` is the `__cause__`. Training may go on.
@@ -389,7 +392,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return folders.checkpoint_folder(self, os.fspath(folder))
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
-        """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed; see `wait_checkpoint`.
+        """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
+
+        Args:
+            timeout_s: Most seconds to wait; None for no limit.
 
         Raises:
             CheckpointError: It could not be mirrored. The checkpoint itself is whole, and training may go on.
@@ -467,7 +473,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 # Weights that the checkpoint's state gives; it has saved all others with the model.
                 own = [each.parameter for each in bounds if each.name not in without_saved_state]
                 rest = ModelRest.of(model, own)
-                if rest.is_shared and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
+                if rest.has_dtensors and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
                         f"the model: load it with as many, not {world_size}"

@@ -162,19 +162,22 @@ class Weights:
         dealt.add({weight: names[weight] for weight in works if shards.is_dtensor(weight)}, self.owners)
 
     def undo_deal(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Undo `deal` for weights that were not bound after it."""
+        """Undo `deal` for weights that were not bound after it, as adding them to the engine failed."""
         for parameter in parameters:
             if parameter not in self.bound:
                 self.owners.pop(parameter, None)
                 for dealt in self.dealt.values():
-                    dealt.weights.pop(parameter, None)
+                    dealt.forget(parameter)
 
     def is_dealt(self, parameter: torch.Tensor) -> bool:
         """Return whether a weight was dealt: one rank updates it whole."""
         return parameter in self.owners
 
     def _describe(self, parameter: torch.Tensor, name: str, group: int, rule: UpdateRule | None) -> Parameter:
-        """Return the engine's description of the elements of a parameter that this rank updates."""
+        """Return the engine's description of the elements of a parameter that this rank updates.
+
+        `group` is the engine's; `rule` is None for the optimizer's own.
+        """
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt_weight = self._dealt_weight_of(parameter)
         elements = shards.own(parameter, cut) if dealt_weight is None else dealt_weight.copy  # that this rank updates
@@ -235,7 +238,7 @@ class Weights:
             shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
             stamp = bound.current_stamp()
-            if stamp == bound.stamp:
+            if stamp == bound.stamp:  # neither moved nor written to
                 continue
             check_form(bound)
             check_parameter(parameter, bound.name, self.required_device)

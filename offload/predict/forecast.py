@@ -37,7 +37,7 @@ class Forecast:
     """Predictions for one session, whose plan and rates change as it goes on."""
 
     def __init__(self) -> None:
-        self._last: _Simulation | None = None
+        self._last: _Simulation | None = None  # None before the first
         self._late_steps = 0  # of which `watch` knows
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
@@ -161,13 +161,13 @@ def predict_back_s(
     rates: Rates,
     read_bytes: Mapping[int, int],
     sent_bytes: int,
-    taken_bytes: int,
+    before_bytes: int,
     beside_bytes: int,
-    take_bytes_per_s: float,
+    allocate_bytes_per_s: float,
 ) -> float:
     """Return by how many seconds the first step after parking takes longer than others, `unpark` included.
 
-    Memory `taken_bytes` is allocated first; then state is read while `beside_bytes` are allocated, and the longer of
+    Memory `before_bytes` is allocated first; then state is read while `beside_bytes` are allocated, and the longer of
     the two counts; then state is copied to the GPU.
 
     Args:
@@ -175,9 +175,9 @@ def predict_back_s(
         read_bytes: State that other steps need not read, by the number of its path. Numbers beyond the paths of the
             rates are other stores on these.
         sent_bytes: State that is copied to its home on the GPU.
-        taken_bytes: Memory that is allocated before state is read.
+        before_bytes: Memory that is allocated before state is read.
         beside_bytes: Memory that is allocated while state is read.
-        take_bytes_per_s: Speed of allocation; 0 where unknown.
+        allocate_bytes_per_s: Speed of allocation; 0 where unknown.
     """
     path_rates = [path.read.alone for path in rates.paths]
 
@@ -187,9 +187,9 @@ def predict_back_s(
 
     read_s = max((nbytes / path_rate(number) for number, nbytes in read_bytes.items()), default=0.0)
     sent_s = sent_bytes / rates.gpu.h2d.alone if sent_bytes else 0.0
-    if not take_bytes_per_s:
+    if not allocate_bytes_per_s:
         return read_s + sent_s
-    return max(read_s, beside_bytes / take_bytes_per_s) + sent_s + taken_bytes / take_bytes_per_s
+    return max(read_s, beside_bytes / allocate_bytes_per_s) + sent_s + before_bytes / allocate_bytes_per_s
 
 
 def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:

@@ -19,7 +19,7 @@ class Issued:
         self.in_flight: dict[int, Operation] = {}
         self._ids = itertools.count(1)
         self._untaken: list[Operation] = []  # not yet handed out by `take`
-        self._is_closed = False
+        self._is_closed = False  # whether `issue` refuses operations
 
     def new_op(self) -> int:
         """Return the id of the next operation."""

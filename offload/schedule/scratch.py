@@ -86,7 +86,7 @@ class ScratchEntry:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another owner may take its buffer: the data is on the paths, and nobody fills or reads it."""
+        """Whether another owner may get its buffer: the data is on the paths, and nobody fills or reads it."""
         return self.is_idle and not (self.is_newest or self.readers or self.is_filling)
 
 
@@ -279,7 +279,10 @@ class Scratch:
     # Reports
 
     def transfer_ended(self, operation: ReadTile | WriteTile, written: TileRecord | None) -> bool:
-        """Account for a tile that was read or written; return whether its owner has now been read to its buffer."""
+        """Account for a tile that was read or written; return whether its owner has now been read to its buffer.
+
+        `written` is the record of a tile that was written, with its checksum; None if the operation's record counts.
+        """
         owner, entry = self._end_transfer(operation)
         self.moved[type(operation)] += 1
         if isinstance(operation, ReadTile):
@@ -331,7 +334,7 @@ class Scratch:
         """Count off a transfer that ended; return its owner and the owner's entry."""
         self._moving[type(operation)] -= 1
         self._is_due = True
-        buffer = known(operation.slot, "a tile without a buffer")
+        buffer = known(operation.slot, "a tile without a buffer")  # of scratch, `slot` is that
         owner = known(self._owners[buffer], "a buffer of nobody")
         return owner, self._entries[owner]
 
@@ -391,7 +394,7 @@ class Scratch:
         return min(reusable, key=lambda owner: self._entries[owner].order, default=None)
 
     def _find_or_free_buffer(self) -> int | None:
-        """Return a free buffer; if none is, take one from a clean owner; None if there is no such owner."""
+        """Return a free buffer; if none is, free a clean owner's; None if there is no such owner."""
         if None not in self._owners:
             owner = self._next_to_lose_buffer()
             if owner is None:
@@ -418,7 +421,7 @@ class Scratch:
         self._moving[ReadTile] += entry.unread
         for tile, offset, _ in tiles:
             record = known(self._index.get(tile), f"{tile} is on no path")
-            self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
+            self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self._of_kind(owner)))
 
     def _make_newest(self, owner: int, entry: ScratchEntry) -> None:
         """Let a buffer be filled once it has no transfer; its copy on the paths would be old, so that is freed."""
@@ -462,7 +465,7 @@ class Scratch:
         self._moving[WriteTile] += 1
         buffer = known(entry.buffer, "data without a buffer")
         record = TileRecord(location, self._write_count)
-        self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
+        self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self._of_kind(owner)))
         return True
 
     def _claim(self, nbytes: int) -> Location | None:
@@ -511,12 +514,12 @@ class Scratch:
         loser = self._next_to_lose_buffer()
         return loser is not None and loser <= owner
 
-    def _owner(self, number: int) -> ScratchOwner:
-        return ScratchOwner(self._kind, number)
+    def _of_kind(self, owner: int) -> ScratchOwner:
+        return ScratchOwner(self._kind, owner)
 
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
         """Return an owner's tiles, each with its offset in the buffer and its size."""
-        return self._plan.scratch_tiles(self._owner(owner))
+        return self._plan.scratch_tiles(self._of_kind(owner))
 
     def check(self, in_flight: Collection[Operation]) -> None:
         """Verify the module's invariants, for `Machine.check`."""

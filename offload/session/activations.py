@@ -166,7 +166,7 @@ class Activations:
     def _replace_buffers(self, nbytes: int, tile_bytes: int) -> None:
         """Replace the buffers, while nothing lies in them; on the engine thread."""
         parts, before = self._parts, self._arena
-        if self.are_alive() or self._is_writing:
+        if self.are_in_use() or self._is_writing:
             advice = f"leave it at {parts.plan.budgets.activation_bytes} while tensors of an earlier pass are saved"
             raise ConfigError("host_memory", nbytes, advice)
         self._thread.settle()
@@ -353,16 +353,16 @@ class Activations:
         """Have the engine thread add to one of `Uses.figures`."""
         self._buffer_requests.post(self._uses.figures.update, {figure: count})
 
-    def are_in_use(self) -> bool:
-        """Return whether anybody may still read a tensor that was written; in the caller's turn."""
+    def ask_whether_in_use(self) -> bool:
+        """Ask the engine thread for `are_in_use`, in the caller's turn; a parked session stays parked."""
         answers: list[bool] = []
         if self._parts.plan.activation_buffers:  # else none was written
-            self._thread.request(lambda: answers.append(self.are_alive()), needs_memory=False)
+            self._thread.request(lambda: answers.append(self.are_in_use()), needs_memory=False)
         return any(answers)
 
     # On the engine thread
 
-    def are_alive(self) -> bool:
+    def are_in_use(self) -> bool:
         """Return whether anybody may still read a tensor that was written."""
         return self._buffer_requests.are_in_use("activations")
 

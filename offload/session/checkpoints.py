@@ -94,7 +94,7 @@ class Checkpoints:
         parts = self._parts
         parts.saves.wait_for_pending()
         self._thread.check_usable()
-        if parts.saves.has_leaving:
+        if parts.saves.has_awaiting_mirror:
             self._release_now(parts.saves.release_deleted)
         if parts.saves.has_interrupted:
             self._release_now(parts.saves.release_interrupted)
@@ -183,7 +183,7 @@ class Checkpoints:
             raise of_save from of_save.__cause__  # which is not `error` if that is a save's error already
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the checkpoint that was started last has been committed.
+        """Wait until the checkpoint that was started last has been committed, for at most `timeout_s`, if given.
 
         Raises:
             CheckpointError: It failed; if a tier has failed, its error is the cause. Training may go on.
@@ -220,7 +220,7 @@ class Checkpoints:
         waits.apart(begin, "offload-mirror-folder", lambda: f"{folder} to be opened")
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
-        """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
+        """Wait until `OffloadConfig.mirror` has the newest committed checkpoint, for at most `timeout_s`, if given.
 
         Raises:
             CheckpointError: It could not be mirrored. The checkpoint itself is whole, and training may go on.
@@ -392,8 +392,8 @@ class Checkpoints:
         self, checkpoint: Checkpoint, layout: Layout, restorer: Restorer, rank: int, ranks: int
     ) -> Manifest | None:
         """Return the manifest if its tiles can be used where they lie; raise if stores that are read are missing."""
-        manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
-        named = enumerate(zip(layout.parameters, restorer.names, strict=True))
+        manifest = manifest_in_place(checkpoint, layout, restorer.saved_names, rank, ranks)
+        named = enumerate(zip(layout.parameters, restorer.saved_names, strict=True))
         restored = (replace(parameter, name=name) for n, (parameter, name) in named if n not in restorer.anew)
         needed_ranks = [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(restored))
         for needed in needed_ranks:

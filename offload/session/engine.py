@@ -267,7 +267,7 @@ class Engine:
                 """Begin the park on the engine thread, which carries it on between requests."""
                 parks.append(thread.parking.begin(accepted or parts.gradients.bound_slots, keep_host=keep_host))
 
-            if self.activations.are_in_use():
+            if self.activations.ask_whether_in_use():
                 gc.collect()  # activation checkpointing leaves cycles, which hold tensors of an interrupted pass
             thread.request(begin, needs_memory=False)
         if wait:

@@ -49,7 +49,7 @@ class Gradients:
             groups: Hyperparameters of all groups; see `Engine.step`.
             kept: Tensors with the memory of fp32 weights, and of gradients that lie in no slot, which updates read
                 until the step.
-            scale: See `Engine.step`; None for the last step's.
+            scale: What the loss is multiplied by; None for the last step's.
         """
         self._thread.speculation.foresee(groups, kept, scale)
 

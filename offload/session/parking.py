@@ -60,7 +60,7 @@ class PendingPark:
         moves_bytes: State that is written to the paths from homes or staging slots.
         started_s: When `park` was called (`time.monotonic`).
         kept_ranges: Address and size of memory that is kept, as somebody holds gradients in it.
-        eviction: The event that had the machine write the present batch.
+        eviction: The event that had the machine write the present batch; None before the first.
         done: Set when the park has ended, well or not.
         error: Why memory was not given back.
     """
@@ -104,7 +104,7 @@ class Parking:
         self._parts = parts
         self._sweeps = sweeps
         self._buffer_requests = buffer_requests
-        self._pending: PendingPark | None = None
+        self._pending: PendingPark | None = None  # the park under way
         self._last_number = 0  # of parks and batches, which are numbered together; 0 before the first park
         self._kept_ranges: Sequence[tuple[int, int]] = ()  # host memory that stays: (address, bytes)
         self._staged_before: tuple[int, ...] = ()
@@ -277,7 +277,7 @@ class Parking:
     def _place_on_host(self, batch: Sequence[int], address: int | None = None) -> Mapping[int, int]:
         """Choose host addresses for a batch at home on the GPU, from `address` on or in unused memory; return them.
 
-        Until told otherwise, the engine looks for the state of these subgroups there. Nothing is copied.
+        Until the next `set_temporary_homes`, the engine looks for these subgroups' state there. Nothing is copied.
         """
         subgroups = self._parts.plan.layout.subgroups
         sizes = [subgroups[number].state_bytes for number in batch]
@@ -367,13 +367,13 @@ class Parking:
             parts.rates,
             read_bytes,
             sent_bytes=self._parts.plan.state_bytes_of(number for number in coming_home if homes[number] is Home.GPU),
-            taken_bytes=freed_bytes - beside_bytes,
+            before_bytes=freed_bytes - beside_bytes,
             beside_bytes=beside_bytes,
-            take_bytes_per_s=parts.memory.take_bytes_per_s,
+            allocate_bytes_per_s=parts.memory.allocate_bytes_per_s,
         )
 
     def end(self, error: BaseException | None) -> None:
-        """End the park under way, if there is one: nothing more leaves memory; `error` is raised by its `wait`."""
+        """End the park under way, if there is one: nothing more leaves memory; its `wait` raises any `error`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -13,7 +13,7 @@ from offload.layout import Segment
 from offload.rules import MASTER, checked_step
 from offload.session.parts import SessionParts
 from offload.session.setup import raising_shortages
-from offload.session.state_copy import StateCopy, copy_run, free_bytes_beside, refuse_negative, refuse_uncopied
+from offload.session.state_copy import StateCopy, copy_run, free_bytes_beside, refuse_negative, refuse_uncopyable
 from offload.session.thread import EngineThread
 from offload.session.visits import SegmentWork, SweepRequests
 
@@ -37,7 +37,7 @@ class State:
             own_masters: Whether masters that are (fp32) weights are among the tensors.
 
         Raises:
-            InfeasiblePlanError: Neither a disk nor memory has room for that; nothing was taken.
+            InfeasiblePlanError: Neither a disk nor memory has room for that; nothing was allocated.
             OffloadError: The system does not give the memory.
             TierError: A disk has failed, the one with the file included.
         """
@@ -125,14 +125,14 @@ class State:
     ) -> None:
         """Replace state: any tensor that `read` returns, and step counts.
 
-        Tensors may be of any shape, strides, dtype and device: their elements are taken in row-major order, piece by
+        Tensors may be of any shape, strides, dtype and device: their elements are read in row-major order, piece by
         piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
         given is written to it; a 16-bit weight becomes the rounding of a master that is given. A tensor that is not
         given keeps its value.
 
         Args:
             values: By parameter and name of a tensor.
-            steps: Step counts by parameter.
+            steps: Step counts by parameter; all others stay.
             weights: Whether 16-bit weights are set to masters that are given now; else with their next update.
 
         Raises:
@@ -156,7 +156,11 @@ class State:
             self._change(subgroups, write, steps=counts, masters=masters, sets_weights=weights)
 
     def _check_tensors(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `ConfigError` unless these are tensors of a parameter's state, with its elements and legal values."""
+        """Raise `ConfigError` unless these are tensors of a parameter's state, by name, that can be stored.
+
+        They have to be dense and real, with the state's number of elements, and not negative where a format that
+        rounds stores their square roots.
+        """
         layout = self._parts.plan.layout
         parameter = layout.parameters[position]
         state = layout.state_of(parameter)
@@ -164,7 +168,7 @@ class State:
             what = f"{name} of {parameter.name}"
             if name not in state.rule.names:
                 raise ConfigError(what, name, f"use {', '.join(state.rule.names)}")
-            refuse_uncopied(tensor, what)
+            refuse_uncopyable(tensor, what)
             numel = layout.numel_of(position, name)
             if tensor.numel() != numel:
                 raise ConfigError(what, tensor.numel(), f"give {numel} elements")

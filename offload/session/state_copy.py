@@ -96,7 +96,7 @@ class StateCopy:
         tensors: Flat, each with a storage of its own.
 
     Raises:
-        InfeasiblePlanError: Neither one of these disks nor memory has room; nothing was taken.
+        InfeasiblePlanError: Neither one of these disks nor memory has room; nothing was allocated.
     """
 
     def __init__(self, numels: Sequence[int], free_bytes_by_directory: Mapping[str, int], large_bytes: int) -> None:
@@ -106,7 +106,7 @@ class StateCopy:
         for size in sizes:
             self._offsets.append(needed_bytes)
             needed_bytes += round_up(size, ALIGNMENT)
-        self._file: IO[bytes] | None = None
+        self._file: IO[bytes] | None = None  # None if the copy lies in memory
         if needed_bytes > large_bytes:
             self._directory, self._file = _make_file(needed_bytes, free_bytes_by_directory, left_bytes=large_bytes)
         if self._file is None:
@@ -230,7 +230,7 @@ def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
         done += target.numel()
 
 
-def refuse_uncopied(tensor: object, what: str) -> None:
+def refuse_uncopyable(tensor: object, what: str) -> None:
     """Raise `ConfigError` unless `tensor` is a dense tensor whose elements can be copied as real numbers.
 
     Called before anything is copied. One element is copied as a trial, which waits for a GPU's work on the tensor.

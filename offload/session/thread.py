@@ -110,8 +110,8 @@ class EngineThread(MachineListener):
         """Gives memory back between steps, and takes it again."""
         self.pending: PendingStep | None = None
         """The pending step, until somebody has waited for its end."""
-        self._thread: threading.Thread | None = None
-        self._opening: waits.BackgroundWork | None = None
+        self._thread: threading.Thread | None = None  # the engine thread, once it is started
+        self._opening: waits.BackgroundWork | None = None  # of `open`, once that is called
         self._starting = threading.Lock()  # held while a new thread finds out whether the session is closed already
         self._serving = False  # whether the engine thread has begun, and serves requests
         self._is_broken_logged = False
@@ -411,9 +411,10 @@ class EngineThread(MachineListener):
 
     def _serve_requests(self) -> None:
         """Handle events and do what is due until the session ends; then finish what is in flight."""
-        pump(self._parts.machine, self._parts.executor, self.is_due)
-        while self.serve_due():
+        goes_on = True
+        while goes_on:
             pump(self._parts.machine, self._parts.executor, self.is_due)
+            goes_on = self.serve_due()
         self._finish_session()
 
     def is_due(self, machine: Machine) -> bool:
@@ -502,7 +503,7 @@ class EngineThread(MachineListener):
             self._reported_visits = 0
             self._next = None  # no reference to what the caller owns, as in `_answer`
             self._reply.post(0)
-        executor.end_turn()  # so that learning in `meanwhile` is not counted as what a step takes to begin
+        executor.end_engine_interval()  # so that learning in `meanwhile` is not counted as what a step takes to begin
         request.meanwhile()
 
     def _report_ended_visits(self) -> None:
@@ -579,7 +580,7 @@ class EngineThread(MachineListener):
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:
-        """Pass on how a request has ended: to its caller, or to those who wait for a pending step."""
+        """Pass on how a request has ended (`error`, or well): to its caller, or to who waits for a pending step."""
         if error is not None:
             self._aborts_untold = False  # whoever is raised this error is told
         pending, self._followed_step = self._followed_step, None

@@ -82,9 +82,9 @@ class AsyncIo:
         self._queue = queue
         self._piece_bytes = piece_bytes
         self._store = store
-        self._sync_error = 0
-        self._writing: set[asyncio.Task[None]] = set()
-        self._running: set[asyncio.Task[None]] = set()
+        self._sync_error = 0  # that of the first sync that failed
+        self._writing: set[asyncio.Task[None]] = set()  # writes that have not ended
+        self._running: set[asyncio.Task[None]] = set()  # all that has not ended
         with contextlib.ExitStack() as undo:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self._descriptor)

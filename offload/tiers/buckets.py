@@ -84,7 +84,7 @@ class BucketFolder(Folder):
 
     Args:
         path: "s3://bucket/prefix".
-        nbytes: Bytes of all its objects, if that is known.
+        nbytes: Bytes of all its objects; None if that is not known.
     """
 
     fails_late = True

@@ -214,7 +214,7 @@ def check_options_without_threads(path: str, options: StoreOptions, why_no_turns
 
 
 def check_limits(max_bytes: int | None, depth: int, piece_bytes: int = SECTOR_BYTES) -> None:
-    """Raise `ConfigError` unless a tier can be opened with these sizes."""
+    """Raise `ConfigError` unless a tier can be opened with these sizes; `max_bytes` None is no limit."""
     if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
         raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
     check_depth(depth)
@@ -305,7 +305,7 @@ def system_error(operation: str, cause: OSError, tier: NamedPath) -> TierError:
 
 
 def tier_error(operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath) -> TierError:
-    """Return the error to raise for a failed completion of an operation: "read", "write" or "sync" (of no request).
+    """Return the error to raise for a failed completion of an operation: "read", "write" or "sync" (no `request`).
 
     Returns:
         `TierFullError` if there was no room, `CorruptRecordError` if what was read is not what was written, else a

@@ -43,7 +43,7 @@ from offload.tiers.store import DATA_NAME, NO_LOCK_ERRNOS, RANK_NAME, RECORD_NAM
 from offload.tiers.turns import TakingTurns
 
 _RECORD_BYTES = 1 << 16
-"""Most that a store's record may have."""
+"""Most bytes of a store's record; a longer one is not ours."""
 
 
 class Directory(Place):
@@ -120,9 +120,10 @@ class Directory(Place):
             raise
 
     def _wants_asyncio(self) -> bool:
-        """Return whether the directory is on a network or parallel file system without O_DIRECT.
+        """Return whether `io_backend` "auto" is asyncio: on a network or parallel file system without O_DIRECT.
 
-        There all goes through the page cache, which `asyncfile` does with a bounded number of transfers.
+        Such transfers go through the page cache anyway, and one event loop keeps a bounded number of them going. A
+        file is made for a moment, to try O_DIRECT.
         """
         try:
             return file_system(self.path) in NETWORK_FILE_SYSTEMS and not supports_direct(self.path)
@@ -361,7 +362,7 @@ class _ReadLockedStore(Store):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.data_path = directory / DATA_NAME
-        self._lock_descriptor: int | None = None
+        self._lock_descriptor: int | None = None  # None if there is no lock file, or the file system has no locks
         with contextlib.suppress(FileNotFoundError):  # a copy where nobody may write has no lock file
             try:
                 self._lock_descriptor = share_lock(directory / LOCK_NAME)

@@ -61,7 +61,7 @@ _READERS_BYTE = 1
 """The bytes of a store's lock file that its owner and its readers lock."""
 
 _POLL_S = 1e-3
-"""Seconds between attempts to take a lock that another process will give up soon."""
+"""Seconds between attempts to acquire a lock that another process will release soon."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 _STOP = None
-"""Ends the thread that gets it from the queue."""
+"""In the queue: ends the thread that gets it."""
 
 
 class Lane:

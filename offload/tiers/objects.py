@@ -642,7 +642,7 @@ def _raise_for_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
 
 
 def _raise_refused(what: str, status: int, code: str, message: str, cause: Exception | None) -> NoReturn:
-    """Raise the error for a request that the store has refused."""
+    """Raise the error for a request that the store has refused; `cause` is botocore's error, if that has made it."""
     text = f"{what}: {status} {code}" + (f", {message}" if message else "")
     if status == 412:
         raise ObjectExistsError(text, code=code, status=status, errno=errno.EEXIST, transient=False) from cause

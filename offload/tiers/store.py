@@ -61,7 +61,7 @@ class Store:
         check_directory(path)
         self.directory = Path(os.path.abspath(path)) / f"offload-{store}"
         self.data_path = self.directory / DATA_NAME
-        self._lock: int | None = None
+        self._lock: int | None = None  # descriptor of the lock file; None if the file system has no locks
         if existing:
             self._lock = hold_lock(self.directory / LOCK_NAME, existing=True)
             self._identity = _identity(os.stat(self.directory))

@@ -159,8 +159,8 @@ class TakingTurns(Owned):
         self._inner_queue = inner_queue
         self._queue = queue
         self._turn_settings = turns
-        self._requests: deque[_Request] = deque()
-        self._waiting_since_s: float | None = None
+        self._requests: deque[_Request] = deque()  # not passed on yet
+        self._waiting_since_s: float | None = None  # for a turn, on the monotonic clock; None while it does not wait
         try:
             self._line, *self._turns = lock_bytes(turns.path or inner.path, turns.holders)
         except OSError as cause:
@@ -217,7 +217,7 @@ class TakingTurns(Owned):
     # On the thread
 
     def _serve(self) -> None:
-        """While there are requests: take a turn, use it, give it back; until the tier is closed."""
+        """While there are requests: acquire a turn, use it, release it; until the tier is closed."""
         while self._requests or not self._closed:
             if not self._requests:
                 self._inner_queue.wait()

@@ -253,7 +253,14 @@ def _check_once(model: nn.Module) -> None:
 
 
 def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:
-    """Refuse a weight that does not lie in the file any more; plain tensors are let pass: `functional_call`'s."""
+    """Refuse a weight that does not lie in the file any more; plain tensors are let pass: `functional_call`'s.
+
+    Args:
+        full_name: The weight's name in the model.
+        module: The module that has it; None if there is no such module any more.
+        name: Its name there.
+        address: Where it lay when it was moved to the file.
+    """
     weight: torch.Tensor | None = None if module is None else module._parameters.get(name)
     if weight is not None and not isinstance(weight, nn.Parameter):
         return

@@ -421,11 +421,11 @@ def test_what_rank_0_has_not_released_leaves_when_it_has(loop: Loop) -> None:
     loop.optimizer.engine.checkpoints.release(str(folder / "optimizer"), after_mirror=True)
     assert saves.kept == []
     loop.save("step-2")
-    assert saves.has_leaving
+    assert saves.has_awaiting_mirror
     assert is_checkpoint(folder / "optimizer")
     shutil.rmtree(folder)  # as rank 0 does
     loop.save("step-3")
-    assert not saves.has_leaving
+    assert not saves.has_awaiting_mirror
 
 
 def test_other_ranks_mirror_what_rank_0_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class AskedLanes(CheckedExecutor):
     def set_visitor(self, visitor: Any) -> None:
         self.visitor = visitor
 
-    def end_turn(self) -> None:
+    def end_engine_interval(self) -> None:
         """Nobody asks how long the engine's thread works."""
 
 

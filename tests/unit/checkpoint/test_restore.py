@@ -93,7 +93,7 @@ A, B = Parameter("a", 4, BF16, 0), Parameter("b", 6, BF16, 0)
 def test_state_and_counts_are_taken_by_the_names_that_the_checkpoint_has() -> None:
     source = Source({"b": 6, "bare": 4, "more": 9})  # what else it has is not asked for
     restorer, views, tables = make(source, [A, B], a="bare")
-    assert restorer.names == ["bare", "b"]
+    assert restorer.saved_names == ["bare", "b"]
     restorer.restore_step_counts()
     assert (tables.steps, tables.seed) == ([11, 10], 1)
     restorer.restore(visit(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,22 @@ def test_weights_that_share_memory(parts: list[slice], shares: bool) -> None:
     weights.bound[first] = weights.bind(first, "a")  # and one that is bound already
     with pytest.raises(ConfigError, match="a and b, which share memory"):
         weights.describe(groups, [second], as_grouped)
+
+
+def test_what_was_undone_is_dealt_as_for_the_first_time() -> None:
+    first, *later = make((4, 4), (4, 4), (4, 4), (4, 4))
+    mesh: Any = SimpleNamespace(size=lambda: 3, get_local_rank=lambda: 0)
+    mesh.get_group = lambda: SimpleNamespace(group_name="ranks")
+    weights: Any = Weights(RecordedEngine())  # type: ignore[arg-type]
+    weights.deal(mesh, {first: 0.1}, {})
+    works = dict(zip(later, (0.7, 0.2, 0.15), strict=True))
+    weights.deal(mesh, works, {})
+    owners = dict(weights.owners)
+    assert [owners[parameter] for parameter in (first, *later)] == [0, 1, 2, 0]
+    weights.undo_deal(later)
+    assert weights.owners == {first: 0}
+    weights.deal(mesh, works, {})
+    assert weights.owners == owners
 
 
 def nothing(weight: torch.nn.Parameter) -> None:
