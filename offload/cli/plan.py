@@ -567,7 +567,7 @@ def _activation_lines(answer: Answer) -> list[str]:
         return []
     texts = {"paths": "on the paths", "recompute": "recomputed", "both": "both"}
     costs = [f"{text} +{format_seconds(figures[f'{way}_s'])}" for way, text in texts.items() if f"{way}_s" in figures]
-    line = f"activations ({format_bytes(figures['bytes'])}): {', '.join(costs)} an iteration"
+    line = f"activations ({format_bytes(figures['bytes'])} a micro-step): {', '.join(costs)} an iteration"
     if figures["advice"] != "paths":
         line += "; the paths are too slow to take all behind forward: recompute, and take both where memory is short"
     return [line]
