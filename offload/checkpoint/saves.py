@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.contents import read_commit
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
+    COMMIT_NAME,
     MAX_RELEASED,
     FileRef,
     Manifest,
@@ -206,6 +208,10 @@ class Saves:
         """The last save that has ended."""
         self.last_folder: str | None = None
         """The folder of the checkpoint that was committed or loaded last."""
+        self._known_folders = set[str]()
+        """Folders that this session has loaded from or saved to."""
+        self._loaded_id = ""
+        """Of the checkpoint that was loaded last, until its release was warned of."""
         self.kept: list[KeptCheckpoint] = []
         """The checkpoints that are kept, oldest first."""
         self._read_checkpoints: list[KeptCheckpoint] = []
@@ -339,7 +345,24 @@ class Saves:
         save = Save(self._last_number, sink_number, is_empty)
         keep = sys.maxsize if self._keeps_all else self._keep
         self.pending = PendingSave(save, folder, request, manifest, sink, keep)
+        if request.rank == 0:
+            self._warn_of_losses(self.pending)
         return self.pending
+
+    def _warn_of_losses(self, pending: PendingSave) -> None:
+        """Warn of checkpoints that end with a save, and that nobody may have meant to give up."""
+        path = pending.folder.path
+        if path not in self._known_folders and os.path.isfile(os.path.join(path, COMMIT_NAME)):
+            log.warning("%s holds a checkpoint of another session: it is replaced once this one is whole", path)
+        self._known_folders.add(path)
+        elsewhere = [kept for kept in self._by_release_order() if kept.folder != path]
+        excess = 0 if pending.request.copy else max(0, len(elsewhere) + 1 - pending.keep)
+        for kept in elsewhere[:excess]:
+            # Folders in turn differ in numbers (checkpoint-500, checkpoint-1000): their oldest is known to go.
+            if kept.id == self._loaded_id and _without_numbers(kept.folder) != _without_numbers(path):
+                text = "%s, from which this session goes on, is released once %s is whole: to keep it, raise %s"
+                log.warning(text, kept.folder, path, "checkpoints_kept")
+                self._loaded_id = ""
 
     def _open_sink(self, folder: Folder, manifest: Manifest) -> tuple[uuid.UUID, Tier]:
         """Make a new store in a checkpoint's folder, for a copy of all its tiles."""
@@ -673,7 +696,7 @@ class Saves:
         A later save then releases it as an older one, and deletes its stores that have no other pin. Not kept is a
         checkpoint of a live session, one that another session has resumed from, or one of another number of ranks.
         """
-        self.last_folder = checkpoint.path
+        self._note_loaded(checkpoint)
         self._mirror_loaded(checkpoint, rank, ranks)
         if len(checkpoint.manifests) != ranks or any(kept.id == checkpoint.id for kept in self.kept):
             return
@@ -685,6 +708,11 @@ class Saves:
             self.kept.append(
                 KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, save_number=None, locks=locked.locks)
             )
+
+    def _note_loaded(self, checkpoint: Checkpoint) -> None:
+        self.last_folder = checkpoint.path
+        self._known_folders.add(checkpoint.path)
+        self._loaded_id = checkpoint.id
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
@@ -778,7 +806,7 @@ class Saves:
         Raises:
             TierError: A store cannot be read; nothing has changed then.
         """
-        self.last_folder = checkpoint.path
+        self._note_loaded(checkpoint)
         takeover = Takeover()
         # Path numbers of the checkpoint's stores: of those that this session has or reopens the path's own, else new.
         own_numbers = {place: number for number, place in enumerate(self.stores[: self._path_count])}
@@ -902,6 +930,10 @@ def check_mirror(config: OffloadConfig) -> None:
     """Raise `ConfigError` if checkpoints cannot be copied to the mirror that the user wants."""
     if config.mirror is not None:
         parse_place(config.mirror, "mirror").check("mirror")
+
+
+def _without_numbers(folder: str) -> str:
+    return re.sub(r"\d+", "", folder)
 
 
 def save_error(folder: str, cause: BaseException) -> CheckpointError:

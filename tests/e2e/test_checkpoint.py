@@ -495,3 +495,35 @@ def test_what_is_no_number() -> None:
         for name in ("lr", "eps", "weight_decay"):
             with pytest.raises(offload.ConfigError, match=name):
                 offload.AdamW([torch.nn.Parameter(torch.ones(3))], **{name: number})
+
+
+def test_a_checkpoint_that_a_save_ends_is_told_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"host_memory": 0, "paths": [tmp_path]}
+
+    def save(run: Run, *names: str) -> list[str]:
+        caplog.clear()
+        for name in names:
+            run.train()
+            run.save(tmp_path / name)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    with Run(**config) as run:
+        assert not save(run, "base", "base")
+    with Run(**config) as run:
+        run.optimizer.load_checkpoint(tmp_path / "base")
+        (told,) = save(run, "other", "third")
+        assert told.startswith(
+            f"{tmp_path}/base, from which this session goes on, is released once {tmp_path}/other is"
+        )
+        assert not save(run, "step-1", "step-2")
+    with Run(**config) as run:
+        run.optimizer.load_checkpoint(tmp_path / "step-2")
+        assert not save(run, "step-3")  # folders in turn
+    with Run(**config) as run:
+        (told,) = save(run, "step-3", "step-3")
+        assert (
+            told == f"{tmp_path}/step-3 holds a checkpoint of another session: it is replaced once this one is whole"
+        )
+    with Run(**config, checkpoints_kept=2) as run:
+        run.optimizer.load_checkpoint(tmp_path / "step-3")
+        assert not save(run, "fork")  # both are kept
