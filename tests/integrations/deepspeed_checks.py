@@ -338,9 +338,9 @@ def client_optimizers_are_taken_over(folder: Path) -> None:
         lambda parameters: torch.optim.Adam(parameters, lr=5e-3, weight_decay=0.1),
         lambda parameters: torch.optim.Adam(parameters, lr=5e-3, maximize=True),
     ]
-    for stage, maker in itertools.product((2, 3), makers):
+    for stage, maker in zip((2, 3, 2), makers, strict=True):
         # fp32, so that one last bit of a master cannot turn into one of a 16-bit weight.
-        case = Case(stage, "fp32", steps=20, offload=paths(folder))
+        case = Case(stage, "fp32", steps=10, offload=paths(folder))
         seen = []
         for ours in (False, True):
             with training(case, ours=ours, optimizer=maker) as engine:
@@ -549,7 +549,7 @@ def what_a_step_did_can_be_seen_as_elsewhere(folder: Path) -> None:
     from offload.cli.__main__ import main as offload_main
 
     (lines,) = re.findall(r"^```\n(engine\.save_checkpoint.*?)^```$", PAGE.read_text(), re.M | re.S)
-    for stage, overlap in ((1, "off"), (2, "off"), (2, "both"), (3, "off"), (3, "both")):
+    for stage, overlap in ((1, "off"), (2, "both"), (3, "both")):
         place, logged = below(folder, stage, overlap), []
         case = Case(stage, clip=0.1, offload={**paths(place), "overlap": overlap})
         lines_here = lines.replace('"checkpoints"', repr(f"{place}/saved")).replace("run/rank-", f"{place}/run-")
@@ -789,7 +789,8 @@ def weights_of_an_engine_without_an_optimizer_lie_in_files(folder: Path) -> None
 @check
 def checkpoints_go_both_ways(folder: Path) -> None:
     """Resume is exact; checkpoints go from stock to ours and back; the weights alone can be loaded too."""
-    for stage, dtype in itertools.product((2, 3), ("bf16", "fp32")):
+    dtypes = ("bf16", "fp32") if torch.distributed.get_world_size() == 1 else ("fp32", "bf16")
+    for stage, dtype in zip((2, 3), dtypes, strict=True):
         # A step still goes on when it is saved.
         overlap = "forward" if stage == 3 and "PLACEMENT" not in os.environ else "off"
         case = Case(stage, dtype, 2, offload={**paths(folder), "overlap": overlap}, net={"branch": True})
@@ -1424,7 +1425,8 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
     if not mounted[0]:
         raise Skip("only root can mount a small file system")
     try:
-        for stage, waits in ((2, True), (3, True), (2, False), (3, False)):
+        is_alone = torch.distributed.get_world_size() == 1
+        for stage, waits in ((2, is_alone), (3, not is_alone)):
             settings = {**paths(folder), "subgroup_numel": 1 << 16, "checkpoint": {"wait": waits}}
             case = Case(stage, offload=settings)
             seen = []
@@ -1807,9 +1809,9 @@ def state_of_another_format_makes_the_same_weights(folder: Path) -> None:
 def a_device_of_none_counts_as_the_cpu(folder: Path) -> None:
     """And is said once; the bits are those of "cpu", which are stock's."""
     logger, handler = logging.getLogger("offload"), logging.Handler()
-    for stage in (1, 2, 3):
+    for stage, none in ((1, {"device": "none"}), (2, {}), (3, None)):
         seen = []
-        for given in ({"device": "cpu"}, {"device": "none"}, {}, None):
+        for given in ({"device": "cpu"}, none):
             said: list[logging.LogRecord] = []
             handler.emit = said.append  # type: ignore[method-assign]
             logger.addHandler(handler)
@@ -1989,23 +1991,22 @@ def steps_that_go_on_into_forward_change_nothing(folder: Path) -> None:
         (1, "bf16", 1, "exact", {"overlap_comm": True}),
     ]
     with noting_pending_steps() as pending, unittest.mock.patch.object(gathers, "BUCKET_BYTES", 20_000):
-        for stage, dtype, accumulation, state_format, zero in cases:
+        for number, (stage, dtype, accumulation, state_format, zero) in enumerate(cases):
+            overlaps = ("off", "forward") if number % 2 and "DELAYS" not in os.environ else ("off", "both")
             if "DELAYS" in os.environ and (stage, state_format) in ((3, "compact16"), (3, "compact8")):
                 continue  # a device that dawdles takes minutes
             if str(stage) not in os.environ.get("STAGES", "123"):
                 continue
-            overlaps = ("off", "both") if "DELAYS" in os.environ else ("off", "forward", "both")
             found = {}
             for overlap in overlaps:
                 pending.clear()
                 case = hidden(folder, stage, dtype, accumulation, state_format, zero)(overlap)
                 found[overlap] = train_as_ahead_says(case)
                 assert any(pending) == (overlap != "off"), (overlap, pending)
-            for overlap in overlaps[1:]:
-                label = f"{stage, dtype, accumulation, state_format, overlap}"
-                assert found[overlap][0] == found["off"][0], f"{label}: {found[overlap][0]}, not {found['off'][0]}"
-                assert_same(found[overlap][2], found["off"][2])
-            assert sum(confirmed for confirmed, _ in found["both"][1]) > 1, f"{stage, dtype, state_format}"
+            label = f"{stage, dtype, accumulation, state_format, overlap}"
+            assert found[overlap][0] == found["off"][0], f"{label}: {found[overlap][0]}, not {found['off'][0]}"
+            assert_same(found[overlap][2], found["off"][2])
+            assert (sum(confirmed for confirmed, _ in found[overlap][1]) > 1) == (overlap == "both"), label
 
 
 @check
@@ -2135,6 +2136,8 @@ def run(folder: Path, names: list[str]) -> None:
             results[name] = traceback.format_exc()
             failed = True
         (folder / f"results-{rank}.json").write_text(json.dumps(results))
+        gc.collect()
+        gc.freeze()  # what it has imported
         if failed and torch.distributed.get_world_size() > 1:
             break  # ranks may be out of step
     if "DELAYS" in os.environ and not failed:

@@ -80,7 +80,7 @@ def test_a_killed_loop_resumes_exactly(tmp_path: Path, rest: list[str], left: li
 
 @pytest.mark.slow
 def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path) -> None:
-    off = run(tmp_path / "off", 6)
+    off = run(tmp_path / "off", 6, python=sys.executable)
     both = run(tmp_path / "both", 6, 'overlap="both"')
     assert off is not None
     assert both is not None
@@ -108,7 +108,7 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
     rest = ["limit=1", "kept=2"]
-    whole = run(tmp_path / "whole", 6, *rest, ranks=2, python=sys.executable)
+    whole = run(tmp_path / "whole", 6, *rest, ranks=2)
     run(tmp_path / "killed", 6, "kill=5", *rest, ranks=2)
     resumed = run(tmp_path / "killed", 6, "resume", *rest, ranks=2)
     assert whole is not None

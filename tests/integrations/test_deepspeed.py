@@ -39,7 +39,6 @@ OF_ANY_WORLD = (
     "a_device_of_none_counts_as_the_cpu",
     "auto_does_what_the_first_rank_has_measured",
     "client_optimizers_are_taken_over",
-    "compiled_models_equal_stock",
     "gradients_on_paths_change_nothing",
     "groups_schedules_and_frozen_parameters",
     "lion_equals_its_definition",
@@ -55,9 +54,17 @@ OF_ANY_WORLD = (
     "unused_parameters_stay_as_they_are",
     "updates_during_backward_change_nothing",
     "weights_in_files_change_nothing",
+    "what_a_step_did_can_be_seen_as_elsewhere",
     "what_is_frozen_after_initialize_keeps_its_state",
 )
 """Checks that say with two ranks all that they say with one: `make test` runs them once."""
+WITHOUT_RANKS = (
+    "an_object_that_is_ignored_is_said_once",
+    "compiled_models_equal_stock",
+    "defaults_work_with_all_state_on_disk",
+    "nothing_changes_without_our_object",
+)
+"""Checks of what no other rank has a part in: `make test` runs them with one."""
 PARTS = {1: 2, 2: 4}  # starts of the checks by ranks, each of which may go to another core
 TIMEOUT_S = 840  # for a machine that does other things as well
 NOT_OLDER = ("pairs_equal_stock", "model_variants_equal_stock", "phases_change_nothing")
@@ -127,9 +134,9 @@ def start(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "part"), [(world, part) for world in PARTS for part in range(PARTS[world])])
 def test_checks(world: int, part: int, tmp_path: Path) -> None:
-    """A start takes longer than most checks, so that several are made in one; one of them imports all anew."""
-    names = tuple(name for name in OTHERS if world > 1 or name not in OF_ANY_WORLD)[part :: PARTS[world]]
-    found = start(world, tmp_path, names, python=sys.executable if (world, part) == (1, 0) else "")
+    """A start takes longer than most checks, so that several are made in one."""
+    names = tuple(name for name in OTHERS if name not in (OF_ANY_WORLD, WITHOUT_RANKS)[world - 1])
+    found = start(world, tmp_path, names[part :: PARTS[world]])
     assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
     if set(found.values()) != {"ok"}:
         pytest.skip("; ".join(f"{name}: {said}" for name, said in found.items() if said != "ok"))
@@ -141,7 +148,15 @@ def test_checks(world: int, part: int, tmp_path: Path) -> None:
     ("world", "kills"),
     [(1, 3), pytest.param(1, 40, marks=pytest.mark.full), pytest.param(2, 40, marks=pytest.mark.full)],
 )
-@pytest.mark.parametrize(("layout", "stage"), [("stock", 3), ("in_place", 3), ("stock", 1), ("in_place", 2)])
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [
+        ("stock", 1),
+        ("in_place", 3),
+        pytest.param("stock", 3, marks=pytest.mark.full),
+        pytest.param("in_place", 2, marks=pytest.mark.full),
+    ],
+)
 def test_a_kill_while_a_checkpoint_is_written_behind_leaves_the_one_before(
     layout: str, stage: int, world: int, kills: int, tmp_path: Path
 ) -> None:
@@ -195,8 +210,9 @@ def test_whole_matrix(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_other_checks_with_one_rank(tmp_path: Path) -> None:
-    assert start(1, tmp_path, OF_ANY_WORLD) == dict.fromkeys(OF_ANY_WORLD, "ok")
+@pytest.mark.parametrize(("world", "names"), [(1, OF_ANY_WORLD), (2, WITHOUT_RANKS)])
+def test_the_other_checks(world: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    assert start(world, tmp_path, names) == dict.fromkeys(names, "ok")
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ def _built() -> None:
     processes.needed()
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 2])
 def on_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Return a number of ranks, and where they have left what DeepSpeed and the engine compute on the CPU."""
     folder = tmp_path_factory.mktemp("cpu")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,15 +196,13 @@ def test_a_trainers_bits_are_those_of_weights_on_the_device(
 
 
 def test_a_trainers_checkpoint_goes_both_ways(tmp_path: Path) -> None:
-    """With FSDP, without it, and from one to the other; there is nothing in the folder that only one writes."""
+    """With FSDP or without it to the other; there is nothing in the folder that only one writes."""
     expected, files = trained(tmp_path / "whole", llama()), []
-    for settings, others in ((HOST, (HOST, {})), ({}, (HOST,))):
+    for settings, other in ((HOST, {}), ({}, HOST)):
         folder = tmp_path / f"first {len(files)}"
         trained(folder, llama(), stops=True, **settings)
         files.append({path.name for path in (folder / "checkpoint-2").iterdir()})
-        for number, other in enumerate(others):
-            again = Path(shutil.copytree(folder, f"{folder} again {number}"))
-            assert_same(trained(again, llama(), resume=True, **other), expected, 2)
+        assert_same(trained(folder, llama(), resume=True, **other), expected, 2)
     assert files[0] == files[1] >= {"model.safetensors", "optimizer", "optimizer.pt"}
 
 
@@ -307,8 +304,7 @@ def looped(way: str, folder: Path, overlap: str = "off", resume: Path | None = N
     ("way", "overlap", "plugin"),
     [
         ("line", "forward", {}),
-        ("fsdp", "both", {"activation_checkpointing": True}),
-        ("fsdp", "off", {"cpu_ram_efficient_loading": True}),
+        ("fsdp", "both", {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}),
     ],
 )
 def test_accelerates_bits_are_those_of_weights_on_the_device(
