@@ -58,6 +58,8 @@ GPU_UPDATE_SHARES = (0.5, 0.25, 0.125)
 
 MOST_SHOWN = 3
 """Settings that `--advise` shows."""
+MOST_LESSENED = 4
+"""How often host memory for state is lessened to hide steps: new weights of what is streamed then take some of it."""
 MOST_SIMULATED = 5
 """Settings that are simulated: those that the closed form finds best, and the best `MOST_SHOWN` with exact state."""
 
@@ -455,12 +457,24 @@ class Setting:
         # "both" may seem to pay even if "backward" does not: where little is streamed, it is predicted to hide what
         # waits for the norm.
         backward_pays = hidden_s.get("backward", math.inf) <= worthwhile_s
-        if not (backward_pays and _has_room_for_hiding(answer)):
+        if not backward_pays or _lacking_for_hiding(answer):
             hidden_s = {where: seconds for where, seconds in hidden_s.items() if where == "forward"}
         overlap = min(hidden_s, key=lambda where: hidden_s[where], default="off")
         if overlap != "off" and hidden_s[overlap] < worthwhile_s:
             return cls(answer, overlap, iteration_s=hidden_s[overlap])
         return cls(answer, overlap="off", iteration_s=answer.iteration_s)
+
+    @classmethod
+    def best_of(cls, answer: Answer, choices: Choices) -> Setting:
+        """Return what `of` does, or the same with less state in host memory, if hiding in backward needs that memory.
+
+        That is tried where the search may choose how much host memory state takes.
+        """
+        setting = cls.of(answer)
+        if setting.overlap in ("backward", "both") or "host_memory" not in choices.computed:
+            return setting
+        hides = _with_room_for_hiding(answer)
+        return setting if hides is None else min(setting, cls.of(hides), key=lambda each: each.iteration_s)
 
     @property
     def rounds(self) -> bool:
@@ -477,13 +491,31 @@ class Setting:
         return str(self.answer.scenario) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
 
 
-def _has_room_for_hiding(answer: Answer) -> bool:
-    """Return whether the host has memory for what steps that are hidden in backward take more."""
+def _lacking_for_hiding(answer: Answer) -> int:
+    """Return the bytes that a rank lacks in host memory for steps that are hidden in backward; 0 if it has room."""
     machine = answer.scenario.machine
+    if machine.memory_bytes is None:
+        return 0
     hiding_bytes, _storage_bytes = answer.hiding_bytes
-    used_bytes = machine.ranks * (answer.use.host_bytes + hiding_bytes)
-    memory_bytes = machine.memory_bytes
-    return memory_bytes is None or used_bytes <= memory_bytes - reserved_bytes(memory_bytes, machine.ranks)
+    free_bytes = (machine.memory_bytes - reserved_bytes(machine.memory_bytes, machine.ranks)) // machine.ranks
+    return max(0, answer.use.host_bytes + hiding_bytes - free_bytes)
+
+
+def _with_room_for_hiding(answer: Answer) -> Answer | None:
+    """Return an answer with so much less state in host memory that steps can be hidden in backward; None if none."""
+    scenario = answer.scenario
+    for _ in range(MOST_LESSENED):
+        lacking = _lacking_for_hiding(answer)
+        if not lacking:
+            return ask(scenario)
+        if scenario.host_memory < lacking:
+            return None
+        scenario = scenario.with_host_memory(_round_down(scenario.host_memory - lacking))
+        try:
+            answer = ask(scenario, simulate=False)
+        except InfeasiblePlanError:
+            return None
+    return None
 
 
 def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
@@ -532,7 +564,7 @@ def best_settings(scenario: Scenario, choices: Choices, report: Report) -> list[
     settings = []
     for number, answer in enumerate(simulated):
         report(number, len(simulated), "simulated")
-        settings.append(Setting.of(ask(answer.scenario)))
+        settings.append(Setting.best_of(ask(answer.scenario), choices))
     settings.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
     first = next((setting for setting in settings if not setting.rounds), settings[0])
     others = [setting for setting in settings if setting is not first]
@@ -561,13 +593,18 @@ def cheapest_setting(scenario: Scenario, choices: Choices, target_s: float, repo
         ConfigError: None can be planned.
     """
     tried: list[Setting] = []
+    hopeless: list[Answer] = []
     for answer in choices.fitting_answers(scenario, report):
         # Not worth a simulation: hiding a step does not make an iteration a quarter of it.
-        is_hopeless = answer.iteration_s > 4 * target_s
-        setting = Setting.of(answer if is_hopeless else ask(answer.scenario))
+        if answer.iteration_s > 4 * target_s:
+            hopeless.append(answer)
+            continue
+        setting = Setting.best_of(ask(answer.scenario), choices)
         if setting.iteration_s <= target_s:
             return _with_least_memory(setting, target_s) if "host_memory" in choices.computed else setting
         tried.append(setting)
+    hopeless.sort(key=lambda answer: answer.iteration_s)
+    tried += [Setting.best_of(ask(answer.scenario), choices) for answer in hopeless[:MOST_SHOWN]]
     fastest = min(tried, key=lambda setting: setting.iteration_s)
     answer = fastest.answer
     mark = answer.scenario.guess_mark
@@ -670,6 +707,8 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             "    optimizer.overlap_forward(model)",
             "    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own",
         ]
+    if "gradient_memory" in config or not config.get("keep_grads", True):
+        lines["torch"].append("    # clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more")
     lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     if in_host:
