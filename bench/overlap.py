@@ -40,7 +40,7 @@ from offload.schedule.timeline import Interval, covered_s
 OPTIONS = (
     Option("numel", 60_000_000, 300_000, "parameters"),
     Option("tokens", [128], [16]),
-    Option("pairs", 30, 2),
+    Option("pairs", 30, 1),
 )
 COUNTED = 4
 NAMES = ("forward_s", "backward_s", "step_s")

@@ -181,7 +181,7 @@ def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int],
     first.close()
     trainings = {overlap: Training(kind, overlap, numel, folder / overlap, longest) for overlap in OVERLAPS}
     for each in trainings.values():  # "auto" has to have chosen, and all train as many steps
-        for _ in range(settled(took_s / 2)):
+        for _ in range(settled(max(took_s / 2, sizes["shortest_s"]))):
             each.iteration(tokens)
     turns: dict[str, list[dict[str, float]]] = {overlap: [] for overlap in OVERLAPS}
     for number in range(sizes["rounds"]):
@@ -224,6 +224,7 @@ def simulated(billions: int, tokens: int) -> dict[str, float]:
 def measure(run: Run) -> None:
     args, results = run.args, run.results
     sizes = {"numel": args.numel, "tokens": args.tokens, "rounds": args.rounds, "longest": 64 if run.smoke else 4096}
+    sizes["shortest_s"] = 1 if run.smoke else 0  # of an iteration: the shorter, the more "auto" has to see
     kinds = [kind for kind in args.kinds if kind not in run.missing]
     for kind in kinds:
         queue = mp.get_context("spawn").SimpleQueue()

@@ -852,17 +852,18 @@ def constants_said(fitted: Fitted) -> list[str]:
 
 def measure(run: Run) -> None:
     """Fit, and predict."""
-    rounds = 2 if run.smoke else 25
+    rounds = 1 if run.smoke else 25
     tables = read_tables(run.args.fit)
     rows, waits_s = rows_of(tables, [tables]), mean_waits(tables)
+    given = None if run.args.evaluate is None else read_tables(run.args.evaluate)
+    asked = [] if given is None else rows_of(given, [given, tables])
     if run.smoke:
         rows = [row for row in rows if not isinstance(row, Interleaved) or len(row.numels) < 30]
     fitted = fit_machines(rows, waits_s, rounds)
     print(*constants_said(fitted), sep="\n")
     run.results["constants"] = fitted
-    if run.args.evaluate is not None:
-        given = read_tables(run.args.evaluate)
-        judged = evaluate(fitted, rows_of(given, [given, tables]))
+    if given is not None:
+        judged = evaluate(fitted, asked)
         run.results["evaluated"] = run.results["rows"] = judged
         sweep, several = (
             update_errors(judged, "interleaved_update_sweep"),

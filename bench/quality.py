@@ -16,6 +16,7 @@ AdamW updates there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import multiprocessing
@@ -33,7 +34,7 @@ from _worker import Mastered
 
 import offload
 from offload.cli.model import Shape, build_model
-from offload.cli.text import draw_windows, load_text
+from offload.cli.text import Text, draw_windows, load_text
 from offload.kernels.reference import round_to_bfloat16
 
 BETAS = (0.95, 0.999)
@@ -89,9 +90,15 @@ def available(contenders: tuple[str, ...]) -> Iterator[str]:
             print(f"{contender} is left out: {error}")
 
 
+@functools.cache
+def read(data: str | None) -> Text:
+    """Return the text, which each process reads once."""
+    return load_text(data, min_bytes=1 << 20)
+
+
 def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tuple[float, str]:
     """Return the held-out loss at the end and a digest of the weights."""
-    text = load_text(sizes["data"], min_bytes=1 << 20)
+    text = read(sizes["data"])
     cut = int(len(text.values) * (1 - HELD_OUT))
     trained, held_out = text.values[:cut], text.values[cut:]
     model = build_model(
@@ -218,7 +225,7 @@ def measure(run: Run) -> None:
     sizes |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained_tokens": sizes["steps"] * sizes["batch"] * sizes["seq"],
-        "text_bytes": len(load_text(args.data, min_bytes=1 << 20).values),
+        "text_bytes": len(read(args.data).values),
     }
     versions = {name: metadata.version(name) for name in contenders if name in OTHERS}
     made_at = {run.described["commit"]: len(keys)}

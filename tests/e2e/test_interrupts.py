@@ -75,6 +75,8 @@ EVERY = pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.t
 STRIDES = [pytest.param(STRIDE, marks=[pytest.mark.slow]), EVERY]
 THIRD = [pytest.param(3, marks=[pytest.mark.slow]), EVERY]
 """Of what is short."""
+LONG = [pytest.param(29, marks=[pytest.mark.slow]), EVERY]
+"""Of what opens several sessions for each interrupt."""
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "asyncio"])
 LOST = r"(?s)Exception ignored in. <function Checkpoint\.__del__.*KeyboardInterrupt"
 """What is said of an interrupt that comes while a checkpoint is dropped: Python swallows it, and the call goes on."""
@@ -141,7 +143,7 @@ def test_a_request_leaves_a_session_that_can_be_closed(
 
 
 @pytest.mark.filterwarnings(f"ignore:{LOST}:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("stride", LONG)
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
     path, folder = tmp_path / "path", tmp_path / "checkpoint"
@@ -210,7 +212,7 @@ def test_a_file_that_is_read(tmp_path: Path) -> None:
     at_every_line(program)
 
 
-@pytest.mark.parametrize("stride", THIRD)
+@pytest.mark.parametrize("stride", STRIDES)
 def test_an_added_group(stride: int) -> None:
     """Whatever of it there is already, it can be added again, and is updated."""
 

@@ -225,7 +225,14 @@ def test_gradients_that_stay_are_let_go_of(place: Place, tmp_path: Path) -> None
             assert not any(gradient() is not None for gradient in gradients)
 
 
-@pytest.mark.parametrize(("dtype", "keeps"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
+@pytest.mark.parametrize(
+    ("dtype", "keeps"),
+    [
+        (torch.bfloat16, False),
+        pytest.param(torch.float32, False, marks=pytest.mark.full),
+        (torch.float32, True),
+    ],
+)
 def test_what_revokes(place: Place, tmp_path: Path, dtype: torch.dtype, keeps: bool) -> None:
     """Each kind of change that can come between an update and the step."""
     found = {}
