@@ -729,18 +729,21 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",
             "    import offload.integrations.transformers as offload_transformers",
             f"    offload_transformers.enable({_python_dict(config)})",
-            f"    arguments = TrainingArguments({_trainer_arguments(scenario)})",
+            f"    arguments = TrainingArguments({_trainer_arguments(setting.answer)})",
         ]
     return lines
 
 
-def _trainer_arguments(scenario: Scenario) -> str:
+def _trainer_arguments(answer: Answer) -> str:
     """Return the arguments of the Trainer's `TrainingArguments`, as text.
 
     Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
     """
+    scenario = answer.scenario
     model = scenario.model
-    arguments = ['output_dir="out"', 'optim="offload_adamw"', "save_total_limit=1"]
+    arguments = ['output_dir="out"', 'optim="offload_adamw"']
+    if answer.plan.has_room_for_checkpoints:
+        arguments.append("save_total_limit=1")
     if not scenario.computes_on_gpu:
         arguments.append("use_cpu=True")
     if model.recompute:
@@ -864,6 +867,8 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
     scenarios = [setting.answer.scenario for setting in settings]
     lines = [fits_text(settings[0].answer), settings_table(settings), *_rounding_lines(settings, without_exact)]
     lines += dict.fromkeys(f"* {scenario.guess_warning}" for scenario in scenarios if scenario.guess_warning)
+    without_room = {n: setting.answer.checkpoint_warning for n, setting in enumerate(settings, start=1)}
+    lines += [f"setting {number}: {text}" for number, text in without_room.items() if text]
     lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting, framework)]

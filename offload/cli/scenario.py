@@ -122,7 +122,7 @@ class Scenario:
         paths = _path_configs(machine, path_bytes)
         if model.is_streamed:
             _check_streamed(model, machine, settings)
-        usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "checkpoints_kept": 0, "keep_grads": False}
+        usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "keep_grads": False}
         placement = settings.get("placement", "auto")
         if model.weights_on_gpu and settings.get("gradient_memory") is not None:  # the CPU updates all then
             if placement not in ("auto", "cpu", 0):
@@ -641,6 +641,17 @@ class Answer:
         return self.plan.storage_bytes + (WEIGHT_BYTES * self.scenario.numel if in_file else 0)
 
     @property
+    def checkpoint_warning(self) -> str:
+        """That the drives have no room for a checkpoint that stays there; "" if they have."""
+        if self.plan.has_room_for_checkpoints:
+            return ""
+        room = format_bytes(self.scenario.machine.ranks * self.plan.needed_with_checkpoints)
+        return (
+            f"drives too small for a checkpoint beside the state, which takes up to {room} in all: save copies "
+            "elsewhere (copy=True; a Trainer without save_total_limit)"
+        )
+
+    @property
     def figures(self) -> dict[str, Any]:
         """For `--json`: the memory that a rank uses, and that it gives back between phases."""
         memory = {"host_memory_bytes": dict(self.use.host), "gpu_memory_bytes": dict(self.use.gpu)}
@@ -664,6 +675,8 @@ class Answer:
                 f"planned with subgroups of {largest:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
                 "session chooses smaller ones, with smaller buffers"
             )
+        if self.checkpoint_warning:
+            warnings.append(self.checkpoint_warning)
         if machine.memory_bytes is not None:
             left = machine.memory_bytes - machine.ranks * use.host_bytes
             advisable = reserved_bytes(machine.memory_bytes, machine.ranks)
