@@ -167,7 +167,7 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     """Give a class, or a module, another value of a name until `undo` is closed."""
     if name in vars(owner):
         undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
+    else:  # inherited
         undo.callback(delattr, owner, name)
     setattr(owner, name, value)
 

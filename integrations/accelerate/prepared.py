@@ -188,7 +188,10 @@ def _prepare_for_fsdp2(accelerator: Any) -> None:
 def _clip_grad_norm(
     accelerator: Any, prepared: list[Prepared], parameters: Any, max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
-    """Replaces `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips."""
+    """Replaces `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips.
+
+    If no optimizer of ours can clip all that is given, Accelerate does; see `find_clipping_optimizer`.
+    """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     clipping = find_clipping_optimizer(map(ours, prepared), accelerator, parameters, norm_type)
     if clipping is None:

@@ -395,15 +395,22 @@ class OffloadedOptimizer(StepFigures):
         self.shard.reload_masters()
 
     def stream_checkpoints(self, engine: Any) -> None:
-        """Replace two methods of a DeepSpeed engine, so that it saves without a copy of the state in memory."""
+        """Replace the two methods of a DeepSpeed engine that save the model and this rank's state.
+
+        The state, and weights of which each rank has a copy (`flat_weights`: ZeRO-1 and 2), are written from where
+        they lie to holes of DeepSpeed's files, so that no copy of them is made in memory. In ZeRO-3, or with a
+        checkpoint engine that writes files in another way, DeepSpeed's own method saves the model.
+        """
         save_model, save_state = engine._save_checkpoint, engine._save_zero_checkpoint
 
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
-            """Replaces `_save_checkpoint`, which saves the model: collective, so that rank 0's error reaches all."""
+            """Replaces `_save_checkpoint`, which saves the model. Collective, so that rank 0's error reaches all."""
             self.finish()
             self._end_lending()
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
-            if self._saves_in_background:  # a tag may be saved again: new weights must not lie beside old state
+            if self._saves_in_background:
+                # A tag may be saved again: its old file of state must not lie beside new weights until the new one
+                # is whole.
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
             if self.flat_weights and stream.can_stream(engine.checkpoint_engine):
                 self._save_model_file(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))

@@ -169,7 +169,7 @@ class Gathers:
         self._wait_for([number for number in unseen if not active_pieces.isdisjoint(self._pieces_by_range[number])])
 
     def _bucket(self, number: int) -> Bucket:
-        """Return the exchange of one range: each rank sends its own part, and copies those of the others."""
+        """Return the bucket of one range. In its exchange each rank sends its own part, and copies the others'."""
         gather_range = self._ranges[number]
         parts = [part.detach()[gather_range.start : gather_range.stop] for part in self._parts[gather_range.flat]]
 

@@ -188,7 +188,7 @@ def _absolute(path: Any) -> str:
 
 
 def _state_folders_beside(path: str) -> list[str]:
-    """Return the folders beside a checkpoint with its optimizer's state."""
+    """Return the folders with its optimizer's state beside a checkpoint."""
     parent, name = os.path.split(path)
     files, directory = url_to_fs(parent)
     with contextlib.suppress(FileNotFoundError):
@@ -200,10 +200,12 @@ def _state_folders_beside(path: str) -> list[str]:
 
 
 def _delete_folders_beside(strategy: Any, path: str, but: str | None = None) -> None:
-    """Release, then delete, the folders beside a checkpoint except `but`, on all ranks."""
+    """Release, then delete, the state folders beside a checkpoint except `but`. Collective."""
     unwanted = [folder for folder in _state_folders_beside(path) if folder != but] if strategy.is_global_zero else []
     for folder in strategy.broadcast(unwanted):
-        release(ours(strategy.optimizers[0]).engine, folder)
+        release(ours(strategy.optimizers[0]).engine, folder)  # each rank its own part
+        # A rank that sees the folder vanish while it releases takes it for moved, and keeps its part.
+        strategy.barrier()
         if strategy.is_global_zero:
             files, directory = url_to_fs(folder)
             files.rm(directory, recursive=True)

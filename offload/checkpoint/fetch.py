@@ -192,7 +192,7 @@ def _commit_all(copies: Sequence[RankPartCopy]) -> None:
         """Commit one part; if that fails, note it, so that the other ranks' threads stop waiting."""
         never_set = threading.Event()
         try:
-            copy.commit(copy.source.extra(rank=0), never_set)  # the only rank that is open
+            copy.commit(copy.source.extra(0), never_set)  # of the one manifest that is open
         except BaseException:
             copy.part.note_failure()
             raise

@@ -222,7 +222,10 @@ def _delete_unbegun(folder: str) -> None:
 
 
 def _rename_aside(folder: str, wanted: str) -> str | None:
-    """Rename a folder to `wanted`, or `wanted.1` and so on; return the new name, None if another was first."""
+    """Rename a folder to `wanted`, or `wanted.1` and so on.
+
+    Return the new name; None if another process was first, or the folder cannot be renamed.
+    """
     for number in range(1000):
         target = f"{wanted}.{number}" if number else wanted
         with contextlib.suppress(OSError):  # the target is a folder that has files: try the next number

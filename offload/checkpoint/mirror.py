@@ -456,7 +456,7 @@ class Mirror:
         if part.is_committed():
             return False
         with self._open_part(part) as source, contextlib.ExitStack() as ends:
-            extra = source.extra(rank=0)  # the only one that is open
+            extra = source.extra(0)  # of the one manifest that is open, this rank's
             copy = RankPartCopy(part, source, self._io_backend)
             copy.begin()
             ends.callback(copy.close)

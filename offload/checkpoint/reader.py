@@ -369,13 +369,13 @@ class Checkpoint:
         """The newest version of any tile."""
         return max((ref.step for manifest in self.manifests for ref in manifest.tiles.values()), default=0)
 
-    def extra(self, rank: int) -> bytes | None:
-        """Return the `extra` that a rank's caller gave; None if it gave none.
+    def extra(self, number: int) -> bytes | None:
+        """Return the `extra` that the caller of a rank gave, by the number of its manifest; None if it gave none.
 
         Raises:
             CheckpointError: The file is missing or damaged.
         """
-        return read_extra(self._folder, self.manifests[rank])
+        return read_extra(self._folder, self.manifests[number])
 
     # Reading
 

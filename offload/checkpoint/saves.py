@@ -735,7 +735,9 @@ class Saves:
         session: Session | None = None,
         empty: Collection[int] = (),
     ) -> _StoreLocks | None:
-        """Lock all stores of a checkpoint, and update their pins; return None if one store cannot be locked.
+        """Lock all stores of a checkpoint, and update their pins.
+
+        Return None if a store cannot be locked, or none may be, as the checkpoint is a copy of one elsewhere.
 
         With a session, stores that it can reuse are opened for writing, which locks them, too. It can on paths whose
         numbers are in `empty`: there it has written nothing yet, and gives its own store up.
@@ -746,8 +748,10 @@ class Saves:
         for path, store in stores:
             # The number of the session's own path that the store lies on.
             own_stores = enumerate(self.stores[: self._path_count])
-            number = next((number for number, (own_path, _) in own_stores if own_path == path), None)
-            if session is not None and number is not None and number in empty and number not in locked.reopened:
+            number = next((own_number for own_number, (own_path, _) in own_stores if own_path == path), None)
+            # Of several stores on one path, one alone can replace the session's own.
+            can_reopen = number in empty and number not in locked.reopened
+            if session is not None and number is not None and can_reopen:
                 reopened = self._reopen_store(number, path, store, checkpoint, session)
                 if reopened is not None:
                     locked.reopened[number] = reopened
@@ -758,8 +762,8 @@ class Saves:
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
                 return None
             locked.locks += ((path, store, lock),)
-        with contextlib.suppress(CheckpointError):  # a pin that stays as it was keeps its store
-            for path, store in stores:
+        for path, store in stores:
+            with contextlib.suppress(CheckpointError):  # a pin that stays as it was keeps its store
                 note_move(checkpoint.id, checkpoint.path, path, store)
                 unpin_released(path, store)
         return locked
@@ -798,34 +802,43 @@ class Saves:
     ) -> Takeover:
         """Replace this session's stores by those of a checkpoint, and return what of it was taken over.
 
-        Stores that can be written to replace this session's own; the others are only read. On the engine thread, with
-        nothing in flight. Where one rank has saved for all, only that rank writes to the stores.
+        On the engine thread, with nothing in flight. Of the stores that the checkpoint's tiles lie in
 
-        `manifest` is what `manifest_in_place` has returned. The machine's `index` is not changed here.
+            this session's own      stay: the session has saved the checkpoint itself
+            those it can reopen     are written to from now on, each in place of its own on the path
+            all others              are foreign: they get new path numbers, and are only read
+
+        Args:
+            checkpoint: The checkpoint, open.
+            manifest: What `manifest_in_place` has returned: this rank's, or that of the one rank that has saved for
+                all, which alone may write to the stores then.
+            index: The machine's; it is not changed here.
+            session: Opens stores for writing, and puts them in the place of its own.
+            rank: This rank.
+            ranks: How many there are.
 
         Raises:
-            TierError: A store cannot be read; nothing has changed then.
+            TierError: A store cannot be read; this session has its own stores still.
         """
-        self._note_loaded(checkpoint)
         takeover = Takeover()
-        # Path numbers of the checkpoint's stores: of those that this session has or reopens the path's own, else new.
         own_numbers = {place: number for number, place in enumerate(self.stores[: self._path_count])}
         places = dict.fromkeys(manifest.stores_elsewhere)
         numbers = {place: own_numbers[place] for place in places if place in own_numbers}
-        elsewhere = [place for place in places if place not in own_numbers]
+        not_own = [place for place in places if place not in own_numbers]
         locked = None
         if manifest.rank == rank:
-            locked = self._lock_for_takeover(elsewhere, checkpoint, index, session, takeover)
+            locked = self._lock_for_takeover(not_own, checkpoint, index, session, takeover)
         all_reopened = {} if locked is None else locked.reopened
         for number, reopened in all_reopened.items():
             path, _ = self.stores[number]
             numbers[path, reopened.store] = number
-        foreign_places = [place for place in elsewhere if place not in numbers]
+        foreign_places = [place for place in not_own if place not in numbers]
         foreign_tiers = self._open_foreign_stores(foreign_places, locked)
+        self._note_loaded(checkpoint)
         numbers.update(zip(foreign_places, foreign_tiers, strict=True))
         self.stores += foreign_places
         without_locks = tuple((path, store) for path, store in foreign_places if not parse_place(path).has_locks)
-        if without_locks:
+        if without_locks:  # a note, in place of a lock, tells other sessions that they are read
             note_reading(without_locks, self._note_name)
             read = KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, save_number=None)
             self._read_checkpoints.append(read)
@@ -836,7 +849,7 @@ class Saves:
             self.stores[number] = path, reopened.store
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)
-        if locked is not None and elsewhere:
+        if locked is not None and not_own:  # else others need the stores, or it is one of this session's own
             self._keep_after_takeover(checkpoint, manifest, locked, takeover)
         return takeover
 

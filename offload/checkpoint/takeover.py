@@ -102,7 +102,10 @@ def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId,
 
 
 def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
-    """Return a manifest that calls a store's directory `path`, if it has another name for the same directory."""
+    """Return a manifest that calls a store's directory `path`, if it has another name for the same directory.
+
+    `records_in` compares names alone.
+    """
 
     def rename(ref: StoreRef) -> StoreRef:
         """Return the entry of a store, with `path` in it if it is this store's."""
@@ -115,14 +118,21 @@ def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
 ) -> list[PinnedTiles] | None:
-    """Return the tiles that checkpoints have in a store, which the caller has locked; `number` is its path's.
+    """Return the tiles that checkpoints have in a store, if it is certain which of its slots are free.
 
-    `checkpoint`, the one to go on from, is open here, and so reads the store, too. `layout` is this session's.
+    Nothing is locked here: the caller asks before it locks the store and once more after that, as pins may change.
+
+    Args:
+        path: The store's path.
+        store: Its id.
+        number: The path's number in this session, for the records.
+        checkpoint: The one to go on from. It is open here, so it counts as a reader of the store.
+        layout: This session's.
 
     Returns:
-        None if it is not certain which slots are free, so that none may be written to: a pin's checkpoint is
-        missing, or of another layout, or names no tile in the store under its present name; or a released checkpoint
-        may still be read.
+        The tiles, by pin and rank. None if slots that look free may be needed: `checkpoint` has no pin in the store;
+        a pin's checkpoint is missing or unreadable, has another layout, or names no tile in the store by the name
+        that the path has here; or a released checkpoint may still be read.
     """
     pinned: list[PinnedTiles] = []
     has_released = False

@@ -368,7 +368,7 @@ class AcceleratorDevice(Driver):
     def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """See `Device.sum_gradients`."""
         with self.current(), working_on(self.stream(lane)):
-            self._kernel.gather_rows(dtype, rows)
+            self._kernel.sum_rows(dtype, rows)
 
     def fingerprint_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """See `Device.fingerprint_gradients`."""

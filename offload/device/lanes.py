@@ -72,7 +72,8 @@ class GpuLanes(Lanes):
         device: The GPU.
         queue: The queue for completions of operations.
         weights: Says where weights lie; None if no weights are copied.
-        placement: The setting: which state that is not at home on the GPU is updated there.
+        placement: The setting: which state that is not at home on the GPU is updated there: "cpu" or 0 for none,
+            "gpu" or 1 for all, a number between for that share, "auto" for what the plan says.
         borrows: Whether staging slots and buffers are borrowed for each step, and not allocated by `allocate_for`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
@@ -94,14 +95,16 @@ class GpuLanes(Lanes):
     ) -> None:
         super().__init__(device)
         self.borrows = borrows
-        self._is_staged = placement not in ("cpu", 0)
+        self._has_staging = placement not in ("cpu", 0)  # else the CPU updates all that is not at home on the GPU
         self.borrowed_bytes = 0
         """Device memory that the last step has borrowed."""
         self.caller: Hashable = None
         """The stream of the last request's caller, where memory is borrowed."""
         self._borrowed_slots: list[int] = []  # addresses
         self._shortages = 0  # steps that found less memory than planned
-        self._nodes = {} if named_nodes else nodes_for(device.node if placement in ("gpu", 1) else None)
+        is_read_by_gpu_alone = placement in ("gpu", 1)
+        self._nodes = {} if named_nodes else nodes_for(device.node if is_read_by_gpu_alone else None)
+        """Memory nodes that arenas are touched on; none where the system chooses, or the user has named nodes."""
         self.timed: dict[int, deque[Timed]] = {}
         """Operations on lanes whose times `take_timed` has not given out, by subgroup."""
         self.pinned = PinnedMemory(device)
@@ -111,9 +114,10 @@ class GpuLanes(Lanes):
         self._queue = queue
         self._plan: Plan | None = None
         self._slots = Block()
-        self._ready: dict[int | None, Mark] = {}  # after the copy of state into a staging slot
-        self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
-        self._updated: dict[int, Mark] = {}  # after the last update in a staging slot
+        # By staging slot. State at home on the GPU has none: None is asked for, and never there.
+        self._ready: dict[int | None, Mark] = {}  # after the copy of state into the slot
+        self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied into it
+        self._updated: dict[int, Mark] = {}  # after the last update in it
         self._weights = weights
         self._weights_address = 0  # of the first weight slot
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}  # copies of new weights, by subgroup
@@ -130,7 +134,7 @@ class GpuLanes(Lanes):
         """
         free_bytes = self.usable_bytes(layout)
         home_bytes = 0
-        staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
+        staging_bytes = self._staging_bytes(layout) if self._has_staging else 0
         if home_memory == "auto":
             staging_bytes = self._try_bytes(staging_bytes)
             home_bytes = free_bytes - staging_bytes
@@ -144,7 +148,7 @@ class GpuLanes(Lanes):
 
     def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
         """Return budgets whose staging slots fit a larger layout, as far as GPU memory is free."""
-        staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
+        staging_bytes = self._staging_bytes(layout) if self._has_staging else 0
         return dataclasses.replace(budgets, gpu_staging_bytes=max(budgets.gpu_staging_bytes, staging_bytes))
 
     def usable_bytes(self, layout: Layout) -> int:

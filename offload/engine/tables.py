@@ -212,42 +212,44 @@ class Tables:
             address: Address of its state in memory.
             rows: Of the step; without active parameters the kernel only fills undefined state and takes masters.
             weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
-                None for the weights themselves.
+                None for the weights themselves. Ignored for a speculative update of 16-bit weights, which reads none.
             gradients_address: Address of an image of its gradients, padding included; None for those in `rows`.
-            apart: Where a speculative update writes new weights; no master is taken from its weight then. If
-                `weights_address` is that image, too, fp32 weights have been copied there from a GPU.
-            due_parameters: The parameters whose masters are taken from their weights, if that is due; None for those
-                that the step updates. A fresh run takes all.
+            apart: For a speculative update: where it writes new weights, and notes what it has read; see `Apart`. No
+                master is taken from its weight then. fp32 weights on a GPU are copied to that image before: give its
+                address as `weights_address`, too.
+            due_parameters: Of these a master that is due is taken from its weight; None for the parameters that the
+                step updates. A fresh run takes all masters.
         """
-        layout = self._layout.subgroups[run.visit.subgroup]
-        columns = self._columns[layout.index]
-        parameter, is_fp32 = columns.parameter, layout.dtype is DtypeCode.FLOAT32
+        subgroup = self._layout.subgroups[run.visit.subgroup]
+        columns = self._columns[subgroup.index]
+        parameter, is_fp32 = columns.parameter, subgroup.dtype is DtypeCode.FLOAT32
         if apart is not None and not is_fp32:
             weights_address = apart[0]  # its image: no update reads the old weights, which may lie on a GPU
         addresses: dict[str, Any] = {
-            tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(columns.offset)
-            for tensor in layout.tensors
+            tensor.name: np.uint64(address + subgroup.offsets[tensor.name]) + tensor.format.offset(columns.offset)
+            for tensor in subgroup.tensors
         }
         addresses |= self._input_addresses(run, rows, weights_address, gradients_address)
         if apart is not None:
             image, sums = apart
             new = "new_master" if is_fp32 else "new_weight"
-            addresses[new] = np.uint64(image) + columns.offset * ITEM_BYTES[layout.dtype]
+            addresses[new] = np.uint64(image) + columns.offset * ITEM_BYTES[subgroup.dtype]
             # Where the update adds the fingerprints of what each segment reads:
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
-        flags = rows.flags[parameter]
+        flags = rows.flags[parameter]  # a copy, as always where an array is the index
         if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
         if apart is None and not is_fp32:
             flags |= self._masters_to_take(run, rows.flags != 0 if due_parameters is None else due_parameters)
         return segment_table(
-            layout.state,
+            subgroup.state,
             columns.numel,
             addresses,
-            weight_dtype=layout.dtype,
+            weight_dtype=subgroup.dtype,
             gradient_dtype=rows.gradient_dtypes[parameter],
             flags=flags,
-            scalars=rows.scalars[parameter].T[: len(layout.state.rule.scalars._fields)],
+            # Without what `rows` pads them with where rules differ:
+            scalars=rows.scalars[parameter].T[: len(subgroup.state.rule.scalars._fields)],
             rounding_key=rows.rounding_keys[parameter],
             first_index=columns.first_index,
         )
@@ -370,8 +372,11 @@ class Tables:
         """Return whether a weight of this subgroup was written to after its master was last taken from it."""
         return bool(self._due[subgroup].any())
 
-    def due(self, subgroup: int, segment: Segment) -> SegmentFlag:
-        """Return how a segment's master has to be taken from its weight; no flag if it is current, or the weight."""
+    def how_due(self, subgroup: int, segment: Segment) -> SegmentFlag:
+        """Return how a segment's master has to be taken from its weight.
+
+        No flag if the master is current, or is the weight itself.
+        """
         if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
             return SegmentFlag(0)
         position = dict(self._layout.places[segment.parameter])[subgroup]

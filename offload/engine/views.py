@@ -171,7 +171,7 @@ class StateViews:
         Args:
             views: The segment's state, from `piece`.
         """
-        due = SegmentFlag(0) if run.fresh else self._tables.due(run.visit.subgroup, segment)
+        due = SegmentFlag(0) if run.fresh else self._tables.how_due(run.visit.subgroup, segment)
         if not due:
             yield segment, views
             return

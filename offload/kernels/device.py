@@ -134,7 +134,7 @@ class DeviceKernel(ABC):
         if len(not_empty):
             self._copy_pieces(not_empty)
 
-    def gather_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+    def sum_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """Enqueue the sums of squares of many gradients' blocks; see `gather`.
 
         Args:
@@ -146,7 +146,7 @@ class DeviceKernel(ABC):
         """
         not_empty = _checked_rows(dtype, rows)
         if len(not_empty):
-            self._gather_rows(int(dtype), not_empty)
+            self._sum_rows(int(dtype), not_empty)
 
     def fingerprint_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """Enqueue the fingerprints of many gradients, a part for each block; see `CpuUpdateKernel.fingerprints`.
@@ -184,7 +184,7 @@ class DeviceKernel(ABC):
         """Enqueue copies of pieces that are not empty."""
 
     @abstractmethod
-    def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+    def _sum_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         """Enqueue sums of gradients that have elements."""
 
     @abstractmethod

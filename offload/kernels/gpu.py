@@ -108,7 +108,7 @@ class GpuUpdateKernel(DeviceKernel):
                         BLOCK=BLOCK_NUMEL,
                         **UPDATE_OPTIONS,
                     )
-                for rows_kernel in (self._kernels.gather_rows, self._kernels.fingerprint_rows):
+                for rows_kernel in (self._kernels.sum_rows, self._kernels.fingerprint_rows):
                     self._launch(rows_kernel, 0, table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
                 for adds, aligned in product((False, True), (True, False)):
                     self._launch(
@@ -188,9 +188,9 @@ class GpuUpdateKernel(DeviceKernel):
         options = {"BLOCK": COPY_BLOCK_BYTES, **COPY_OPTIONS}
         self._launch_rows(self._kernels.copy_pieces, pieces, 2, COPY_BLOCK_BYTES, options)
 
-    def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+    def _sum_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         options = {"SOURCE": dtype, **GATHER_OPTIONS}
-        self._launch_rows(self._kernels.gather_rows, rows, 1, NORM_BLOCK_NUMEL, options)
+        self._launch_rows(self._kernels.sum_rows, rows, 1, NORM_BLOCK_NUMEL, options)
 
     def _fingerprint_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         options = {"SOURCE": dtype, **GATHER_OPTIONS}

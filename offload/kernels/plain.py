@@ -147,7 +147,7 @@ class PlainUpdateKernel(DeviceKernel):
         for target, source, nbytes in pieces.tolist():
             self.at(target, nbytes, torch.uint8).copy_(self.at(source, nbytes, torch.uint8))
 
-    def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+    def _sum_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         for address, numel, blocks in rows.tolist():
             self._gather((address, dtype), numel, blocks, (0, 0), False)
 

@@ -36,7 +36,9 @@ def segment_table(
     Args:
         state: The rule, and how its state is stored.
         numel: Elements.
-        addresses: By name: of the stored state tensors, "weight" and "gradient"; an fp32 weight is the master.
+        addresses: By name: of the stored state tensors, "weight" and "gradient"; an fp32 weight is the master. Of a
+            speculative update, "new_weight" (of an fp32 weight "new_master") and "read", too: where fingerprints of
+            what it reads are added.
         weight_dtype: Element type of the weights.
         gradient_dtype: `DtypeCode` of the gradients.
         flags: `SegmentFlag`s.

@@ -655,11 +655,18 @@ def gather(
 
 
 @triton.jit
-def gather_rows(table, pieces, SOURCE: tl.constexpr):
-    """Write the sum of squares of one block of one of many gradients.
+def sum_block(source, room, start, blocks, SOURCE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """Write the sum of squares of one block of the norm to `blocks`: `gather_block` without a slot."""
+    no_slot = source  # no address of it is written to
+    gather_block(source, room, start, blocks, no_slot, SOURCE, NONE, False, ALIGNED, FULL)
+
+
+@triton.jit
+def sum_rows(table, pieces, SOURCE: tl.constexpr):
+    """Write the sum of squares of one block of one of many gradients, which are not copied.
 
     Args:
-        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its sums, and nothing.
+        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its sums; the rest is unused.
         pieces: int32, shape [programs, 2]: the row, and which of its blocks.
         SOURCE: Dtype code of the gradients.
     """
@@ -671,11 +678,11 @@ def gather_rows(table, pieces, SOURCE: tl.constexpr):
     sums = (tl.load(row + 2) + block * 8).to(tl.pointer_type(tl.float64))
     if source % 16 == 0:
         if room >= NORM_BLOCK:
-            gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, True)
+            sum_block(source, room, start, sums, SOURCE, ALIGNED=True, FULL=True)
         else:
-            gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, False)
-    else:
-        gather_block(source, room, start, sums, source, SOURCE, NONE, False, False, False)
+            sum_block(source, room, start, sums, SOURCE, ALIGNED=True, FULL=False)
+    else:  # loads are not wide here, so full blocks need no variant of their own
+        sum_block(source, room, start, sums, SOURCE, ALIGNED=False, FULL=False)
 
 
 @triton.jit
@@ -709,7 +716,7 @@ def fingerprint_rows(table, pieces, SOURCE: tl.constexpr):
     """Write the part of one block of one of many gradients in its fingerprint.
 
     Args:
-        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its parts, and nothing.
+        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its parts; the rest is unused.
         pieces: int32, shape [programs, 2]: the row, and which of its blocks.
         SOURCE: Dtype code of the gradients.
     """
@@ -724,7 +731,7 @@ def fingerprint_rows(table, pieces, SOURCE: tl.constexpr):
             fingerprint_block(source, room, start, part, SOURCE, True, True)
         else:
             fingerprint_block(source, room, start, part, SOURCE, True, False)
-    else:
+    else:  # as in `sum_rows`
         fingerprint_block(source, room, start, part, SOURCE, False, False)
 
 
@@ -748,7 +755,7 @@ def copy_pieces(table, pieces, BLOCK: tl.constexpr):
     """Copy one block of one piece of memory, bit for bit.
 
     Args:
-        table: int64, shape [rows, 4]: target, source and bytes, all multiples of 2, and nothing.
+        table: int64, shape [rows, 4]: target, source and bytes, all multiples of 2; the rest is unused.
         pieces: int32, shape [programs, 2]: the row, and which of its blocks.
         BLOCK: Bytes of a block.
     """

@@ -107,7 +107,7 @@ class _Step:
 
 
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
-    """Return the rates that lanes reached in one step; the known rates for lanes that did too little.
+    """Return the rates that lanes reached in one step; those known before for lanes that did too little.
 
     A lane's rate is its bytes over its busy time, less latency. A path's directions have two rates, alone and beside
     the other; so have a link's, if these are known to differ. The CPU's rate is its rate alone: it is corrected for
@@ -126,11 +126,13 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     if not cpu_total.shows_rate:  # then memory, which it shares, shows nothing, either
         return observed
     seconds_by_demand = _seconds_by_demand(step.spans, _demands(known, totals))
-    cpu, memory, factor = _shared_memory(known, cpu_total.nbytes, seconds_by_demand)
+    cpu_bytes_per_s, memory_bytes_per_s, factor = _shared_memory(known, cpu_total.nbytes, seconds_by_demand)
     if factor < 1:  # the known costs would leave too little bandwidth for what the CPU did
         paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
         gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor)
-    return dataclasses.replace(observed, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
+    return dataclasses.replace(
+        observed, cpu_bytes_per_s=cpu_bytes_per_s, memory_bytes_per_s=memory_bytes_per_s, paths=paths, gpu=gpu
+    )
 
 
 def _demands(known: Rates, totals: Mapping[str, _LaneTotal]) -> dict[str, float]:

@@ -168,7 +168,7 @@ class StepFigures:
         without it there are tables alone.
 
         Args:
-            path: The file; an existing one is replaced. A name without a suffix is a folder's, which is made:
+            path: The file; an existing one is replaced. A folder, or a name without a suffix, of which one is made:
                 `report.html` in it, beside what `offload report` and `offload trace` read.
         """
         from offload.optim.reporting import report_of

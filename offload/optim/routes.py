@@ -642,17 +642,24 @@ class DepartureRoute(Route):
             gradients.hold(gradient, mark, elsewhere=has_other_streams)
 
     def _note_storage(self, bound: BoundParameter, gradient: torch.Tensor, is_first: bool) -> None:
-        """Note a gradient's storage; refuse one on a GPU in the same memory as that of the pass before.
+        """Note a gradient's storage; refuse one that the pass before used, too, while the GPU may still read it.
 
-        A replayed CUDA graph writes each pass's gradient to the same memory, and does not wait for readers. Copies to
-        buffers have ended by then.
+        A replayed CUDA graph writes several passes' gradients to one storage, and does not wait for readers. Where
+        gradients leave for buffers, the copy has ended by then.
+
+        Args:
+            bound: The parameter.
+            gradient: Its gradient.
+            is_first: No pass since the last step has brought the parameter a gradient.
         """
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
         last_storage = None if is_first else self._storages.get(bound)
         if last_storage is not None and last_storage == storage and not self._leave_for_buffers:
             where = "in the same memory as that of the pass before"
             combinations.GRAPHS_ACCUMULATE.refuse(f"gradient of {bound.name}", where)
-        self._storages[bound] = storage  # a weak reference keeps allocators from using the address again
+        # The weak reference lets the gradient's memory go. It keeps the storage's own small object, by whose address
+        # storages are compared: no later one gets that address.
+        self._storages[bound] = storage
 
     def _bind_gradient(self, bound: BoundParameter) -> bool:
         """Bind a gradient where it lies, or send it off; return whether there is one.

@@ -111,7 +111,7 @@ class _Lane(Generic[T]):
             self.count(transfer, 1)
 
     def end(self) -> Flow[T]:
-        """Take the transfer that ends first from those served, and return it."""
+        """Take the transfer that ends first from those served, and return it; `share_s` is what it had to reach."""
         self.share_s, _, transfer = heappop(self.served)
         self.count(transfer, -1)
         if not self.served:

@@ -248,15 +248,15 @@ class TimingExecutor(VirtualLanes):
         self._note_demand(path.demand - before)
 
     def _change(self, path: SharedPath[Operation]) -> None:
-        """Let the next transfers of a shared path begin or end, now."""
+        """Make a shared path's next change, which is now, and report the transfers that end there."""
         before = path.demand
-        for verb, flow in path.change():
-            lane, _ = self.lane_of(flow.what)
+        for verb, ended in path.change():
+            lane, _ = self.lane_of(ended.what)
             lane.busy_s = path.busy_s(verb)
-            lane.nbytes += flow.nbytes
+            lane.nbytes += ended.nbytes
             if self.record_timeline:
-                self._started.append((lane, flow.what, flow.started_s, self.now_s, flow.nbytes))
-            self._push(self.now_s, flow.what)
+                self._started.append((lane, ended.what, ended.started_s, self.now_s, ended.nbytes))
+            self._push(self.now_s, ended.what)
         self._note_demand(path.demand - before)
 
     def _note_demand(self, change: float) -> None:

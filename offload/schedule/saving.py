@@ -110,7 +110,8 @@ class Saver:
 
         Returns:
             The paths to avoid if it is issued again, to another slot: those without room, and those that have failed
-            twice. None if it is not to be issued again.
+            twice. None if it is not to be issued again: the save is over or given up, the error is no tier's, or the
+            sink has failed twice.
         """
         save = self.under_way
         if save is None or save.error is not None or not isinstance(error, TierError):
@@ -119,7 +120,8 @@ class Saver:
         is_first_failure = save.failed_writes[operation.tile] == 1
         if not is_first_failure or isinstance(error, TierFullError):
             save.avoided_paths.add(operation.record.location.path)
-        has_other_paths = isinstance(operation, WriteTile) or save.request.sink is None  # a flush goes to paths
+        # A flush goes to the paths, of which there may be others; a sink is one place.
+        has_other_paths = isinstance(operation, WriteTile) or save.request.sink is None
         return save.avoided_paths if has_other_paths or is_first_failure else None
 
     # The course of a save ---------------------------------------------------------------------------------------

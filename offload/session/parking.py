@@ -180,13 +180,14 @@ class Parking:
     def _split(self, numbers: Sequence[int], most_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which subgroups leave memory, and which stay, so that no more than `most_bytes` of state stay."""
         leaving, staying = list[int](), list[int]()
+        left_bytes = most_bytes
         for number in numbers:
             state_bytes = self._parts.plan.layout.subgroups[number].state_bytes
-            if state_bytes > most_bytes:
+            if state_bytes > left_bytes:
                 leaving.append(number)
             else:
                 staying.append(number)
-                most_bytes -= state_bytes
+                left_bytes -= state_bytes
         return tuple(leaving), tuple(staying)
 
     def _check_room(self, leaving: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from at_line import AtLine
 import offload
 from offload import cli, waits
 from offload._native import CompletionQueue
-from offload.checkpoint import commit, reader
+from offload.checkpoint import commit, reader, saves, stores
 from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, manifest_name, seal
@@ -440,6 +440,29 @@ def test_a_path_and_its_checkpoint_that_were_moved_together(tmp_path: Path) -> N
         (store,) = find_stores(str(place))
         assert [pin.folder for pin in store.pins] == [str(tmp_path / "elsewhere/ck")]
         assert not store.missing
+
+
+def test_a_pin_that_cannot_be_written_keeps_no_other_from_being_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = tmp_path / "disk/a", tmp_path / "disk/b"
+    for path in paths:
+        path.mkdir(parents=True)
+    with Run(*paths) as run:
+        run.train(2).save(tmp_path / "disk/ck")
+    os.rename(tmp_path / "disk", tmp_path / "moved")
+    first, second = tmp_path / "moved/a", tmp_path / "moved/b"
+
+    def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
+        if path == str(first):
+            raise offload.CheckpointError("its pins cannot be written")
+        stores.note_move(id, folder, path, store)
+
+    monkeypatch.setattr(saves, "note_move", note_move)
+    with Run(first, second) as run:
+        run.optimizer.load_checkpoint(tmp_path / "moved/ck")
+        missing = [bool(store.missing) for path in (first, second) for store in find_stores(str(path))]
+        assert missing == [True, False]  # whether a pin names the folder where the checkpoint was before
 
 
 def test_a_release_that_was_cut_short_is_finished_by_the_next_commit(tmp_path: Path, path: Path) -> None:

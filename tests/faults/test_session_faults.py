@@ -23,6 +23,7 @@ from leftovers import clear, open_files
 from settling import settle
 
 import offload
+from offload.checkpoint import saves
 from offload.errors import CorruptRecordError
 from offload.measure import quick_probe
 from offload.plan import Rates
@@ -273,6 +274,43 @@ def test_a_broken_session_names_its_last_checkpoint(
     with offload.AdamW(parameters) as other:
         other.load_checkpoint(folder)
         assert [other.engine.step_count(number) for number in range(4)] == saved
+
+
+def test_a_broken_session_does_not_name_a_checkpoint_that_it_could_not_take_over(
+    failing: Any, paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(paths[0], "read", FaultKind.ERROR, 20)
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+
+    def make(path: Path) -> offload.AdamW:
+        config = offload.OffloadConfig(host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024)
+        return offload.AdamW(parameters, offload=config)
+
+    def steps(optimizer: offload.AdamW, count: int) -> None:
+        for _ in range(count):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    def save(optimizer: offload.AdamW, folder: Path) -> None:
+        steps(optimizer, 1)
+        optimizer.save_checkpoint(folder)
+        optimizer.wait_checkpoint()
+
+    def no_place(path: str) -> None:
+        raise offload.TierError("open", tier="file", path=path)
+
+    with make(paths[1]) as other:
+        save(other, tmp_path / "foreign")
+    with make(paths[0]) as optimizer:
+        save(optimizer, tmp_path / "own")
+        with monkeypatch.context() as patch:
+            patch.setattr(saves, "parse_place", no_place)
+            with pytest.raises(offload.TierError):
+                optimizer.load_checkpoint(tmp_path / "foreign")
+        with pytest.raises(offload.StepAbortedError) as caught:
+            steps(optimizer, 5)
+        assert caught.value.checkpoint == str(tmp_path / "own")
 
 
 TRAINING = """

@@ -21,10 +21,11 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning_runs import SETTINGS, Module, rows
 
 import offload
+from offload.checkpoint.manifest import RELEASED_NAME
 from offload.integrations.lightning import OffloadCallback
 
 PROGRAM = Path(__file__).with_name("lightning_runs.py")
@@ -271,6 +272,20 @@ def test_folders_live_as_long_as_their_checkpoints(
         assert resumed.global_step == 5
         assert len(module.losses) == 5 - trainer_step(tmp_path / "run" / name)
         resumed.optimizers[0].close()
+
+
+def test_no_folder_is_deleted_before_all_ranks_have_released_it(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = set[str]()
+
+    def barrier(strategy: Any, *arguments: Any, **keywords: Any) -> None:
+        released.update(found.parent.name for found in (tmp_path / "run").glob(f"*/{RELEASED_NAME}"))
+
+    monkeypatch.setattr(SingleDeviceStrategy, "barrier", barrier)
+    saving = ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=1)
+    fit(tmp_path, Small(path, checkpoints_kept=2), saving).optimizers[0].close()
+    assert released == {f"step={step}.ckpt.offload-0" for step in (1, 2, 3)}
 
 
 def trainer_step(checkpoint: Path) -> int:

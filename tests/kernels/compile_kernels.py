@@ -96,7 +96,7 @@ def main() -> None:
             compiled("fingerprint_rows", capability, rows, {"SOURCE": bfloat16}, **changed)
             if not changed:
                 compiled("gather", capability, dict.fromkeys(ADDRESSES, "i64"), gathers)
-                compiled("gather_rows", capability, rows, {"SOURCE": bfloat16})
+                compiled("sum_rows", capability, rows, {"SOURCE": bfloat16})
                 compiled("copy_pieces", capability, tables, {"BLOCK": COPY_BLOCK_BYTES})
         return
     combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
@@ -126,7 +126,7 @@ def main() -> None:
         compiled("gather", capability, addresses, constants)
     compiled("gather", capability, addresses, constants, enable_fp_fusion=True)
     for source in (bfloat16, float16, float32):
-        compiled("gather_rows", capability, rows, {"SOURCE": source})
+        compiled("sum_rows", capability, rows, {"SOURCE": source})
         compiled("fingerprint_rows", capability, rows, {"SOURCE": source})
     compiled("copy_pieces", capability, tables, {"BLOCK": COPY_BLOCK_BYTES})
 

@@ -75,8 +75,8 @@ class Synchronous:
         self.kernel.gather(*arguments, accumulate=accumulate)
         self._wait()
 
-    def gather_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
-        self.kernel.gather_rows(dtype, rows)
+    def sum_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
+        self.kernel.sum_rows(dtype, rows)
         self._wait()
 
     def fingerprint_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
@@ -243,14 +243,14 @@ def test_many_gradients_are_summed_as_one_is(kernel, dtype):
     sums = torch.full((sum(counts) + 1,), -7.0, dtype=torch.float64, device=Placed.device)
     starts = np.cumsum([0, *counts])
     rows = [(p.address, n, sums.data_ptr() + 8 * int(at)) for p, n, at in zip(placed, sizes, starts, strict=False)]
-    kernel.gather_rows(DTYPE_CODES[dtype], np.array(rows, np.uint64))
+    kernel.sum_rows(DTYPE_CODES[dtype], np.array(rows, np.uint64))
     expected = np.concatenate([*(reference.gradient_blocks(gradient) for gradient in gradients), [-7.0]])
     finite = np.isfinite(expected)
     assert np.array_equal(np.isfinite(sums.cpu().numpy()), finite)
     assert np.array_equal(sums.cpu().numpy()[finite], expected[finite])
     for row, message in (((0, 4, 64), "address 0"), ((65, 4, 64), "not aligned"), ((64, 4, 68), "not aligned")):
         with pytest.raises(InternalError, match=message):
-            kernel.gather_rows(DTYPE_CODES[dtype], np.array([row], np.uint64))
+            kernel.sum_rows(DTYPE_CODES[dtype], np.array([row], np.uint64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

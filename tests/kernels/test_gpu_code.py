@@ -90,7 +90,7 @@ def kernels(capability: int, folder: Path | None, only: str = "", **variables: s
     options = {
         "update": gpu.UPDATE_OPTIONS,
         "gather": gpu.GATHER_OPTIONS,
-        "gather_rows": gpu.GATHER_OPTIONS,
+        "sum_rows": gpu.GATHER_OPTIONS,
         "fingerprint_rows": gpu.GATHER_OPTIONS,
         "copy_pieces": gpu.COPY_OPTIONS,
     }
@@ -111,7 +111,7 @@ def kernels(capability: int, folder: Path | None, only: str = "", **variables: s
 @pytest.mark.slow
 def test_sums_of_squares_are_not_fused() -> None:
     """As all others, which take longer to compile."""
-    lines = kernels(90, None, "gather_rows")
+    lines = kernels(90, None, "sum_rows")
     assert len(lines) == 3
     for line in lines:
         assert line["ptx"].get("mul.rn.f64", 0) > 0
@@ -125,7 +125,7 @@ def test_nothing_asserts_that_no_integer_overflows() -> None:
     assert {line["kernel"] for line in lines if not line["changed"]} == {
         "update",
         "gather",
-        "gather_rows",
+        "sum_rows",
         "fingerprint_rows",
         "copy_pieces",
     }
@@ -213,8 +213,8 @@ def test_pieces_are_copied_as_wide_as_memory_allows_and_never_as_numbers(compile
 def test_addresses_of_any_alignment_use_one_compiled_kernel():
     """Block sums lie at multiples of 8, by luck of 16: another kernel for those would be compiled during backward."""
     program = (
-        "from offload.kernels.triton_kernels import copy_pieces, fingerprint_rows, gather, gather_rows, update\n"
-        "print(sorted({p.name for k in (copy_pieces, fingerprint_rows, gather, gather_rows, update) for p in k.params"
+        "from offload.kernels.triton_kernels import copy_pieces, fingerprint_rows, gather, sum_rows, update\n"
+        "print(sorted({p.name for k in (copy_pieces, fingerprint_rows, gather, sum_rows, update) for p in k.params"
         " if not (p.do_not_specialize or p.is_constexpr)}))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

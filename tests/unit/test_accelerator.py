@@ -433,7 +433,7 @@ def _kind(argument: Any) -> Any:
 def test_what_is_launched_has_been_compiled(
     monkeypatch: pytest.MonkeyPatch, weight: DtypeCode, formats: tuple[StateFormat, ...]
 ) -> None:
-    recorders = {name: Recorder() for name in ("update", "gather", "copy_pieces", "gather_rows", "fingerprint_rows")}
+    recorders = {name: Recorder() for name in ("update", "gather", "copy_pieces", "sum_rows", "fingerprint_rows")}
     launched = SimpleNamespace(**recorders, triton=SimpleNamespace(JITFunction=()))
     monkeypatch.setattr(kernels, "import_module", lambda name: launched)
     kernel = kernels.GpuUpdateKernel("cpu")
@@ -449,7 +449,7 @@ def test_what_is_launched_has_been_compiled(
         table["gradient_dtype"], table["numel"], table["flags"] = int(gradient), 5000, int(SegmentFlag.ACTIVE)
         kernel.update(kernel.send(table))
         kernel.gather(at, gradient, 5000, at)
-        for look_at in (kernel.gather_rows, kernel.fingerprint_rows):
+        for look_at in (kernel.sum_rows, kernel.fingerprint_rows):
             look_at(gradient, np.array([[at, 5000, at + 8]], np.uint64))
         kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
         for rows in range(1, 4):  # what follows them is at multiples of 16 bytes
@@ -474,7 +474,7 @@ def test_one_thread_at_a_time_launches_what_may_have_to_be_loaded(monkeypatch: p
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **constants: alone.append(kernels.FIRST_LAUNCH.locked())
 
-    names = ("update", "gather", "copy_pieces", "gather_rows", "fingerprint_rows")
+    names = ("update", "gather", "copy_pieces", "sum_rows", "fingerprint_rows")
     launched = SimpleNamespace(**{name: Kernel() for name in names}, triton=SimpleNamespace(JITFunction=()))
     monkeypatch.setattr(kernels, "import_module", lambda name: launched)
     kernel = kernels.GpuUpdateKernel("cpu")
