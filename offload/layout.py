@@ -306,12 +306,12 @@ class Subgroup:
         """Bytes of its weights in their own dtype, padding included."""
         return self.numel * int(ITEM_BYTES[self.dtype])
 
-    @property
+    @cached_property
     def tile_sizes(self) -> tuple[tuple[int, int], ...]:
         """Each payload size of its tiles in bytes, and how many have it."""
         return self._sizes(self.tensors)
 
-    @property
+    @cached_property
     def weight_tile_sizes(self) -> tuple[tuple[int, int], ...]:
         """Each payload size of its `weight_tiles` in bytes, and how many have it."""
         return self._sizes(self._weight_tensors)
@@ -367,13 +367,20 @@ class Subgroup:
         Args:
             item_bytes: Bytes of a gradient's element.
         """
-        nbytes = round_up(self.numel * item_bytes, SECTOR_BYTES)
-        tile_bytes = max(size for size, _ in self.tile_sizes)
-        number = len(self.kept)
-        return tuple(
-            PlacedTile(TileId(self.index, number, tile), offset, min(tile_bytes, nbytes - offset))
-            for tile, offset in enumerate(range(0, nbytes, tile_bytes))
-        )
+        if item_bytes not in self._gradient_tiles:
+            nbytes = round_up(self.numel * item_bytes, SECTOR_BYTES)
+            tile_bytes = max(size for size, _ in self.tile_sizes)
+            number = len(self.kept)
+            self._gradient_tiles[item_bytes] = tuple(
+                PlacedTile(TileId(self.index, number, tile), offset, min(tile_bytes, nbytes - offset))
+                for tile, offset in enumerate(range(0, nbytes, tile_bytes))
+            )
+        return self._gradient_tiles[item_bytes]
+
+    @cached_property
+    def _gradient_tiles(self) -> dict[int, tuple[PlacedTile, ...]]:
+        """What `gradient_tiles` has returned, by its argument: all plans of a layout ask for the same."""
+        return {}
 
     @cached_property
     def kept(self) -> tuple[StateTensor, ...]:

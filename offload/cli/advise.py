@@ -383,7 +383,7 @@ def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
     lacking = ""
-    for opened in (choices, all_computed):
+    for opened in dict.fromkeys((choices, all_computed)):  # once if they are the same
         try:
             first = next(opened.fitting_answers(scenario, leaves=False))
         except PlanError as error:  # none fits: open more

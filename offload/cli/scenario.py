@@ -714,6 +714,17 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) ->
     return extend_layout(empty, parameters if exact_numel else parameters[:1], subgroup_numel)
 
 
+@lru_cache(maxsize=128)
+def _chosen_plan(of_layout: tuple[Any, ...], budgets: Budgets, rates: Rates, placement: str | float) -> Plan:
+    """Return the fastest plan for the layout that `_layout` returns of such arguments.
+
+    Cached, as a search for budgets and settings comes to most of them several times.
+    """
+    from offload.plan import choose_plan
+
+    return choose_plan(_layout(*of_layout), budgets, rates, placement)
+
+
 def _least_subgroup_numel(numel: int) -> int:
     """Return the fewest elements of a subgroup, a multiple of 4096, that make at most `MOST_SUBGROUPS`."""
     return math.ceil(numel / MOST_SUBGROUPS / 4096) * 4096
@@ -721,10 +732,13 @@ def _least_subgroup_numel(numel: int) -> int:
 
 def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and the bytes that each tier has for it."""
+    layout = _layout(*_layout_arguments(scenario))
+    return layout, _budgets(scenario, layout)
+
+
+def _layout_arguments(scenario: Scenario) -> tuple[Any, ...]:
+    """Return what `_layout` takes for one rank's layout."""
     from offload.layout import Layout
-    from offload.plan import PathBudget
-    from offload.plan.budget import GPU_STAGING_SLOTS
-    from offload.plan.planner import fastest_nodes_first
 
     config, model, machine = scenario.config, scenario.model, scenario.machine
     numel = scenario.numel
@@ -733,7 +747,17 @@ def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
         raise ConfigError("--params", model.params, advice)
     empty = Layout((), (), config.state_of(RULES[model.rule]))
     exact_numel = math.ceil(scenario.exact_params / machine.all_ranks)
-    layout = _layout(numel, exact_numel, _subgroup_numel(config, numel, empty), empty)
+    return numel, exact_numel, _subgroup_numel(config, numel, empty), empty
+
+
+def _budgets(scenario: Scenario, layout: Layout) -> Budgets:
+    """Return the bytes that each tier has for one rank's layout."""
+    from offload.plan import PathBudget
+    from offload.plan.budget import GPU_STAGING_SLOTS
+    from offload.plan.planner import fastest_nodes_first
+
+    config, model, machine = scenario.config, scenario.model, scenario.machine
+    numel = scenario.numel
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
     path_room = [1 << 60 if path.max_bytes is None else path.max_bytes for path in config.path_configs]
     if model.weights_on == "path":  # their file takes room of state's
@@ -748,7 +772,7 @@ def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
         gradient_bytes=GRADIENT_BYTES * numel,
         gradients_kept_bytes=scenario.gradient_memory if scenario.gradients_leave else None,
     )
-    return layout, fastest_nodes_first(budgets, machine.rates)
+    return fastest_nodes_first(budgets, machine.rates)
 
 
 def _subgroup_numel(config: OffloadConfig, numel: int, empty: Layout) -> int:
@@ -792,10 +816,8 @@ def rank_rates(scenario: Scenario) -> Rates:
 
 def _plan(scenario: Scenario, rates: Rates) -> Plan:
     """Return one rank's plan, at its part of the rates."""
-    from offload.plan import choose_plan
-
-    layout, budgets = _layout_and_budgets(scenario)
-    plan = choose_plan(layout, budgets, rates, scenario.placement)
+    _, budgets = _layout_and_budgets(scenario)
+    plan = _chosen_plan(_layout_arguments(scenario), budgets, rates, scenario.placement)
     if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=_cpu_gradient_bytes(plan)))
     # Gradients that go from a GPU to the paths pass through one buffer more.

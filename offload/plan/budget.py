@@ -987,10 +987,15 @@ def _homes(
     for node, nbytes in node_bytes or ((None, budgets.host_bytes),):
         room[Home.HOST, node] = nbytes
     room[Home.STREAMED, None] = math.inf
-    for number, nbytes in enumerate(sizes):
-        if number == len(places):  # not a subgroup of `kept`
-            places.append(next(place for place, left in room.items() if nbytes <= left))
-        room[places[number]] -= nbytes
+    for place, nbytes in zip(places, sizes, strict=False):  # subgroups of `kept`
+        room[place] -= nbytes
+    order, left = [*room], [*room.values()]
+    for nbytes in sizes[len(places) :]:
+        first = 0
+        while left[first] < nbytes:
+            first += 1
+        left[first] -= nbytes
+        places.append(order[first])
     return tuple(home for home, _ in places), tuple(node for _, node in places)
 
 

@@ -141,9 +141,12 @@ class SharedPath(Generic[T]):
 
     def give(self, verb: str, transfer: Flow[T], now_s: float) -> None:
         """Add a transfer to those of its direction. All changes before `now_s` must have been made."""
+        lane = self._lanes[verb]
+        waits = now_s <= self._at_s and (lane.queue or len(lane.served) >= lane.at_once)
         self._go_on(now_s)
-        self._lanes[verb].queue.append(transfer)
-        self._look_ahead()
+        lane.queue.append(transfer)
+        if not waits:  # behind another it changes nothing yet
+            self._look_ahead()
 
     def change(self) -> list[tuple[str, Flow[T]]]:
         """Go on to the next change; return the transfers that end there, each after its direction.
@@ -172,7 +175,8 @@ class SharedPath(Generic[T]):
 
     def _is_alone(self) -> bool:
         """Return whether at most one direction is in use."""
-        return not all(lane.served for lane in self._lanes.values())
+        read, write = self._lanes.values()
+        return not (read.served and write.served)
 
     def _left_s(self, lane: _Lane[T], *, alone: bool) -> float:
         """Return the seconds until the first of the served transfers ends, if nothing changes before."""
@@ -193,12 +197,15 @@ class SharedPath(Generic[T]):
     def _look_ahead(self) -> None:
         """Compute the time of the next change, and the memory traffic until then."""
         alone = self._is_alone()
-        self.demand = 0.0
-        self.changes_s = math.inf
+        demand, changes_s = 0.0, math.inf
         for lane in self._lanes.values():
             if lane.served:
-                self.changes_s = min(self.changes_s, self._at_s + self._left_s(lane, alone=alone))
+                ends_s = self._at_s + self._left_s(lane, alone=alone)
+                if ends_s < changes_s:
+                    changes_s = ends_s
                 all_s = lane.alone_s if alone else lane.beside_s
-                self.demand += self._memory_cost * lane.nbytes / all_s if all_s else 0.0
+                if all_s:
+                    demand += self._memory_cost * lane.nbytes / all_s
             if lane.queue and len(lane.served) < lane.at_once:
-                self.changes_s = min(self.changes_s, max(self._at_s, lane.queue[0].started_s))
+                changes_s = min(changes_s, max(self._at_s, lane.queue[0].started_s))
+        self.demand, self.changes_s = demand, changes_s

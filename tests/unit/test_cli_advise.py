@@ -246,8 +246,7 @@ def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--advise"], []], ids=["advise", "plan"])
-@pytest.mark.parametrize("size", ["50GB", "70GB"])
+@pytest.mark.parametrize(("size", "more"), [("50GB", ["--advise"]), ("70GB", [])], ids=["advise", "plan"])
 def test_drives_that_would_do_are_named(capsys: pytest.CaptureFixture[str], size: str, more: list[str]) -> None:
     """Host memory would do with weights in a file, for which these drives are too small."""
     words = ["--model", "llama-8b", "--gpu", "rtx-4090", "--host", "16GB", "--tokens", "2048"]
