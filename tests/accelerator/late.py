@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -57,7 +58,27 @@ def load(devices: int = 2) -> None:
     if torch.distributed.is_available():
         torch.distributed.Backend.register_backend("late", _group, extended_api=True, devices=["late"])
     atexit.register(_stop, os.getpid())
+    _take_native_forms()
     _native = native
+
+
+def _take_native_forms() -> None:
+    """Have torch's native Meta kernels tell the form of operators' results, wherever it has any.
+
+    Importing torch puts others before them, in Python, which take a hundred times as long and the interpreter's lock.
+    """
+    registrations = importlib.import_module("torch._meta_registrations")
+    name = "_meta_lib_dont_use_me_use_register_meta"
+    before = getattr(registrations, name)
+    operators = [operator.split("/")[1] for operator in before._op_impls]
+    before._destroy()
+    kept = torch.library.Library("aten", "IMPL", "Meta")
+    for operator in operators:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "Meta"):
+            packet, _, overload = operator.partition(".")
+            found = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            kept.impl(found, found.py_kernels[torch._C.DispatchKey.Meta])
+    setattr(registrations, name, kept)
 
 
 def tell_offload() -> None:
