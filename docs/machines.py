@@ -210,8 +210,9 @@ def fitting(page: Path) -> str:
         "which are",
         "computed again, and `keep_grads=False` where that is needed; a card computes at 40% of its data sheet, "
         "and a tenth of",
-        "its memory (2 GiB at least) stays free. Between turns of the last row `park()` gives back "
-        f"{given[0]} GiB of host memory and",
+        "its memory (2 GiB at least) stays free. Drives have the state; a checkpoint kept there and the next one",
+        "take up to twice as much as all state. Iterations hide the step in backward, too, where that pays: as long",
+        f"as few steps clip. Between turns of the last row `park()` gives back {given[0]} GiB of host memory and",
         f"{given[1]} of each GPU's in {given[2]} s. Weights that do not fit: [docs/weights.md](docs/weights.md).",
         "[The commands](docs/planning.md#the-table-of-the-readme).",
     ]

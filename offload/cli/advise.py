@@ -869,6 +869,8 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
     lines += dict.fromkeys(f"* {scenario.guess_warning}" for scenario in scenarios if scenario.guess_warning)
     without_room = {n: setting.answer.checkpoint_warning for n, setting in enumerate(settings, start=1)}
     lines += [f"setting {number}: {text}" for number, text in without_room.items() if text]
+    if any(setting.overlap in ("backward", "both") for setting in settings):
+        lines.append("overlap backward, both: as long as few steps clip gradients; else use forward (docs/step.md)")
     lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting, framework)]

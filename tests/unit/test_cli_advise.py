@@ -309,8 +309,40 @@ def test_the_cheapest_setting_meets_its_target(capsys: pytest.CaptureFixture[str
     taken = [sum(setting["host_memory_bytes"].values()) for setting in (slow, fast)]
     assert taken[0] < taken[1]  # a longer step needs less memory
     assert "state_format" not in slow["config"]
-    said = refused(capsys, *arguments, "--target", "100ms")
-    assert re.search(r"no setting takes 100 ms or less: the shortest iteration is .* bound by ", said)
+    told = [refused(capsys, *arguments, "--state-format", "exact", "--target", target) for target in ("100ms", "8s")]
+    shortest = [re.search(r" or less: the shortest iteration is (.*?) \(.* bound by ", said) for said in told]
+    assert shortest[0]
+    assert shortest[1]
+    assert shortest[0][1] == shortest[1][1]
+
+
+@pytest.mark.slow
+def test_host_memory_is_left_for_steps_in_backward_where_that_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "qwen-7b", *DESKTOP, "--tokens", "16384", "--accumulate", "8", "--state-format", "exact"]
+    words += ["--weights-on", "gpu", "--advise"]
+    (best, *_) = asked(capsys, *words)["settings"]
+    assert best["config"]["overlap"] == "both"
+    (full, *_) = asked(capsys, *words, "--host-memory", "42GiB")["settings"]
+    assert full["config"]["overlap"] == "forward"
+    assert best["iteration_s"] < 0.9 * full["iteration_s"]
+    assert cli.main(["plan", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "overlap backward, both: as long as few steps clip gradients" in printed
+    assert "# clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more" in printed
+
+
+def test_drives_without_room_for_a_checkpoint_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama-1b", *SMALL, "--tokens", "512", "--placement", "cpu", "--no-keep-grads", "--recompute"]
+    assert not [each for each in asked(capsys, *words)["warnings"] if "drives" in each]
+    words += ["--host-memory", "0", "--drive", "3.5GB/s:30GB"]
+    words.remove("3.5GB/s:2TB")
+    words.remove("--drive")
+    (told,) = [each for each in asked(capsys, *words)["warnings"] if "drives" in each]
+    assert re.match(r"drives too small for a checkpoint beside the state, which takes up to 3\d\.\d GiB in all", told)
+    assert cli.main(["plan", *words, "--advise", "--for", "transformers"]) == 0
+    printed = capsys.readouterr().out
+    assert "setting 1: drives too small for a checkpoint" in printed
+    assert "save_total_limit" not in printed.partition("TrainingArguments")[2]
 
 
 def test_what_is_given_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
