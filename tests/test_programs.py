@@ -50,7 +50,7 @@ def test_programs_reach_what_they_are_for(tmp_path: Path) -> None:
     assert {what for what in reached if told[what]} == reached
 
 
-@pytest.mark.parametrize("seed", range(PLAIN_HERE, 170))
+@pytest.mark.parametrize("seed", range(PLAIN_HERE, 230))
 def test_programs(seed: int) -> None:
     programs.check(programs.make_program(seed))
 
