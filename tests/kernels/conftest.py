@@ -1,4 +1,4 @@
-"""Which tests of the kernels take over a second: `make check` leaves them out."""
+"""Which tests of the kernels take over a second, so that `make check` leaves them out, and which `make test`, too."""
 
 from __future__ import annotations
 
@@ -26,9 +26,29 @@ SLOW = (
     "test_sizes[interpreter8",
 )
 
+# In Triton's interpreter. Sizes: exact state has all of these, compact16 some with all dtypes in
+# `test_state_at_any_multiple_of_two`, compact8 others in `test_sizes_about_those_of_blocks_and_programs`. Alignments:
+# its loads and stores are the same whatever the address; the two that are left are no multiples of 16.
+FULL = (
+    "test_gpu.py::test_sizes[interpreter-12345-",
+    "test_compact16.py::test_sizes[interpreter-",
+    "test_compact8_gpu.py::test_sizes[interpreter8-",
+    *(
+        f"{file}::test_any_alignment[{kernel}-offsets{number}]"
+        for file, kernel in (
+            ("test_gpu.py", "interpreter"),
+            ("test_compact16.py", "interpreter"),
+            ("test_compact8_gpu.py", "interpreter8"),
+        )
+        for number in (1, 2, 3, 5)
+    ),
+)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+        if f"{item.path.name}::{item.name}".startswith(FULL):
+            item.add_marker(pytest.mark.full)

@@ -94,11 +94,16 @@ def test_sizes_about_those_of_blocks_and_programs(kernel, residue):
     run_and_check(kernel, cases)
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.full)])
-@pytest.mark.parametrize("first_index", range(64))
+@pytest.mark.parametrize(
+    ("first_index", "count"),
+    [
+        *((residue, 4) for residue in range(2, 64, 3)),
+        *(pytest.param(residue, 12, marks=pytest.mark.full) for residue in range(64)),
+    ],
+)
 @pytest.mark.slow
 def test_every_residue(kernel, first_index, count):
-    """With every rule, of other dtypes for each residue; `make test-full` has each rule with all of these."""
+    """With every rule, of other dtypes for each residue; `make test-full` has every residue, with all dtypes."""
     cases = [some_case(first_index + n, 1000 + n, first_index=first_index) for n in range(count)]
     run_and_check(kernel, cases)
 

@@ -17,6 +17,7 @@ from offload.protocols import SegmentFlag
 
 FLAGS = SegmentFlag.ACTIVE | SegmentFlag.ZERO_STATE
 M64 = (1 << 64) - 1
+Numbers = list[int] | np.ndarray
 SIGMAS = 5.0
 """How far a statistic may be from its mean: further by chance once in 1.7 million. No sample changes between runs."""
 
@@ -106,10 +107,10 @@ def samples(numel: int) -> dict[str, np.ndarray]:
     }
 
 
-def along(keys: list[int], indices: list[int], step: int = rounding.COUNTER_STEP) -> np.ndarray:
+def along(keys: Numbers, indices: Numbers, step: int = rounding.COUNTER_STEP) -> np.ndarray:
     """Return the bits of pairs of a key and an index, as `defined_bits` does, all at once."""
-    index = np.array(indices, np.uint64)
-    key = rounding.mix64(np.array(keys, np.uint64) + (index >> np.uint64(32)) * np.uint64(rounding.INDEX_STEP))
+    index = np.asarray(indices, np.uint64)
+    key = rounding.mix64(np.asarray(keys, np.uint64) + (index >> np.uint64(32)) * np.uint64(rounding.INDEX_STEP))
     x = index.astype(np.uint32) * np.uint32(step) + key.astype(np.uint32)
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
@@ -214,12 +215,12 @@ def bias(random: np.ndarray, fraction: int) -> float:
 def test_rounding_has_no_bias():
     """One element over many updates, and many elements at one: enough of them to find a bias of 0.001 of a step."""
     numel = 12_000_000
-    updates = along(rounding_keys(0, 1, np.arange(numel)).tolist(), [5] * numel)
+    updates = along(rounding_keys(0, 1, np.arange(numel)), np.full(numel, 5))
     for bits in (updates, bits_of(0, 0, 1, 1 << 40, numel)):
         for half in halves(bits):
             for fraction in (6553, 32768):
                 assert bias(half, fraction) < SIGMAS
-            assert bias(np.minimum(half + 66, 65535), 32768) > SIGMAS, "a bias of 0.001 is not found"
+    assert bias(np.minimum(half + 66, 65535), 32768) > SIGMAS, "a bias of 0.001 is not found"
 
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())
