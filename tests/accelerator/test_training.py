@@ -383,7 +383,7 @@ def test_checkpoints_go_from_device_to_device(device: torch.device, tmp_path: Pa
         made.run(range(2, 4))  # while it is written
         assert_same(made.found(), wanted)
         made.optimizer.wait_checkpoint()
-    for place in ("cpu", "late:0", "late:1"):
+    for place in ("cpu", "late:1"):  # where half of these come from
         there = torch.device(place)
         with training(case, there, tmp_path, seed=8) as made:
             made.optimizer.load_checkpoint(tmp_path / "saved")

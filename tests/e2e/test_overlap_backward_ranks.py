@@ -407,7 +407,7 @@ def trained(
     elif own:
         called.register_comm_hook(state, halved)
     with training.optimizer as optimizer, Join([called], enable=joins):
-        for step in range(12):
+        for step in range(9):
             for micro in range(1 + (step % 3 == 2)):
                 generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
                 called(torch.randn(3, 64, generator=generator).bfloat16(), step).pow(2).mean().backward()

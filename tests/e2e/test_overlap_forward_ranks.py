@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from settling import settle
 from sharded import local, on_ranks, spawn
 from test_overlap_forward import (
-    FORMATS,
     MODES,
     Model,
     assert_all_same,
@@ -62,40 +62,47 @@ def made_parallel(model: Model, kind: str) -> torch.nn.Module:
     return model
 
 
-def beside_off(folder: Path, kind: str, steps: int) -> None:
+FORMS = (
+    ("exact", torch.bfloat16, 1),
+    ("compact16", torch.bfloat16, 4096),
+    ("compact8", torch.bfloat16, 4 << 20),
+    ("exact", torch.float32, 1),
+)
+"""How state is stored, weights' dtype, and how many bytes of theirs ranks exchange at once."""
+
+
+def beside_off(folder: Path, kind: str, steps: int, forms: Sequence[int] = range(len(FORMS))) -> None:
     rank = dist.get_rank()
-    for number, state_format in enumerate(FORMATS):
-        exchange.BUCKET_BYTES = (1, 4096, 4 << 20)[number]
-        for dtype in (torch.bfloat16, torch.float32) if state_format == "exact" else (torch.bfloat16,):
-            found = []
-            for mode in MODES:
-                model = Model(dtype)
-                parallel = made_parallel(model, kind)
-                overlap = "backward" if "both" in kind and mode != "off" else "off"
-                config = settings(folder, state_format=state_format, overlap=overlap, shard="fsdp2" not in kind)
-                with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
-                    if overlap == "backward" and isinstance(parallel, DistributedDataParallel):
-                        optimizer.overlap_backward(parallel)
-                    follow(optimizer, parallel, mode)
-                    losses = train(model, optimizer, steps, parallel, rank)
-                    found.append([torch.tensor(losses), *all_of(optimizer, model)])
-            assert_all_same(found)
+    for state_format, dtype, exchange.BUCKET_BYTES in (FORMS[number] for number in forms):
+        found = []
+        for mode in MODES:
+            model = Model(dtype)
+            parallel = made_parallel(model, kind)
+            overlap = "backward" if "both" in kind and mode != "off" else "off"
+            config = settings(folder, state_format=state_format, overlap=overlap, shard="fsdp2" not in kind)
+            with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
+                if overlap == "backward" and isinstance(parallel, DistributedDataParallel):
+                    optimizer.overlap_backward(parallel)
+                follow(optimizer, parallel, mode)
+                losses = train(model, optimizer, steps, parallel, rank)
+                found.append([torch.tensor(losses), *all_of(optimizer, model)])
+        assert_all_same(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "forms"), [("ddp", 3, [0, 1, 2]), ("fsdp2 prefetches", 2, [2, 3])])
+def test_some_bits_are_those_without(tmp_path: Path, kind: str, ranks: int, forms: list[int]) -> None:
+    """FSDP2 exchanges weights by itself; state is stored in each form by one of these."""
+    spawn(ranks, tmp_path, beside_off, kind, 14, forms)
+
+
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("ddp", 3),
-        ("fsdp2 prefetches", 2),
-        *(
-            pytest.param(kind, ranks, marks=pytest.mark.full)
-            for kind, ranks in (
-                *(("ddp", ranks) for ranks in (1, 2)),
-                *((kind, 2) for kind in ("views", "both", "fsdp2 keeps", "fsdp2 both")),
-                *(("fsdp2", ranks) for ranks in (1, 2, 3)),
-            )
-        ),
+        *((kind, ranks) for kind in ("ddp", "fsdp2") for ranks in (1, 2, 3)),
+        *((kind, 2) for kind in ("views", "both", "fsdp2 prefetches", "fsdp2 keeps", "fsdp2 both")),
     ],
 )
 def test_bits_are_those_without(tmp_path: Path, kind: str, ranks: int) -> None:
@@ -265,9 +272,9 @@ def test_tensor_parallel_weights_are_waited_for(folder: Path) -> None:
     """Each rank waits for its part of a weight before the module that multiplies by it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, one in ((torch.bfloat16, "forward"), (torch.float32, "backward")):
         found, hidden_steps = [], 0
-        for overlap in ("off", "forward", "backward", "both"):
+        for overlap in ("off", one, "both"):
             torch.manual_seed(0)
             blocks = [
                 torch.nn.Sequential(OrderedDict(up=Linear(64, 128), act=torch.nn.GELU(), down=Linear(128, 64)))
@@ -280,7 +287,7 @@ def test_tensor_parallel_weights_are_waited_for(folder: Path) -> None:
             with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
                 if config.overlaps_forward:
                     optimizer.overlap_forward(model, check=True)
-                for step in range(12):
+                for step in range(8):
                     generator = torch.Generator().manual_seed(step)
                     model(torch.randn(4, 64, generator=generator).to(dtype)).pow(2).mean().backward()
                     settle(optimizer.engine)

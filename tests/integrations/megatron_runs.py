@@ -60,7 +60,7 @@ class Case:
     """
 
     name: str
-    steps: int = 20
+    steps: int = 8
     passes: int = 1
     tp: int = 1
     fp16: bool = False

@@ -128,7 +128,7 @@ def test_ranks_train_as_megatrons_with_our_rule(tmp_path: Path) -> None:
     assert found["bf16"][0]["offload"][0][1:] == found["bf16"][1]["offload"][0][1:]
 
 
-HIDES = {"overlap": True, "hides": True, "steps": 8}
+HIDES = {"overlap": True, "hides": True, "steps": 6}
 
 
 @pytest.mark.slow
@@ -144,6 +144,8 @@ def test_updates_in_backward_change_nothing(tmp_path: Path, ranks: int) -> None:
         {"name": "skipped", "ends": True, "clip": 0, "skipped": 4},
         {"name": "awaited", "clip": 0},
     ]
+    if ranks == 1:  # what is added up, left out or too small is said by two
+        cases = [case for case in cases if case["name"] in ("unclipped", "clipped")]
     found = run(tmp_path / "paths", ranks, [{**HIDES, **case} for case in cases])
     check(found)
     for name, said in found.items():
@@ -193,7 +195,6 @@ def test_experts_have_engines_of_their_own(tmp_path: Path) -> None:
     layouts = {
         "dp": {"sharding": "dp_reshardable"},
         "full": {"sharding": "fully_reshardable"},
-        "in place": {"layout": "in_place"},
         "behind": {"layout": "in_place", "behind": True},
     }
     for name, layout in layouts.items():
@@ -209,10 +210,8 @@ def test_experts_have_engines_of_their_own(tmp_path: Path) -> None:
             assert saved["offload"][:3] == whole["offload"][:3], name
             assert (said["offload"], said["digest"]) == (whole["offload"][3:], whole["digest"]), name
             assert saved["reads"] == (0 if layouts[name].get("layout") else 2), name
-    for name in ("in place", "behind"):
-        for folder in ("offload", "offload-1"):
-            assert (tmp_path / name / folder / "COMMIT").is_file()
-        assert (tmp_path / name / WHOLE).is_file()
+    for file in ("offload/COMMIT", "offload-1/COMMIT", WHOLE):
+        assert (tmp_path / "behind" / file).is_file()
 
 
 @pytest.mark.slow
