@@ -19,6 +19,6 @@ def saved_as_safetensors(tensors: dict[str, torch.Tensor], path: Path, **changes
         for (name, each), (begin, end) in zip(tensors.items(), itertools.pairwise(ends), strict=True)
     }
     text = json.dumps({"__metadata__": {"format": "pt"}} | header | changes).encode()
-    content = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in tensors.values())
+    content = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors.values())
     path.write_bytes(len(text).to_bytes(8, "little") + text + content)
     return path

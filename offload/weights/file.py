@@ -47,7 +47,8 @@ def weights_in_file(
     is freed with the last tensor that lies in it, or when the process ends, however. Save the model as any other.
 
     A model on the meta device gets memory here: new parameters, zeros until `safetensors`, `load_state_dict` or an
-    initialisation writes them. Its buffers get memory, too.
+    initialisation writes them. So do its buffers, but those that are not persistent must be in `safetensors` or have
+    been computed before. A tensor with another dtype in a file is converted to the model's, and a warning says so.
 
     If FSDP2 has sharded the model (`fully_shard`), each rank calls this, and its shards lie in a file of its own. The
     shards must be in host memory: on a mesh of CPUs, or by `CPUOffloadPolicy(pin_memory=False)`.
@@ -64,8 +65,8 @@ def weights_in_file(
 
     Raises:
         ConfigError: A weight is on another device, or shares memory with another; the model has an optimizer, or is
-            in a file already; the folder cannot be used; a file has a tensor that the model lacks. Nothing has
-            changed then.
+            in a file already; the folder cannot be used; a file has a tensor that the model lacks; a buffer on the
+            meta device is not persistent, and in no file. Nothing has changed then.
         OSError: A file cannot be opened; nothing has changed then.
         TierFullError: The drive has no room for all weights; nothing has changed then.
         TierError: The drive fails.

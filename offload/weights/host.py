@@ -53,7 +53,7 @@ def weights_in_host_memory(
     takes plain tensors.
 
     Buffers go to the device. A model on the CPU is never whole on the device. One on the meta device gets memory
-    here: zeros until `load_state_dict` or an initialisation writes it. A default process group of this one process is
+    here, as by `weights_in_file`: zeros until something writes it. A default process group of this one process is
     made if there is none, and ends with the model.
 
     Args:
@@ -69,8 +69,8 @@ def weights_in_host_memory(
 
     Raises:
         ConfigError: There is no accelerator, or a weight cannot be copied this way, or the model has an optimizer
-            already, or belongs to another framework, or a file has a tensor that the model lacks; nothing has changed
-            then.
+            already, or belongs to another framework, or a file has a tensor that the model lacks, or a buffer on the
+            meta device is not persistent, and in no file; nothing has changed then.
         OffloadError: The system does not have that much memory, or the drive no room.
     """
     return WeightsInHostMemory(model, layers, on_device, path, safetensors)

@@ -207,8 +207,11 @@ def _optimizer_of(names: Mapping[torch.Tensor, str]) -> tuple[str, str] | None:
 
 
 def give_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give buffers on the meta device memory on `device`, as zeros."""
+    """Give buffers on the meta device memory on `device`, as zeros; one that is in several places stays one."""
+    given: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
+                if buffer not in given:
+                    given[buffer] = torch.zeros_like(buffer, device=device)
+                module._buffers[name] = given[buffer]

@@ -93,10 +93,13 @@ def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterat
 
 
 def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
-    """Return the tensors of files after checking that the model has all; warn of meta weights that no file has.
+    """Return the tensors of files after checking that the model has all, and that no buffer is left without values.
+
+    Warn of tensors on the meta device that no file has, and of those that have another dtype in the files.
 
     Raises:
-        ConfigError: A file is no whole safetensors file, or has a tensor that the model lacks.
+        ConfigError: A file is no whole safetensors file, or has a tensor that the model lacks; or a buffer on the
+            meta device is in no file and not persistent, so that no state dict has it, either.
         OSError: A file cannot be opened.
     """
     if isinstance(files, str | os.PathLike):
@@ -110,10 +113,27 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
                 has = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
                 what = f"{entry.name}, shape {entry.shape}, in {os.fspath(file)}"
                 raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
-    read = {targets[entry.name] for _, entries in contents for entry in entries}
-    missing = [name for name, weight in model.named_parameters() if weight.is_meta and weight not in read]
+    all_entries = [entry for _, entries in contents for entry in entries]
+    read = {targets[entry.name] for entry in all_entries}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    missing = {name: tensor for name, tensor in tensors if tensor.is_meta and tensor.numel() and tensor not in read}
+    of_state_dict = {*model.parameters(), *_persistent_buffers(model)}
+    if lost := [name for name, tensor in missing.items() if tensor not in of_state_dict]:
+        advice = (
+            "compute them before the call, or have parameters alone on the meta device, as accelerate's "
+            "init_empty_weights() makes a model: they are not persistent, so no state dict and none of the files has "
+            "their values"
+        )
+        raise ConfigError("buffers on the meta device", lost, advice)
     if contents and missing:
-        log.warning("%d weights are in none of the safetensors files, and zero: %s", len(missing), missing[0])
+        first = next(iter(missing))
+        log.warning("%d weights and buffers are in none of the safetensors files, and zero: %s", len(missing), first)
+    if other := [entry for entry in all_entries if entry.dtype != targets[entry.name].dtype]:
+        name, dtype = other[0].name, other[0].dtype
+        log.warning(
+            "%d tensors have another dtype in the safetensors files, and are converted: %s from %s to %s",
+            *(len(other), name, dtype, targets[name].dtype),
+        )
     return contents
 
 
@@ -139,7 +159,16 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
 
 def _tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's weights and buffers by all their names."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers that a model's state dict has."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _parse_entry(start: int, name: str, described: Any) -> Entry:

@@ -446,6 +446,28 @@ def test_a_model_is_made_there(tmp_path: Path) -> None:
     assert home.device == torch.device("late:0")
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_buffers_may_have_memory_where_weights_have_none(in_file: bool, tmp_path: Path) -> None:
+    """And must, if they are not persistent."""
+    plain, model = made(), made()
+    for layer in model.layers:
+        layer.register_buffer("scale", layer.scale, persistent=False)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(weight.to("meta")))
+    model.head.weight = model.words.weight
+    file = saved_as_safetensors(dict(plain.named_parameters()), tmp_path / "some.safetensors")
+    given: dict[str, Any] = {"safetensors": [file], "path": tmp_path if in_file else None}
+    model.layers[1].scale, scale = model.layers[1].scale.to("meta"), model.layers[1].scale
+    with pytest.raises(offload.ConfigError, match=r"buffers on the meta device: \['layers\.1\.scale'\]"):
+        offload.weights_in_host_memory(model, **given)
+    assert all(weight.is_meta for weight in model.parameters())
+    model.layers[1].scale = scale
+    offload.weights_in_host_memory(model, **given)
+    offload.weights_in_host_memory(plain)
+    assert torch.equal(loss_of(model, 0), loss_of(plain, 0))
+
+
 def test_bytes_are_those_that_are_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: dict[int, int] = {}
     row = backends.BACKENDS["late"]

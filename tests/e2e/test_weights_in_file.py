@@ -251,6 +251,57 @@ def test_odd_safetensors_change_nothing(change: dict[str, Any], match: str, tmp_
     assert not any(is_mapped(weight.data_ptr()) for weight in model.parameters())
 
 
+class Positioned(Model):
+    """With buffers that are in no state dict, as those of rotary embeddings, and one that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.arange(WIDTH) / WIDTH, persistent=False)
+        self.register_buffer("original", self.shift.clone(), persistent=False)
+        self.norm.register_buffer("scale", self.scale, persistent=False)
+        self.register_buffer("nothing", torch.ones(0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.shift.sum() * self.norm.scale
+
+
+def test_buffers_that_nothing_can_fill_are_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Positioned()
+    (tmp_path / "path").mkdir()
+    plain = dict(made().named_parameters())
+    file = saved_as_safetensors(plain, tmp_path / "file")
+    for files in ([], [file]):
+        with pytest.raises(
+            offload.ConfigError, match=r"buffers on the meta device: \['shift', 'original'\].*init_empty"
+        ):
+            offload.weights_in_file(model, tmp_path / "path", safetensors=files)
+    assert all(each.is_meta for each in (*model.parameters(), *model.buffers()))
+    model.shift, shift = torch.zeros(WIDTH), torch.randn(WIDTH)
+    whole = saved_as_safetensors({**plain, "original": shift, "scale": torch.full((), 2.0)}, tmp_path / "whole")
+    offload.weights_in_file(model, tmp_path / "path", safetensors=[whole])
+    assert torch.equal(model.original, shift)
+    assert model.norm.scale is model.scale
+    assert model.scale == 2.0
+
+
+def test_buffers_may_have_memory_where_weights_have_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain, model = Positioned(), Positioned()
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad))
+    model.head.weight = model.words.weight
+    file = saved_as_safetensors({name: each.bfloat16() for name, each in plain.named_parameters()}, tmp_path / "file")
+    plain.load_state_dict({name: each.bfloat16() for name, each in plain.state_dict().items()})
+    offload.weights_in_file(model, tmp_path, safetensors=[file])
+    said = f"{len([*plain.parameters()])} tensors have another dtype in the safetensors files, and are converted: "
+    assert f"{said}words.weight from torch.bfloat16 to torch.float32" in caplog.text
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+    assert trained(model, tmp_path) == trained(plain, tmp_path)
+    assert same(model, plain)
+
+
 def test_weights_that_no_file_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One of several files that was forgotten, say."""
 
@@ -264,7 +315,9 @@ def test_weights_that_no_file_has_are_named(tmp_path: Path, caplog: pytest.LogCa
     model.norm.bias = Marked(model.norm.bias, requires_grad=False)
     files = [saved_as_safetensors(tensors, tmp_path / "file")]
     offload.weights_in_file(model, tmp_path, safetensors=files)
-    assert "2 weights are in none of the safetensors files, and zero: words.weight" in caplog.text
+    assert "3 weights and buffers are in none of the safetensors files, and zero: words.weight" in caplog.text
+    assert not model.scale
+    assert "another dtype" not in caplog.text
     assert type(model.norm.bias) is Marked
     assert not model.norm.bias.requires_grad
     assert not model.layers[3][0].bias.any()

@@ -48,6 +48,7 @@ RUN_BY = {
     r"\.venv/bin/offload probe ": README,
     r"import torch, offload\n": "accelerator/test_weights_in_host_memory.py",
     r"import torch\nfrom (accelerate|transformers) import ": ELSEWHERE,
+    r"from pathlib import Path\n\nfrom accelerate import ": ELSEWHERE,
     r"(torchrun --nproc-per-node 1|accelerate launch) ": ELSEWHERE,
     r"offload check-run ": "e2e/test_check_run.py",
     r"pip install (torch|dist/)": "wheels.py",

@@ -27,7 +27,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 from trainer_runs import SETTINGS, Tokens
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import offload
 import offload.integrations.transformers as offload_transformers
@@ -238,6 +245,60 @@ def test_the_page_shows_a_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer" / "COMMIT").exists()
 
 
+def test_without_a_gpu_a_trainer_can_leave_fsdp_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerates_own = PartialState._prepare_backend
+    start(monkeypatch, is_launched=True)
+    monkeypatch.setattr(PartialState, "_prepare_backend", accelerates_own)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
+    offload_transformers.enable({**SETTINGS, "paths": [tmp_path]})
+    given = {"output_dir": str(tmp_path), "optim": "offload_adamw", "max_steps": 1, "report_to": [], **HOST}
+    trainer = Trainer(llama(), TrainingArguments(use_cpu=True, **given), train_dataset=Tokens())
+    assert trainer.train().global_step == 1
+    assert not any(map(shards.is_dtensor, trainer.model.parameters()))
+    trainer.optimizer.optimizer.close()
+    with pytest.raises(ValueError, match="fsdp only works in distributed training"):
+        Trainer(llama(), TrainingArguments(**given), train_dataset=Tokens())
+
+
+@pytest.mark.parametrize("call", ["weights_in_file", "weights_in_host_memory"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_page_shows_a_model_that_is_larger_than_memory(
+    call: str, is_tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, tie_word_embeddings=is_tied, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "llama")
+    program = next(text for text in shown("In a file", "##") if "init_empty_weights" in text)
+    if call == "weights_in_host_memory":
+        program = program.replace('in_file(model, "/mnt/nvme", ', "in_host_memory(model, ")
+    exec(program.replace("/mnt/nvme", str(tmp_path)), space := {})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.bfloat16)
+    if call == "weights_in_file":
+        offload.weights_in_file(loaded, tmp_path)
+    else:
+        offload.weights_in_host_memory(loaded)
+    assert not caplog.records
+    found = []
+    for model in (space["model"].train(), loaded.train()):
+        with offload.AdamW(model.named_parameters(), lr=1e-2, offload={**SETTINGS, "paths": [tmp_path]}) as optimizer:
+            tokens = Tokens()[0]["input_ids"][None]
+            for _ in range(2):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            logits = model(input_ids=tokens).logits.detach().cpu()
+            found.append([logits, *model.buffers(), *content(model, optimizer)])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+    assert {weight.dtype for weight in space["model"].parameters()} == {torch.bfloat16}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    with pytest.raises(offload.ConfigError, match=r"model\.rotary_emb\.inv_freq.*init_empty_weights"):
+        exec(
+            program[program.index("offload.weights") :].replace("/mnt/nvme", str(tmp_path)), {**space, "model": model}
+        )
+
+
 def test_what_advise_prints_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,7 +445,7 @@ def launch(command: str, program: str, folder: Path) -> None:
     assert "passed" in ended.stdout
 
 
-def shown(section: str) -> list[str]:
-    (text,) = re.findall(rf"^### {section}\n(.*?)^##", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def shown(section: str, level: str = "###") -> list[str]:
+    (text,) = re.findall(rf"^{level} {section}\n(.*?)^##", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     found: list[str] = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return found
