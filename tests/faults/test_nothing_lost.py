@@ -51,7 +51,7 @@ class Run:
             [("w", self.weight)],
             offload=offload.OffloadConfig(
                 host_memory=host_memory,
-                paths=[{"path": str(path), "depth": 2, "max_bytes": max_bytes} for path in paths],
+                paths=[{"path": str(path), "share": 1, "depth": 2, "max_bytes": max_bytes} for path in paths],
                 subgroup_numel=1024,
                 checkpoints_kept=keep,
             ),
