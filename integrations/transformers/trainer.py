@@ -46,7 +46,7 @@ log = logging.getLogger("offload")
 
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
-_warned_of_other_optimizer = False
+_warned_of_other_optimizer = _warned_of_copies = False
 
 
 def enable(
@@ -69,7 +69,7 @@ def enable(
         ConfigError: The config cannot be used, a path of it included, or transformers is not there or lacks what is
             relied on.
     """
-    global _undo, _warned_of_other_optimizer
+    global _undo, _warned_of_other_optimizer, _warned_of_copies
     if isinstance(config, OffloadConfig):
         settings = config
     else:
@@ -82,7 +82,7 @@ def enable(
     except ImportError as error:
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
     disable()
-    _warned_of_other_optimizer = False
+    _warned_of_other_optimizer = _warned_of_copies = False
     wrappers = _wrappers(settings, activation_memory, commit_on_sigterm)
     # The last one is called by `saving.save`.
     gone = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
@@ -188,9 +188,7 @@ def _choose_optimizer(
     most = _max_checkpoints(args) or 0  # 0 for any number: each is a copy then
     if settings.checkpoints_kept is None:
         settings = replace(settings, checkpoints_kept=most)
-    elif settings.paths and 0 < settings.checkpoints < most:
-        advice = "leave it out, or write %d: save_total_limit, and one for the next"
-        log.warning("with checkpoints_kept=%d each checkpoint is a copy; " + advice, settings.checkpoints, most)
+    _warn_of_copies(settings, most)
     options = {key: values[key] for key in accepted}
     return _named_class(kind, model), {"lr": args.learning_rate, "offload": settings, **options}
 
@@ -203,6 +201,15 @@ def _warn_of_other_optimizer(name: str) -> None:
         log.warning(
             'a Trainer trains with optim="%s", whose state stays in memory; write optim="offload_adamw"', name
         )
+
+
+def _warn_of_copies(config: OffloadConfig, most: int) -> None:
+    """Warn once that checkpoints are copies, as fewer can be kept on the paths than a Trainer has (`most`)."""
+    global _warned_of_copies
+    if not _warned_of_copies and config.paths and 0 < config.checkpoints < most:
+        _warned_of_copies = True
+        advice = "write %d: save_total_limit, and one for the next (`enable` fills it in where it is left out)"
+        log.warning("with checkpoints_kept=%d each checkpoint is a copy; " + advice, config.checkpoints, most)
 
 
 def _max_checkpoints(args: Any) -> int | None:
@@ -429,6 +436,7 @@ def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str)
         return
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
     most = _max_checkpoints(trainer.args)
+    _warn_of_copies(ours.engine.config, most or 0)
     copy = most is None or ours.engine.config.checkpoints < most  # else one that the Trainer wants would be released
     ours.save_checkpoint(os.path.join(output_dir, FOLDER), copy=copy)
     ours.wait_checkpoint()

@@ -45,6 +45,9 @@ def read_commit(folder: Folder) -> CommitRecord:
             f"{folder.path} is no checkpoint yet: it was never committed (there is no {COMMIT_NAME})"
         )
     what = "the folder is not there, or empty" if not names else f"it holds {some_of(names)}"
+    inside = [path for name in names if os.path.isfile(os.path.join(path := f"{folder.path}/{name}", COMMIT_NAME))]
+    if inside:  # as in a trainer's folder
+        what += f"; a checkpoint is in {some_of(inside)}"
     raise CheckpointError(f"{folder.path} is no checkpoint: {what}")
 
 

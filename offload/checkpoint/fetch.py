@@ -58,6 +58,8 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         raise CheckpointError(f"{name} is not in {mirror}: give the name of a folder there")
     source, run = open_folder(f"{mirror}/{name}"), open_folder(above)
     mark, marker = mark_in(source)
+    if mark is Mark.NONE and not source.walk():
+        raise CheckpointError(f"{name} is not in {mirror}: whole there are {some_of(find_whole(mirror))}")
     if mark is not Mark.WHOLE:
         raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
     if changed := find_changed(source, marker):

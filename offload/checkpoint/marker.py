@@ -113,7 +113,10 @@ def mark_whole(folder: str) -> None:
                         files[os.path.relpath(path, folder)] = (status.st_size, status.st_mtime_ns)
         opened = open_folder(folder)
         mark, marker = mark_in(opened)
-        if mark is Mark.BEGUN and marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
+        if mark is not Mark.BEGUN:
+            gone = "somebody else has deleted, moved or marked it (does another run save there?)"
+            raise CheckpointError(f"cannot mark as whole {folder}: {gone}")
+        if marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
             in_run = "/".join(os.path.abspath(folder).split("/")[-marker.depth :])
             noted = {f"{in_run}/{name}": state for name, state in files.items() if not _may_go(name)}
             opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or time.time()).encode())

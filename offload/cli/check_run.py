@@ -23,6 +23,8 @@ from offload.units import format_bytes
 
 SEEN, TENSOR, MADE = "seen", "tensor-{}.pt", "made"
 """Files of a run: what was seen, the tensors that were asked for, and which folders were made on paths."""
+STEPS, LEAST_STEPS = 5, 2
+"""Steps of a run where `--steps` is not given: so many; and at least so many, if the script takes no more."""
 MOST_OBJECTS = 100_000
 """Most objects of a script in which its own tensors are searched for."""
 MOST_SHOWN = 8
@@ -62,6 +64,7 @@ class Request(msgspec.Struct):
     """One run: of a script (None: `offload train`) with its arguments.
 
     Settings and host memory take the place of the script's, if given. `dump`: steps and names of tensors to keep.
+    A script that ends after fewer steps, but `least_steps`, runs again for as many as it has taken.
     `on_cpu`: `ON_CPU` takes the place of what the settings say of a GPU, and no CUDA device is seen.
     """
 
@@ -71,6 +74,7 @@ class Request(msgspec.Struct):
     host_memory: int | None
     reference: bool
     steps: int
+    least_steps: int
     dump: list[tuple[int, str]] = []
     on_cpu: bool = False
 
@@ -105,7 +109,8 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_value(parser, "--steps", partial(parse_count, most=10**6), "of each run (default: %(default)s)", default=5)
+    steps = f"of each run (default: {STEPS}, or as many as the script takes, {LEAST_STEPS} at least)"
+    add_value(parser, "--steps", partial(parse_count, most=10**6), steps)
     memory = "for state, in place of the script's setting (with a file: a quarter of the state)"
     add_value(parser, "--host-memory", parse_bytes, memory)
     cpu = "rehearse settings for a GPU on the CPU: no GPU is seen, and what they say of one is left out"
@@ -127,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: There is no such script, the settings cannot be used, or it takes fewer steps.
         OffloadError: The script failed, or has no optimizer of this package.
     """
-    script, steps = arguments.script, arguments.steps
+    script = arguments.script
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], "check one process, without a launcher")
     if not os.path.isfile(script):
@@ -138,13 +143,14 @@ def run(arguments: argparse.Namespace) -> int:
             outcome = _compare(request, Path(folder), progress)
     state = format_bytes(outcome["metrics"].get("state_bytes", 0))
     streamed = format_bytes(outcome["metrics"].get("streamed_bytes", 0))
-    about = f"{steps} steps of {script}: {streamed} of {state} of state went through paths in a step"
+    ended = " (all that it takes)" if request.steps < (arguments.steps or STEPS) else ""
+    about = f"{request.steps} steps of {script}{ended}: {streamed} of {state} of state went through paths in a step"
     if arguments.on_cpu:
         outcome["found"].append(f"on the CPU: {', '.join(ON_CPU)} of the settings were left out")
     text = "\n".join([about, *outcome["found"]])
     if outcome["different"] and arguments.quiet and not arguments.json:
         print(text)  # --quiet prints differences only, and `tell` then nothing
-    tell(arguments, {"script": script, "steps": steps, **outcome}, text)
+    tell(arguments, {"script": script, "steps": request.steps, **outcome}, text)
     return int(outcome["different"])
 
 
@@ -156,13 +162,14 @@ def _request_of(arguments: argparse.Namespace, folder: str) -> Request:
         config=None,
         host_memory=arguments.host_memory,
         reference=False,
-        steps=arguments.steps,
+        steps=arguments.steps or STEPS,
+        least_steps=arguments.steps or LEAST_STEPS,
         on_cpu=arguments.on_cpu,
     )
     if arguments.script.endswith(".json"):
         request.config = read_values("SCRIPT_OR_CONFIG", arguments.script)
         overlap = OffloadConfig.from_dict(request.config, "SCRIPT_OR_CONFIG").overlap
-        options = ["--steps", str(arguments.steps), "--overlap", overlap, "--output", f"{folder}/output"]
+        options = ["--steps", str(request.steps), "--overlap", overlap, "--output", f"{folder}/output"]
         request.script = None
         request.arguments = ["train", *_MODEL, *options, *request.arguments]
         if request.host_memory is None:
@@ -212,6 +219,7 @@ def _run_both(request: Request, folder: Path, progress: Progress, *, first: int,
         run_folder = folder / f"{number}"
         run_folder.mkdir()
         seen.append(_run(msgspec.structs.replace(request, reference=reference), run_folder, name))
+        request.steps = seen[-1].steps
         shutil.rmtree(folder / "output", ignore_errors=True)  # of `offload train`, which wants a new folder
     return seen
 
@@ -270,6 +278,8 @@ def _run(request: Request, folder: Path, name: str) -> Seen:
         raise OffloadError(f"run {name}, it failed after {seen.steps} steps (status {done.returncode}): see above")
     if not seen.steps:
         raise OffloadError(f"run {name}, it ended, and no optimizer of this package had taken a step")
+    if request.least_steps <= seen.steps < request.steps:  # the tensors of its last step were not recorded
+        return _run(msgspec.structs.replace(request, steps=seen.steps), folder, name)
     if seen.steps < request.steps:
         raise ConfigError("--steps", request.steps, f"the script ended after {seen.steps}: give no more")
     return seen

@@ -34,8 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointError: Nothing is whole there, or it cannot be copied.
     """
     from offload.checkpoint.fetch import fetch, find_whole
+    from offload.checkpoint.folder import open_folder
 
     mirror = arguments.mirror.rstrip("/")
+    if not open_folder(mirror).walk():
+        raise CheckpointError(f"{mirror} is not there, or empty")
     names = [arguments.name] if arguments.name else find_whole(mirror)
     if not names:
         raise CheckpointError(f"{mirror} has no checkpoint that is whole")

@@ -148,6 +148,7 @@ def add_parser(commands: Any) -> None:
         help="activations are recomputed in backward (gradient checkpointing): less memory, more to compute",
     )
     add_value(work, "--accumulate", parse_count, "micro-steps that the tokens come in (default: 1)", default=1)
+    work.add_argument("--overlap", help=argparse.SUPPRESS)  # `_check_options` says what to do without
     search = parser.add_argument_group("search for settings that are not given")
     target = "show the cheapest setting whose iteration takes no longer, such as 10s, and its lines to paste"
     add_value(search, "--target", parse_seconds, target, metavar="TIME")
@@ -268,6 +269,9 @@ def _check_options(arguments: argparse.Namespace) -> bool:
         arguments.refuse(f"give {searches[0]} or {searches[1]}, not both: each prints lines to paste")
     if arguments.framework is not None and not searches:
         arguments.refuse("--for says which of the lines that --advise or --target print are shown: give one of these")
+    if arguments.overlap is not None:
+        advice = "leave it out: with --tokens a plan shows an iteration with the step hidden in each way"
+        raise ConfigError("--overlap", arguments.overlap, advice)
     if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
         raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
     if arguments.picture is not None and searches:

@@ -13,7 +13,7 @@ from offload.cli.progress import Progress
 from offload.cli.values import add_output, add_value, parse_path, to_json
 from offload.errors import CheckpointError, ConfigError
 
-WHOLE = "{checkpoint}: {tiles} tiles of {parameters} parameters are whole"
+WHOLE = "{checkpoint}: all {tiles} tiles are whole; {parameters} parameters"
 AS_NOTED = "{checkpoint}: {files} files are there, with the sizes that were noted when it was saved; none was read"
 INTERRUPTED = "{checkpoint}: no checkpoint, as its save was interrupted, or is under way"
 

@@ -379,15 +379,18 @@ class LiveExecutor:
             return self._memory.state_address(operation.tile.subgroup) + operation.source_offset
         return self._save_source().buffer_address(operation.buffer)
 
-    def end_engine_interval(self) -> None:
+    def end_engine_interval(self) -> float:
         """Add to the timeline what the engine thread has worked since it woke, or since the last call.
 
-        `wait` does so. Others do where what follows is not to count for the step before.
+        `wait` does so. Others do where what follows is not to count for the step before: it is due since the time
+        that this returns.
         """
+        now_s = time.monotonic()
         if self._woke_s is not None:  # else `wait` was not called yet
-            now_s = time.monotonic()
             self.timeline.append(Interval(ENGINE, label="", started_s=self._woke_s, finished_s=now_s, nbytes=0))
             self._woke_s = now_s
+        self._last_end_s = now_s
+        return now_s
 
     def wait(self) -> list[Event]:
         """Wait for completions and return their events; none if only a request came, or nothing for long.

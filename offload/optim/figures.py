@@ -126,7 +126,7 @@ class StepFigures:
     def _hidden_figures(self, step_s: float, forward_s: float, backward_s: float) -> dict[str, float]:
         """Return the metrics that only a hidden step has; `step_s` is the time it took."""
         waited_s = self._auto.pace.waited_s
-        busy = (interval for interval in self._engine.last_step.timeline if interval.lane != ENGINE)
+        busy = (interval for interval in self._engine.last_step.work if interval.lane != ENGINE)
         worked_s = max(step_s, covered_s(busy))  # the timeline has updates made in backward, too; `step_s` has not
         return {
             metrics.FORWARD_S: forward_s,

@@ -809,7 +809,8 @@ class Plan:
         if self.checkpoint_bytes:
             too_much = "" if self.has_room_for_checkpoints else ", which is more than there is"
             title = "" if self.staging_slots else "storage"
-            lines.append(_line(self.checkpoint_bytes, f"at most for {_checkpoints(self.budgets)}{too_much}", title))
+            text = f"beside the state in use, at most for {_checkpoints(self.budgets)}{too_much}"
+            lines.append(_line(self.checkpoint_bytes, text, title))
         return lines
 
     def _streamed_lines(self) -> list[str]:
@@ -1046,8 +1047,8 @@ def refuse_without_checkpoints(plan: Plan) -> None:
     offers = {path.name: path.available_bytes for path in budgets.paths}
     if budgets.leftover_bytes:
         offers["stores of a checkpoint to resume from"] = budgets.leftover_bytes
-    advice = "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)"
-    advice += f"; {_WHO_NEEDS_STORES}"
+    advice = "free space on a path, add a path, or lower checkpoints_kept (a Trainer's save_total_limit; "
+    advice += f"0: only with copy=True); {_WHO_NEEDS_STORES}"
     what = (
         f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
         f"{format_bytes(plan.checkpoint_bytes)} for {_checkpoints(budgets)})"

@@ -410,6 +410,6 @@ def no_room(slot_counts: Mapping[int, int]) -> CheckpointError:
     needed_bytes = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
     return CheckpointError(
         f"the paths have no room for a checkpoint beside the state in use: it needs {needed_bytes} bytes more "
-        "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path "
+        "on them; free space, raise max_bytes, lower checkpoints_kept (a Trainer's save_total_limit), or add a path "
         "(`offload gc --dry-run PATH` says what ended sessions have left there)"
     )

@@ -189,7 +189,7 @@ class Engine:
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
         account = self.last_step
-        timeline = [*account.timeline]
+        timeline = account.work
         figures: dict[str, float] = {
             metrics.STEP: self._thread.sweeps.step_number,
             metrics.STEP_S: account.whole_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,20 +19,27 @@ class StepAccount:
 
     Attributes:
         timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
+        until_s: When another request than a step came after it: what lanes do for that is in the timeline alone.
         started_s: When the step was asked for (`time.monotonic`).
         step_s: Seconds from then on until it was over.
         earlier_steps: Number and seconds of the last hundred steps before it, in this session.
     """
 
     timeline: list[Interval] = field(default_factory=list)
+    until_s: float = math.inf
     started_s: float = 0.0
     step_s: float = 0.0
     earlier_steps: tuple[tuple[int, float], ...] = ()
 
     @property
+    def work(self) -> list[Interval]:
+        """What of the timeline was done for the step: its flushes too, which may end later."""
+        return [i for i in self.timeline if (i.started_s if i.due_s is None else i.due_s) < self.until_s]
+
+    @property
     def whole_s(self) -> float:
         """Seconds until all of the step was done: it is over when work is queued on a GPU, which goes on."""
-        gpu_ends_s = [i.finished_s - self.started_s for i in self.timeline if i.lane in ("gpu", "h2d")]
+        gpu_ends_s = [i.finished_s - self.started_s for i in self.work if i.lane in ("gpu", "h2d")]
         return max([self.step_s, *gpu_ends_s])
 
 

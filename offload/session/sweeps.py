@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -86,6 +87,11 @@ class Sweeps:
             earlier_steps = (*self.last.earlier_steps, *ended)[-RECENT_STEPS:]
             self._unlearnt, self.account = self.last, StepAccount(earlier_steps=earlier_steps)
             self._parts.executor.timeline = self.account.timeline
+
+    def close_account(self) -> None:
+        """Count what is begun from now on for no step, until the next one's account is opened; it may be open."""
+        if self.account is self.last and self.last.until_s == math.inf:
+            self.last.until_s = self._parts.executor.end_engine_interval()
 
     def end_step(self, started_s: float) -> None:
         """Close the account of the step under way, which has ended well."""

@@ -477,6 +477,7 @@ class EngineThread(MachineListener):
         request = known(self._current, "a request from nobody")
         if not request.seals:  # else `begin` confirms what it can
             self.speculation.revoke()
+            self.sweeps.close_account()
         try:
             self.parking.end_for_request(needs_memory=request.needs_memory)
             self._parts.lanes.is_hidden = request.pending is not None

@@ -176,7 +176,7 @@ class SweepRequests:
             # The first step shows no rates: it reads nothing, and touches memory for the first time.
             if sweeps.step_number > 1:
                 observed = self._observed or [parts.rates]  # at first what was known or probed counts as one
-                timeline = as_on_fastest(account.timeline, parts.plan, parts.rates)
+                timeline = as_on_fastest(account.work, parts.plan, parts.rates)
                 self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]
                 parts.rates = typical(self._observed)
                 self.placement_review.note_learnt_step()

@@ -58,10 +58,11 @@ def check(
     (tmp_path / "disk").mkdir()
 
     def run(
-        *options: str, name: str = "train.py", text: str = SCRIPT, steps: int = 3, before: tuple[str, ...] = ()
+        *options: str, name: str = "train.py", text: str = SCRIPT, steps: int | None = 3, before: tuple[str, ...] = ()
     ) -> tuple[int, Any, str]:
         (tmp_path / name).write_text(text)
-        status = main(["check-run", "--json", "--steps", str(steps), *before, name, *options])
+        given = [] if steps is None else ["--steps", str(steps)]
+        status = main(["check-run", "--json", *given, *before, name, *options])
         said = capfd.readouterr()
         assert not list((tmp_path / "disk").iterdir())
         return status, json.loads(said.out) if said.out else None, said.err
@@ -276,6 +277,14 @@ def test_settings_of_a_file(check: Any) -> None:
     status, outcome, _ = check(*given, name="offload.json", text=json.dumps(settings), steps=2)
     assert (status, outcome["different"]) == (0, False)
     assert outcome["script"] == "offload.json"
+
+
+def test_a_script_that_takes_fewer_steps_is_checked_for_these(check: Any) -> None:
+    status, outcome, _ = check("--steps", "2", steps=None)
+    assert (status, outcome["different"], outcome["steps"]) == (0, False, 2)
+    status, outcome, said = check("--steps", "1", steps=None)
+    assert (status, outcome) == (2, None)
+    assert "the script ended after 1" in said
 
 
 @pytest.mark.parametrize(

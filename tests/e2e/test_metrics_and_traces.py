@@ -18,9 +18,11 @@ from offload.plan import Rates
 from offload.predict import forecast
 
 
-def make(path: Path) -> tuple[torch.nn.Parameter, offload.AdamW]:
+def make(path: Path, overlap: str = "off") -> tuple[torch.nn.Parameter, offload.AdamW]:
     parameter = torch.nn.Parameter(torch.randn(6000, generator=torch.Generator().manual_seed(0)).bfloat16())
-    config = offload.OffloadConfig(host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=40_000, threads=1)
+    config = offload.OffloadConfig(
+        host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=40_000, threads=1, overlap=overlap
+    )
     return parameter, offload.AdamW([parameter], offload=config)
 
 
@@ -87,6 +89,25 @@ def test_metrics_go_to_loggers_after_every_step_or_less_often(tmp_path: Path) ->
         for names in ((), 5, [1], None):
             with pytest.raises(offload.ConfigError, match="names"):
                 optimizer.log_to(board, names=names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_is_read_between_steps_counts_for_none(tmp_path: Path, overlap: str) -> None:
+    parameter, optimizer = make(tmp_path, overlap)
+    model = torch.nn.Module()
+    model.weight = parameter
+    with optimizer:
+        optimizer.overlap_forward(model)
+        for _ in range(3):
+            step(parameter, optimizer)
+            optimizer.state_dict()
+            figures, operations = optimizer.metrics(), len(optimizer.timeline())
+            optimizer.state_for(parameter)
+            after = optimizer.metrics()
+            assert len(optimizer.timeline()) > operations
+            assert after["lane/engine/busy_s"] == figures["lane/engine/busy_s"]
+            assert after["path/0/read_bytes"] == figures["path/0/read_bytes"]
+        assert max(after["path/0/read_bytes"], after["path/0/write_bytes"]) <= optimizer.engine.plan.state_bytes
 
 
 def test_a_trace_is_written_from_any_session(tmp_path: Path) -> None:

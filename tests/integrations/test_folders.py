@@ -153,12 +153,16 @@ def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
 ) -> None:
     mirror, target = run.parent / "mirror", run.parent / "fetched"
     assert fetch(mirror, target) == 1
-    assert "no checkpoint that is whole" in capsys.readouterr().err
+    assert f"{mirror} is not there, or empty" in capsys.readouterr().err
     copy = opened(run)
     copy.begin()
     list(copy.copy())
+    assert fetch(mirror, target) == 1
+    assert "no checkpoint that is whole" in capsys.readouterr().err
     assert fetch(mirror, target, "--name", "step-1") == 1
     assert "not whole" in capsys.readouterr().err
+    assert fetch(mirror, target, "--name", "step-3") == 1
+    assert f"step-3 is not in {mirror}: whole there are none" in capsys.readouterr().err
     assert not target.exists()
     copy.commit()
     for there in ("step-1/a", "latest", "step-1.ckpt"):

@@ -168,7 +168,7 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{folder}/checkpoint-4: no checkpoint, as its save was interrupted, or is under way",
-        f"{folder}/checkpoint-2/optimizer: 21 tiles of 21 parameters are whole",
+        f"{folder}/checkpoint-2/optimizer: all 21 tiles are whole; 21 parameters",
     ]
     assert cli.main(["verify", str(folder / "checkpoint-4")]) == 1
     process = start(folder, "offload_adamw", 6, "save_total_limit=1", "resume")
@@ -312,11 +312,18 @@ def test_what_was_hardly_meant_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
         assert 'trains with optim="sgd"' in said("sgd")
         assert not said("sgd")
         offload_transformers.enable({"paths": [tmp_path], "checkpoints_kept": 2})
-        assert "with checkpoints_kept=2 each checkpoint is a copy; leave it out, or write 3" in said("offload_adamw")
+        assert "with checkpoints_kept=2 each checkpoint is a copy; write 3: save_total_limit" in said("offload_adamw")
         assert 'trains with optim="sgd"' in said("sgd")
         for kept in (0, 3):
             offload_transformers.enable({"paths": [tmp_path], "checkpoints_kept": kept})
             assert not said("offload_adamw")
+        args = TrainingArguments(
+            output_dir=str(tmp_path), save_total_limit=2, use_cpu=True, report_to=[], max_steps=2, save_steps=1
+        )
+        given = model()
+        with offload.AdamW(given.parameters(), offload=offload.OffloadConfig(paths=[tmp_path])) as optimizer:
+            Trainer(model=given, args=args, train_dataset=Tokens(), optimizers=(optimizer, None)).train()
+        assert caplog.text.count("with checkpoints_kept=1 each checkpoint is a copy") == 1
     finally:
         offload_transformers.disable()
 

@@ -89,8 +89,9 @@ class AskedLanes(CheckedExecutor):
     def set_visitor(self, visitor: Any) -> None:
         self.visitor = visitor
 
-    def end_engine_interval(self) -> None:
+    def end_engine_interval(self) -> float:
         """Nobody asks how long the engine's thread works."""
+        return 0.0
 
 
 class Latch(waits.Latch):

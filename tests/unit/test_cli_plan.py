@@ -271,6 +271,7 @@ def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
         (["--params", "1e9", "--gpu-staging", "4096B", "--placement", "gpu"], "GPU"),
         (["--params", "1e9", "--steps-per-day", "0"], "--steps-per-day"),
         (["--params", "1e9", "--endurance", "forever"], "--endurance"),
+        (["--params", "1e9", "--overlap", "forward"], "leave it out: with --tokens a plan shows"),
         (["--config", "missing.json"], "cannot be read"),
         (["--params", "1e9", "--rates", "abacus"], "abacus"),
         (

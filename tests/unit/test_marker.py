@@ -50,6 +50,8 @@ def test_a_folder_says_of_itself_whether_it_is_whole(tmp_path: Path) -> None:
         mark_whole(str(folder))
         assert mark_of(str(folder)) is Mark.WHOLE
     assert {*os.listdir(folder)} == {"deep", "nowhere", WHOLE, "pipe"}
+    with pytest.raises(OffloadError, match="somebody else has deleted, moved or marked it"):
+        mark_whole(str(folder))
 
 
 def test_all_is_durable_before_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ def test_a_checkpoint_is_its_commit_and_its_manifests(tmp_path: Path) -> None:
         ({}, "is no checkpoint: the folder is not there, or empty"),
         ({"x": b""}, "is no checkpoint: it holds x"),
         ({f"x{n}": b"" for n in range(7)}, "it holds x0, x1, x2, x3, x4 and 2 more"),
+        ({"config.json": b"", f"optimizer/{COMMIT_NAME}": b""}, "optimizer; a checkpoint is in .*/optimizer$"),
         ({manifest_name("a" * 32, 0): b""}, r"never committed \(there is no COMMIT\)"),
         ({RELEASED_NAME: seal_released(OLD, "why it was")}, "was a checkpoint until it was released: why it was"),
         ({RELEASED_NAME: b"not ours"}, "is no checkpoint: it holds RELEASED"),
@@ -47,6 +48,7 @@ def test_a_checkpoint_is_its_commit_and_its_manifests(tmp_path: Path) -> None:
 )
 def test_what_is_no_checkpoint(tmp_path: Path, files: dict[str, bytes], words: str) -> None:
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         read_commit(open_folder(tmp_path))
