@@ -423,6 +423,7 @@ def test_values_that_are_refused_are_those_that_pages_show() -> None:
 
 
 VALUES = {
+    "--overlap | leave it out: with --tokens a plan shows an iteration with the step hidden in each way",
     'placement | use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1',
     'placement | use "auto", "cpu", "gpu", a share from 0 to 1, or "stride:<k>"',
     'placement | give a stride of 1 or more, as in "stride:3"',

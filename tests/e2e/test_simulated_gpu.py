@@ -512,9 +512,8 @@ def test_what_the_lanes_did_is_reported(tmp_path: Path) -> None:
         optimizer.state_for(parameters[0])
         device.mark(DeviceLane.D2H).wait()
         found = optimizer.metrics()
-        fetched = sum(plan.layout.subgroups[subgroup].weight_bytes for subgroup, _ in plan.layout.places[0])
         assert found["lane/gpu/bytes"] == copied
-        assert found["lane/d2h/bytes"] == copied + brought + fetched, "to read state, its weights have been fetched"
+        assert found["lane/d2h/bytes"] == copied + brought, "what is read between steps is of no step"
         assert copied < found["lane/h2d/bytes"] <= copied + pushed
         assert {i.lane for i in optimizer.timeline()} >= {"cpu", "gpu", "h2d", "d2h", "read:0", "write:0"}
         assert "h2d" in str(optimizer.explain())

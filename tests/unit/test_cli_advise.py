@@ -309,7 +309,8 @@ def test_the_cheapest_setting_meets_its_target(capsys: pytest.CaptureFixture[str
     taken = [sum(setting["host_memory_bytes"].values()) for setting in (slow, fast)]
     assert taken[0] < taken[1]  # a longer step needs less memory
     assert "state_format" not in slow["config"]
-    told = [refused(capsys, *arguments, "--state-format", "exact", "--target", target) for target in ("100ms", "8s")]
+    arguments += ["--state-format", "exact", "--weights-on", "gpu"]
+    told = [refused(capsys, *arguments, "--target", target) for target in ("100ms", "8s")]
     shortest = [re.search(r" or less: the shortest iteration is (.*?) \(.* bound by ", said) for said in told]
     assert shortest[0]
     assert shortest[1]
