@@ -192,8 +192,8 @@ class BackgroundWork:
             self._run()
 
     def forestall(self) -> bool:
-        """Keep the work from ever beginning; return whether it has begun already."""
-        return not self._begun.acquire(blocking=False)
+        """Keep the work from ever beginning; return False if it is too late, as the work has begun."""
+        return self._begun.acquire(blocking=False)
 
     def wait(self, pause_s: float | None = None) -> bool:
         """Wait for the end, at most `pause_s`; return whether the work has ended."""
@@ -209,7 +209,7 @@ class BackgroundWork:
 
     def _run(self) -> None:
         """Do the work, on its thread, unless that was forestalled or has begun before; then drop it."""
-        if self.forestall():
+        if not self._begun.acquire(blocking=False):
             return
         work, self._work = self._work, _do_nothing
         try:
@@ -253,7 +253,7 @@ def side_by_side(
     except BaseException:
         give_up()
         for work in all_work:
-            if work.forestall():  # it has begun
+            if not work.forestall():
                 work.wait()
         raise
     for work in all_work:

@@ -496,11 +496,11 @@ class OffloadedOptimizer(StepFigures):
             self.behind.wait()
 
     def refuse_unfit_tags(self, engine: Any) -> None:
-        """Replace a DeepSpeed engine's methods that load: refuse what it would fail at later, or load all the same.
+        """Replace a DeepSpeed engine's methods that load by ones that first refuse tags which do not fit.
 
-        That is state of another rule, stage or number of ranks, and missing files.
-
-        If one rank cannot read its file, all raise: the others would wait for it.
+        Refused are missing files, and state of another rule, stage or number of ranks: DeepSpeed would fail at them
+        only later, or not at all. All ranks raise a refusal, as they do if one rank cannot read its file: the others
+        would wait for it.
         """
         load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
@@ -511,21 +511,25 @@ class OffloadedOptimizer(StepFigures):
             folder = self._loading_folder = os.path.join(load_dir, tag)
             self._on_all_ranks(lambda: _check_stage(folder, engine.zero_optimization_stage()))
             needed = [engine._get_ckpt_name(load_dir, tag)]
+            state_file = ""  # this rank's, if state is loaded from it
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # The greatest of all ranks' counts: each node may have only the files of its own ranks.
                 saved_ranks = max_over_ranks(_rank_count_by_files(folder), self.dp_process_group)
                 ranks = engine.seq_dp_world_size
-                if saved_ranks not in (0, ranks):  # files may be missing, or left by an earlier save: ask the model's
+                if saved_ranks not in (0, ranks):
+                    # Files may be missing, or left by an earlier save: the model's file has the right number.
                     in_model = _rank_count_by_model(engine._get_ckpt_name(load_dir, tag))
                     saved_ranks = max_over_ranks(in_model, self.dp_process_group) or saved_ranks
                 if saved_ranks not in (0, ranks):
                     raise _other_rank_count_error(folder, saved_ranks, ranks)
-                needed.append(engine._get_zero_ckpt_name(load_dir, tag))
+                state_file = engine._get_zero_ckpt_name(load_dir, tag)
+                needed.append(state_file)
+            # Other checkpoint engines may write other files, and a universal checkpoint has others.
             if stream.can_stream(engine.checkpoint_engine) and not engine.load_universal_checkpoint():
                 self._on_all_ranks(lambda: _check_files(folder, needed))
-            if needed[1:]:
-                self._on_all_ranks(lambda: self._check_rule(needed[1]))
+            if state_file:
+                self._on_all_ranks(lambda: self._check_rule(state_file))
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint

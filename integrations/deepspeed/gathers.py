@@ -116,16 +116,17 @@ class Gathers:
         """Wait for some weights, if a step is still being made or gathered."""
         self._wait_for(dict.fromkeys(number for parameter in parameters for number in self._ranges_of(parameter)))
 
-    def _wait_for(self, ranges: Iterable[int]) -> None:
+    def _wait_for(self, range_numbers: Iterable[int]) -> None:
         """Wait until ranges are gathered, or with one rank until their pieces are updated; the time is measured."""
         if self._exchange is not None:
             if self._exchange.is_under_way:
                 with self._pace.timed_wait():
-                    self._exchange.wait_for(ranges)
-        elif self._engine.is_pending or self._device.type != "cpu":  # then a stream is ordered, even after a step
+                    self._exchange.wait_for(range_numbers)  # on the host: no stream has to be ordered after it
+        # On a GPU also if no step is pending: it may have been waited for on another stream than the caller's.
+        elif self._engine.is_pending or self._device.type != "cpu":
             with self._pace.timed_wait():
-                numbers = (number for range_number in ranges for number in self._pieces_by_range[range_number])
-                self._engine.wait_for(numbers, on_any_stream=True)
+                pieces = (piece for number in range_numbers for piece in self._pieces_by_range[number])
+                self._engine.wait_for(pieces, on_any_stream=True)
 
     def finish(self) -> None:
         """Wait until the last step is over, and all weights are here."""

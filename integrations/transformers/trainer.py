@@ -241,9 +241,13 @@ def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | Non
 
 
 def _our_optimizer(trainer: Any) -> Any:
-    """Return a trainer's optimizer of ours, out of Accelerate's wrapper; None if it has none, or it is sharded."""
-    is_fsdps = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
-    if is_fsdps or getattr(trainer, "is_deepspeed_enabled", False):
+    """Return a trainer's optimizer of ours, out of Accelerate's wrapper; None if it has none that is served here.
+
+    Not served here is one under DeepSpeed or FSDP, unless FSDP only keeps the weights in host memory: that is in one
+    process, and shards nothing.
+    """
+    may_shard = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
+    if may_shard or getattr(trainer, "is_deepspeed_enabled", False):
         return None
     return shared.ours(trainer.optimizer)
 

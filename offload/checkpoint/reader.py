@@ -561,7 +561,7 @@ class Checkpoint:
 
     def _close(self) -> None:
         """Close the stores, on a thread of its own, once opening them has ended or cannot begin any more."""
-        if self._opening.forestall():  # it has begun
+        if not self._opening.forestall():
             self._opening.wait()
         with contextlib.ExitStack() as ends:
             ends.callback(self._drop_buffers)

@@ -34,7 +34,7 @@ _COMMANDS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the command's parser; a parsed subcommand's own error function is the argument `refuse`."""
+    """Return the command's parser; what it parses has the subcommand's error function, too, as `refuse`."""
     parser = Parser(
         prog="offload",
         description="Trains models whose optimizer state does not fit in memory, without changing the numbers.",

@@ -265,7 +265,7 @@ class _Watch:
         """Return a digest of a tensor's bits; write it to a file if the request asks for `about` (step and name)."""
         if about in self._request.dump:
             file = self._folder / TENSOR.format(self._request.dump.index(about))
-            torch.save(shards.local(tensor).detach().cpu().clone(), file)
+            torch.save(shards.local(tensor).detach().cpu().clone(), file)  # with its dtype and shape
         return hashlib.blake2b(shards.content(tensor).numpy().data, digest_size=16).hexdigest()
 
 

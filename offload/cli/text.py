@@ -90,7 +90,10 @@ def load_text(data: str | None, *, min_bytes: int) -> Text:
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the files of a folder, those of a folder before those of its sub-folders, sorted by name."""
+    """Yield the files of a folder, those of a folder before those of its sub-folders, sorted by name.
+
+    Left out are links, and files and folders whose names begin with a dot.
+    """
     for folder, subfolders, names in os.walk(root):
         # In place: this is how os.walk learns which folders to enter, and in which order.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))

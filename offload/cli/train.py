@@ -173,7 +173,7 @@ class _Run:
             self._weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
 
     def _resume(self, optimizer: Any, draws: torch.Generator) -> int:
-        """Load the checkpoint of `--resume`, if given; return the number of steps that it was taken after."""
+        """Load the checkpoint of `--resume`, if given, and the state of `draws`; return how many steps are done."""
         settings = self.settings
         if settings.resume is None:
             return 0

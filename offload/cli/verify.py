@@ -70,7 +70,7 @@ def _checkpoints_of(path: str) -> list[str]:
     except CheckpointError:
         try:
             stores = find_stores(path)
-        except ConfigError:
+        except ConfigError:  # no directory that can be read, or no bucket that can be used
             stores = []
         pinned = {pin.folder for store in stores for pin in store.pins}
         folders = [*sorted(pinned), *(folder for folder in _checkpoints_below(path) if folder not in pinned)]

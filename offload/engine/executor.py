@@ -369,13 +369,17 @@ class LiveExecutor:
         return known(self._saves, "a checkpoint is written from nowhere")
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
-        """Return the address that a tile is read to or written from."""
+        """Return the address that a tile is read to or written from.
+
+        State lies in a staging slot or at home, scratch in its owner's buffer, and a checkpoint's tile in a copy
+        buffer, or at home if it is saved from there.
+        """
         if isinstance(operation, ReadTile | WriteTile):
-            if operation.owner is not None:
+            if operation.owner is not None:  # scratch: `slot` is the number of its owner's buffer
                 buffer = known(operation.slot, f"{operation.owner.kind} without a buffer")
                 return self._memory.buffer_address(operation.owner.kind, buffer) + operation.buffer_offset
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
-        if operation.buffer is None:
+        if operation.buffer is None:  # a `SaveTile` of state at home in host memory
             return self._memory.state_address(operation.tile.subgroup) + operation.source_offset
         return self._save_source().buffer_address(operation.buffer)
 

@@ -395,7 +395,11 @@ def _reactions(operations: Sequence[Interval]) -> list[tuple[float, float]]:
     """Return when operations were due and when they began, of those that were due while their lane was idle.
 
     A path's directions and a checkpoint's operations there are one lane: they share a device. A checkpoint's
-    operations are left out, as they wait for their turn anyway.
+    operations only keep it busy; they are not returned, as they wait for their turn anyway. Nor is an operation
+    without `due_s`.
+
+    Args:
+        operations: Sorted by their start.
     """
     idle_from_s: dict[str, float] = {}
     reactions: list[tuple[float, float]] = []
@@ -403,6 +407,7 @@ def _reactions(operations: Sequence[Interval]) -> list[tuple[float, float]]:
         device = interval.lane.rpartition(":")[2]  # a path's number, the same for all that it does; else the lane
         due_s = None if interval.lane.startswith(("save:", "copy:")) else interval.due_s
         if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
+            # A GPU's times are converted from its own clock, and may come out before the event that made it due.
             reactions.append((due_s, max(interval.started_s, due_s)))
         idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
     return reactions

@@ -282,7 +282,7 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
 
 
 def _estimate_update_s(rule: UpdateRule, parameter: Parameter) -> float:
-    """Return the estimated seconds of a whole parameter's update, from those of its trial."""
+    """Return the estimated seconds of a whole parameter's update: those of a smaller trial, by the ratio of work."""
     shape = parameter.shape or (parameter.numel,)
     small_shape = _smaller(shape)
     update = trial(rule, small_shape, TORCH_DTYPES[parameter.dtype], parameter.group)

@@ -144,7 +144,7 @@ class Overlap:
     # Around a step
 
     def begin_exchange(self, bounds: list[BoundParameter]) -> None:
-        """Begin to exchange weights while the step goes on; `bounds` are what `agree_on_exchanges` returned."""
+        """Begin to exchange weights while the step goes on: at least one, as `agree_on_exchanges` returned them."""
         if self.exchange is None:  # each rank updates all of its weights
             return
         buckets: list[list[BoundParameter]] = [[]]

@@ -36,7 +36,8 @@ class SigtermHandler:
 
     Attributes:
         has_signal: Whether a SIGTERM has come that has not been passed on to the earlier handler.
-        is_committing: Whether its checkpoint is being written: the next SIGTERM is passed on at once.
+        is_committing: Whether a checkpoint is being written for a SIGTERM, maybe another rank's: a second one of this
+            process is then passed on at once.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,12 @@ class SigtermHandler:
         signal.signal(signal.SIGTERM, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; during a commit, or in a forked process, run the earlier handler instead."""
+        """Note a signal. Run the earlier handler instead
+
+        * during a commit, if this process has noted one before (the commit may be for another rank's);
+        * in a forked process;
+        * after `restore`, where that could not install it.
+        """
         is_own_process = os.getpid() == self._pid
         is_second_in_commit = self.has_signal and self.is_committing
         if self._is_in_use and is_own_process and not is_second_in_commit:

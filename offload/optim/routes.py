@@ -463,6 +463,7 @@ class StepRoute(Route):
         """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
         if not self._engine.speculates:  # no update before the step would read it
             return
+        # FSDP2's shards are reduced when they arrive; those that it copies to the host arrive after their copy.
         if self._is_single_process or shards.is_dtensor(bound.parameter):
             self._mark_final(bound)
             return

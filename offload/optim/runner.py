@@ -147,7 +147,7 @@ class ClassRunner:
         """Return a new optimizer of the class, with the arguments that the user gave."""
         return self.of_class(groups, *self._args, **self._kwargs)
 
-    def groups(self, params: Iterable[Any]) -> tuple[list[Group], dict[str, Any]]:
+    def complete_groups(self, params: Iterable[Any]) -> tuple[list[Group], dict[str, Any]]:
         """Return groups with all hyperparameters that the class adds, and its defaults; nothing is allocated.
 
         The class is made with trial tensors, of the parameters' shapes and without memory. The optimizer is kept:
@@ -165,7 +165,7 @@ class ClassRunner:
         for group in groups:
             items = group.get("params", ())
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
-        trial_tensors: dict[int, torch.Tensor] = {}
+        trial_tensors: dict[int, torch.Tensor] = {}  # by id of the parameter
         with _without_memory():
             trial_groups = [
                 {**group, "params": [_trial_tensor_of(item, trial_tensors) for item in group["params"]]}

@@ -102,7 +102,7 @@ class WrappedOptimizer(OffloadedOptimizer):
     def __init__(self, params: Iterable[Any], runner: ClassRunner, config: OffloadConfig) -> None:
         self._runner = runner
         self.kind = runner.name
-        groups, defaults = runner.groups(params)
+        groups, defaults = runner.complete_groups(params)
         largest_numel = 0
         # Replaced by the largest parameter's rule, which sizes subgroups; stays if there is no parameter to update.
         self.rule = ClassRule(runner.name, packed_words=1)

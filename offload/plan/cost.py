@@ -234,8 +234,15 @@ def _slowed_step_s(
 ) -> float:
     """Return the seconds of a step whose CPU is slowed down by the other lanes' memory traffic.
 
-    The slower the CPU, the longer the step, and the thinner the traffic, which slows the CPU less: one speed fits.
-    Bisection finds it.
+    The traffic is spread over the part of the step in which state is on its way (`span_s`). The slower the CPU, the
+    longer that part, and the thinner the traffic, which slows the CPU less: one speed fits. Bisection finds it.
+
+    Args:
+        mix: What is updated where.
+        shares: The part of all tiles on each path.
+        rates: Speed of every lane.
+        lanes: What each lane does.
+        traffic: The memory traffic of these lanes, as `_traffic_by_direction` returns it.
     """
     step_s, span_s = _step_s(mix, shares, rates, lanes, speed=1.0)
     if _mean_speed(rates, traffic, span_s) >= 1:

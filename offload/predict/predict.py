@@ -222,9 +222,9 @@ def predict(
 
 
 def _simulate_backward(plan: Plan, machine: Machine, executor: TimingExecutor) -> float:
-    """Let backward fill all gradient buffers, which go to the paths; return how long that takes.
+    """Let backward fill a buffer with each subgroup's gradients, which goes to the paths; return how long that takes.
 
-    The step reads gradients from the paths, so they have to lie there. Without buffers, nothing is done.
+    The step reads gradients from the paths, so they have to lie there. Where none go to the paths, nothing is done.
     """
     began_s = executor.now_s
     for number in reversed(range(len(plan.layout.subgroups))):

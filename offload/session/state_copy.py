@@ -153,7 +153,10 @@ def _make_file(
 ) -> tuple[str, IO[bytes] | None]:
     """Return the first directory with room, and a new file of `nbytes` there; "" and None if only memory has room.
 
-    A copy in memory has to leave `left_bytes` of memory free, which are not offered.
+    A copy in memory has to leave `left_bytes` of it free.
+
+    Raises:
+        InfeasiblePlanError: Nothing has room.
     """
     offers = {}
     for directory, free_bytes in free_bytes_by_directory.items():
@@ -234,6 +237,7 @@ def refuse_uncopyable(tensor: object, what: str) -> None:
     """Raise `ConfigError` unless `tensor` is a dense tensor whose elements can be copied as real numbers.
 
     Called before anything is copied. One element is copied as a trial, which waits for a GPU's work on the tensor.
+    `what` is the tensor's name, for the error.
     """
     try:
         if not isinstance(tensor, torch.Tensor):

@@ -361,7 +361,7 @@ class EngineThread(MachineListener):
 
     def stop(self) -> None:
         """End the engine thread; if the session is still being opened, wait for that first."""
-        if self._opening is not None and self._opening.forestall():  # it has begun
+        if self._opening is not None and not self._opening.forestall():
             self._opening.wait()
         with self._starting:
             is_serving = self._serving  # else the thread has not begun; it will find the session closed, and end

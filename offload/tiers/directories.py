@@ -272,7 +272,13 @@ class DirectoryFolder(Folder):
             return sum(status.st_blocks * 512 for status in files.files().values())
 
     def opened_by(self) -> str:
-        """See `Folder.opened_by`; refuses a copy made by hand, whose record names another store."""
+        """Check that a store is this user's, and no copy made by hand, whose record names another store.
+
+        Returns "": its lock says who uses it (see `Folder.opened_by`).
+
+        Raises:
+            CheckpointError: It is another user's, or not the store that its record names.
+        """
         owner = os.stat(self._root, follow_symlinks=False).st_uid
         if os.geteuid() not in (0, owner):
             raise CheckpointError(f"it belongs to the user with number {owner}")
@@ -285,7 +291,7 @@ class DirectoryFolder(Folder):
             name = ""
         if name != self._root.name:
             raise CheckpointError(f"{self._root / RECORD_NAME} is not the record of this store")
-        return ""  # the lock says who uses it
+        return ""
 
     def used_by(self) -> int | None:
         return lock_holder(self._root)

@@ -18,9 +18,11 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the children of each list in a model of which at least half, and two, are of one class.
+    """Return a model's layers: the children of its lists (`LISTS`) that repeat a class.
 
-    They are in the order of `model.modules()`. Lists inside of such children are not looked at.
+    A list repeats a class if at least two of its children, and at least half of them, are of that class; its other
+    children are layers, too. Children without parameters do not count, and are no layers. Layers are in the order of
+    `model.modules()`. Lists inside of layers are not looked at.
     """
     layers = list[nn.Module]()
     inside = set[nn.Module]()

@@ -112,7 +112,7 @@ class ShardsInFile:
 
 
 def _check_shard(name: str, fsdp_param: Any) -> None:
-    """Refuse a shard that is not in plain host memory, by name."""
+    """Refuse a shard, by name, that is neither in plain host memory nor on the meta device, still without memory."""
     if fsdp_param.pin_memory:
         combinations.FILE_PINNED.refuse(name, "CPUOffloadPolicy(pin_memory=True)")
     shard = shards.local(fsdp_param.sharded_param)

@@ -70,7 +70,7 @@ def test_background_work_is_done_once() -> None:
     background.start()
     assert not background.wait(0.0)
     assert begun.wait(LONG_S)
-    assert background.forestall()
+    assert not background.forestall()
     go_on.set()
     assert background.wait(LONG_S)
     background.start()
@@ -83,7 +83,7 @@ def test_background_work_is_done_once() -> None:
 def test_what_is_forestalled_is_never_done() -> None:
     runs: list[None] = []
     background = waits.BackgroundWork(lambda: runs.append(None), "test")
-    assert not background.forestall()
+    assert background.forestall()
     background.start()
     assert not background.wait(0.0)
     assert runs == []
