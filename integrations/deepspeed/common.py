@@ -511,7 +511,6 @@ class OffloadedOptimizer(StepFigures):
             folder = self._loading_folder = os.path.join(load_dir, tag)
             self._on_all_ranks(lambda: _check_stage(folder, engine.zero_optimization_stage()))
             needed = [engine._get_ckpt_name(load_dir, tag)]
-            state_file = ""  # this rank's, if state is loaded from it
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # The greatest of all ranks' counts: each node may have only the files of its own ranks.
@@ -523,13 +522,12 @@ class OffloadedOptimizer(StepFigures):
                     saved_ranks = max_over_ranks(in_model, self.dp_process_group) or saved_ranks
                 if saved_ranks not in (0, ranks):
                     raise _other_rank_count_error(folder, saved_ranks, ranks)
-                state_file = engine._get_zero_ckpt_name(load_dir, tag)
-                needed.append(state_file)
+                needed.append(engine._get_zero_ckpt_name(load_dir, tag))
             # Other checkpoint engines may write other files, and a universal checkpoint has others.
             if stream.can_stream(engine.checkpoint_engine) and not engine.load_universal_checkpoint():
                 self._on_all_ranks(lambda: _check_files(folder, needed))
-            if state_file:
-                self._on_all_ranks(lambda: self._check_rule(state_file))
+            for state_file in needed[1:]:  # this rank's, if its state is loaded
+                self._on_all_ranks(functools.partial(self._check_rule, state_file))
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
