@@ -352,7 +352,9 @@ class Saves:
     def _warn_of_losses(self, pending: PendingSave) -> None:
         """Warn of checkpoints that end with a save, and that nobody may have meant to give up."""
         path = pending.folder.path
-        if path not in self._known_folders and os.path.isfile(os.path.join(path, COMMIT_NAME)):
+        # Others of a run that is gone on with have tiles in its stores.
+        known_folders = {*self._known_folders, *(kept.folder for kept in (*self.kept, *self._newer))}
+        if path not in known_folders and os.path.isfile(os.path.join(path, COMMIT_NAME)):
             log.warning("%s holds a checkpoint of another session: it is replaced once this one is whole", path)
         self._known_folders.add(path)
         elsewhere = [kept for kept in self._by_release_order() if kept.folder != path]

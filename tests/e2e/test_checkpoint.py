@@ -527,3 +527,6 @@ def test_a_checkpoint_that_a_save_ends_is_told_before(tmp_path: Path, caplog: py
     with Run(**config, checkpoints_kept=2) as run:
         run.optimizer.load_checkpoint(tmp_path / "step-3")
         assert not save(run, "fork")  # both are kept
+    with Run(**config, checkpoints_kept=2) as run:
+        run.optimizer.load_checkpoint(tmp_path / "step-3")
+        assert not save(run, "fork", "step-3", "fork")  # "fork" is newer than what was loaded, of the same run
