@@ -66,9 +66,10 @@ def look(session: programs.Session) -> dict[str, float]:
     leftovers.clear()
     ctypes.CDLL(None).malloc_trim(0)
     process = psutil.Process()
+    memory = process.memory_info()
     files = [file for file in session.folder.rglob("*") if file.is_file()]
     return {
-        "memory": process.memory_full_info().uss,
+        "memory": memory.rss - memory.shared,  # of its own: other processes share, or do not, the pages of libraries
         "descriptors": process.num_fds(),
         "threads": threading.active_count(),
         "native threads": process.num_threads(),
