@@ -471,7 +471,7 @@ class Setting:
         That is tried where the search may choose how much host memory state takes.
         """
         setting = cls.of(answer)
-        if setting.overlap in ("backward", "both") or "host_memory" not in choices.computed:
+        if "host_memory" not in choices.computed or not _lacking_for_hiding(answer):
             return setting
         hides = _with_room_for_hiding(answer)
         return setting if hides is None else min(setting, cls.of(hides), key=lambda each: each.iteration_s)
