@@ -427,31 +427,31 @@ def test_a_folder_that_was_renamed_while_its_session_goes_on(
     assert steps_in(tmp_path / "ck", path) == 4
 
 
-def test_a_path_and_its_checkpoint_that_were_moved_together(tmp_path: Path) -> None:
-    paths = tmp_path / "disk/a", tmp_path / "disk/b"
-    for path in paths:
-        path.mkdir(parents=True)
-    with Run(*paths) as run:
-        run.train(2).save(tmp_path / "disk/ck")
-    os.rename(tmp_path / "disk", tmp_path / "elsewhere")
-    moved = tmp_path / "elsewhere/b", tmp_path / "elsewhere/a"  # in any order
-    assert steps_in(tmp_path / "elsewhere/ck", *moved) == 2
-    for place in moved:  # its session has taken the stores over, and noted where the checkpoint is now
-        (store,) = find_stores(str(place))
-        assert [pin.folder for pin in store.pins] == [str(tmp_path / "elsewhere/ck")]
-        assert not store.missing
-
-
-def test_a_pin_that_cannot_be_written_keeps_no_other_from_being_updated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def save_and_move(tmp_path: Path) -> tuple[Path, Path]:
+    """Save two steps on two paths to `ck` beside these, and move all three to `moved`; return the paths there."""
     paths = tmp_path / "disk/a", tmp_path / "disk/b"
     for path in paths:
         path.mkdir(parents=True)
     with Run(*paths) as run:
         run.train(2).save(tmp_path / "disk/ck")
     os.rename(tmp_path / "disk", tmp_path / "moved")
-    first, second = tmp_path / "moved/a", tmp_path / "moved/b"
+    return tmp_path / "moved/a", tmp_path / "moved/b"
+
+
+def test_a_path_and_its_checkpoint_that_were_moved_together(tmp_path: Path) -> None:
+    first, second = save_and_move(tmp_path)
+    moved = second, first  # in any order
+    assert steps_in(tmp_path / "moved/ck", *moved) == 2
+    for place in moved:  # its session has taken the stores over, and noted where the checkpoint is now
+        (store,) = find_stores(str(place))
+        assert [pin.folder for pin in store.pins] == [str(tmp_path / "moved/ck")]
+        assert not store.missing
+
+
+def test_a_pin_that_cannot_be_written_keeps_no_other_from_being_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = save_and_move(tmp_path)
 
     def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
         if path == str(first):
