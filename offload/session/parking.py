@@ -201,7 +201,7 @@ class Parking:
             raise InfeasiblePlanError("the state that leaves memory", needed, {"paths": 0}, advice)
         missing = parts.machine.index.missing_bytes(Counter(nbytes for _, _, nbytes in tiles), lent=True)
         if missing:
-            offers = {"room on the paths beside promised checkpoints": max(0, needed - missing)}
+            offers = {"room on the paths beside planned checkpoints": max(0, needed - missing)}
             raise InfeasiblePlanError("the state that leaves memory", needed, offers, advice)
 
     def _batches(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -110,7 +110,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, first_index: int, mantissa
     integer = (code - (above << mantissa_bits) << above).to(torch.float32)
     scale = _spread(scales, first_index, codes.numel())
     unit = torch.where(scale > 0, scale - 133 - mantissa_bits, 0)
-    return torch.where(scale == NAN_SCALE, torch.nan, integer * _power_of_two(unit.clamp(max=127)))
+    return torch.where(scale == NAN_SCALE, torch.nan, integer * _power_of_two(unit))
 
 
 def encode_signed(
