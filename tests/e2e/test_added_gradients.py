@@ -238,8 +238,9 @@ def test_a_device_that_fails_hangs_nothing(tmp_path: Path, lazy: bool, fail_at: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stride", [17, pytest.param(7, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
     """While a bucket leaves, and while it is added."""
     monkeypatch.setattr(additions, "MOST_BUFFER_BYTES", 4096)
@@ -260,7 +261,7 @@ def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
             optimizer.step()
             assert same([p.detach() for p in parameters], wanted), interrupted.where
 
-    at_every_line(program, 7)
+    at_every_line(program, stride)
 
 
 def test_the_plan_counts_the_buffers(tmp_path: Path) -> None:

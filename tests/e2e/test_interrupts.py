@@ -75,7 +75,7 @@ EVERY = pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.t
 STRIDES = [pytest.param(STRIDE, marks=[pytest.mark.slow]), EVERY]
 THIRD = [pytest.param(3, marks=[pytest.mark.slow]), EVERY]
 """Of what is short."""
-LONG = [pytest.param(29, marks=[pytest.mark.slow]), EVERY]
+LONG = [pytest.param(47, marks=[pytest.mark.slow]), EVERY]
 """Of what opens several sessions for each interrupt."""
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "asyncio"])
 LOST = r"(?s)Exception ignored in. <function Checkpoint\.__del__.*KeyboardInterrupt"
