@@ -102,7 +102,7 @@ def run(beta2: float, fall: float, before: int, after: int) -> tuple[dict[str, f
     [
         pytest.param(0.95, 0.05, 100, 120, marks=pytest.mark.slow),
         pytest.param(0.95, 0.0, 100, 120, marks=pytest.mark.slow),
-        pytest.param(0.99, 0.0, 300, 500, marks=pytest.mark.slow),
+        pytest.param(0.99, 0.0, 300, 500, marks=pytest.mark.full),
         pytest.param(0.999, 0.05, 1500, 5000, marks=pytest.mark.full),
         pytest.param(0.999, 0.0, 1500, 5000, marks=pytest.mark.full),
         pytest.param(0.9999, 0.05, 1500, 50_000, marks=pytest.mark.full),
