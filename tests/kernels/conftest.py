@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from test_update_kernel import OTHERS
 
 # Faster ones of test_gpu.py show the same: `test_one_table_of_everything` all alignments and kinds of segments, sizes
 # from 4095 on several blocks, `test_every_sixteen_bit_value_accumulates` every 16-bit value, and ties between two.
@@ -28,11 +29,20 @@ SLOW = (
 
 # In Triton's interpreter. Sizes: exact state has all of these, compact16 some with all dtypes in
 # `test_state_at_any_multiple_of_two`, compact8 others in `test_sizes_about_those_of_blocks_and_programs`. Alignments:
-# its loads and stores are the same whatever the address; the two that are left are no multiples of 16.
+# its loads and stores are the same whatever the address; that which is left is no multiple of 16. Rules: exact state
+# has each with scalars of its own; compact state every rule where new values go elsewhere, and where blocks begin.
+# Flags of segments that are not active: compact8 in `test_segments_that_are_not_active`. Cuts: at 0 and beyond 2^32.
 FULL = (
     "test_gpu.py::test_sizes[interpreter-12345-",
     "test_compact16.py::test_sizes[interpreter-",
     "test_compact8_gpu.py::test_sizes[interpreter8-",
+    "test_compact16.py::test_every_rule[interpreter-",
+    "test_compact8_gpu.py::test_every_rule[interpreter8-",
+    *(f"test_compact8_gpu.py::test_flags[interpreter8-{int(flags)}-0.1" for flags in OTHERS),
+    *(f"test_compact16.py::test_cuts_change_nothing[interpreter-{first}]" for first in (999, (7 << 32) - 1)),
+    f"test_compact16.py::test_cuts_change_nothing[interpreter-{(1 << 63) - 3000}]",
+    "test_compact16.py::test_state_at_any_multiple_of_two[interpreter-offsets1]",
+    "test_compact16.py::test_state_at_any_multiple_of_two[interpreter-offsets2]",
     *(
         f"{file}::test_any_alignment[{kernel}-offsets{number}]"
         for file, kernel in (
@@ -40,7 +50,7 @@ FULL = (
             ("test_compact16.py", "interpreter"),
             ("test_compact8_gpu.py", "interpreter8"),
         )
-        for number in (1, 2, 3, 5)
+        for number in (1, 2, 3, 4, 5)
     ),
 )
 
