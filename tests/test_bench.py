@@ -17,7 +17,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPTS = sorted(path.name for path in BENCH.glob("[!_]*.py"))
 OF_THEIR_OWN = ("gpu.py", "kernel.py")
 """Whose smoke runs are looked at more closely, below and in kernels/test_bench_smoke.py."""
-LONG = ("ablation.py", "overlap_ranks.py")
+LONG = ("ablation.py", "large.py", "megatron_core.py", "overlap_ranks.py")
 """Whose parts run in others' smoke runs: workers and contenders in deepspeed.py, "auto" in overlap.py."""
 FRESH = "classes.py"
 """Which imports all it needs, as whoever measures has it. Figures of memory are of a forked process in others'

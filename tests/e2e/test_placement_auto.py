@@ -217,7 +217,7 @@ def test_nothing_changes_while_a_checkpoint_is_written(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@settings(max_examples=25, phases=(Phase.generate,), suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=15, phases=(Phase.generate,), suppress_health_check=list(HealthCheck), deadline=None)
 @given(
     keep_grads=st.booleans(),
     streams=st.booleans(),

@@ -893,7 +893,7 @@ def run_histories(python: str, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_a_few_random_histories_lose_nothing() -> None:
-    run_histories(prepared.python(), "--histories", "16", "--seed", "108")
+    run_histories(prepared.python(), "--histories", "10", "--seed", "108")
 
 
 @pytest.mark.full
