@@ -50,12 +50,12 @@ def test_programs_reach_what_they_are_for(tmp_path: Path) -> None:
     assert {what for what in reached if told[what]} == reached
 
 
-@pytest.mark.parametrize("seed", range(PLAIN_HERE, 140))
+@pytest.mark.parametrize("seed", range(PLAIN_HERE, 230))
 def test_programs(seed: int) -> None:
     programs.check(programs.make_program(seed))
 
 
-@pytest.mark.parametrize("seed", range(FULL_HERE, 30))
+@pytest.mark.parametrize("seed", range(FULL_HERE, 50))
 def test_programs_on_a_disk_that_fills_up(seed: int) -> None:
     programs.check(programs.make_full_program(seed))
 
@@ -63,7 +63,7 @@ def test_programs_on_a_disk_that_fills_up(seed: int) -> None:
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(30, 5430, 100))
+@pytest.mark.parametrize("first", range(50, 5350, 100))
 def test_many_programs(first: int) -> None:
     for seed in range(first, first + 100):
         programs.check(programs.make_program(seed))
@@ -72,11 +72,10 @@ def test_many_programs(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(12, 492, 20))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(20, 500, 20))])
 def test_programs_that_are_killed(first: int) -> None:
     """In a process of its own, which forks while it has one thread."""
-    count = "20" if first else "12"
-    command = [prepared.python(), str(Path(programs.__file__)), "--kills", "--programs", count, "--from", str(first)]
+    command = [prepared.python(), str(Path(programs.__file__)), "--kills", "--programs", "20", "--from", str(first)]
     prepared.ran(command)
 
 
