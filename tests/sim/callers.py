@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from world import CheckedExecutor, CorruptPayload, Disorder, Fault, MisdirectedWrite, SimData, SimExecutor, mix
 from world.actors import Changing, Fills, Packs, Parks, Saves, Sweeps
+from world.checker import CheckedExecutor
+from world.data import SimData, mix
 from world.driver import (
     MAX_EVENTS,
     Action,
@@ -33,7 +34,8 @@ from world.driver import (
     random_faults,
     random_plan,
 )
-from world.faults import FailOperation, PathFull
+from world.executor import Disorder, SimExecutor
+from world.faults import CorruptPayload, FailOperation, Fault, MisdirectedWrite, PathFull
 from world.faults import random_faults as any_faults
 
 from offload import waits
@@ -49,28 +51,8 @@ from offload.errors import (
 )
 from offload.plan import Plan, Rates, visit_order
 from offload.protocols import SECTOR_BYTES, SegmentFlag
+from offload.schedule import operations as ops
 from offload.schedule.loop import pump
-from offload.schedule.operations import (
-    AbortSave,
-    Admit,
-    BeginSave,
-    BeginSweep,
-    Done,
-    Event,
-    Extend,
-    Failed,
-    Operation,
-    OutcomeTold,
-    Reshare,
-    RunVisit,
-    Save,
-    SealStep,
-    Stop,
-    Sweep,
-    Transfer,
-    Visit,
-    WriteTile,
-)
 from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 from offload.session.speculation import Speculation
@@ -172,7 +154,7 @@ class Memory:
         return found
 
 
-def update(run: RunVisit, state: np.ndarray, table: npt.NDArray[Any], read: Sequence[tuple[int, int]]) -> int:
+def update(run: ops.RunVisit, state: np.ndarray, table: npt.NDArray[Any], read: Sequence[tuple[int, int]]) -> int:
     """Change state; return the weights that it has then."""
     mix(run, state)
     state += np.uint32(zlib.crc32(repr((table.tolist(), read)).encode()))
@@ -187,7 +169,7 @@ class CallsTwin(Twin):
         self.made: dict[int, int] = {}
         """Weights of each subgroup."""
 
-    def sweep(self, number: int, visits: tuple[Visit, ...]) -> None:
+    def sweep(self, number: int, visits: tuple[ops.Visit, ...]) -> None:
         super().sweep(number, visits)
         self.made |= {visit.subgroup: zlib.crc32(self.states[visit.subgroup]) for visit in visits if visit.changes}
 
@@ -195,7 +177,7 @@ class CallsTwin(Twin):
         memory = Memory(gradients, self.weights)
         tables = {subgroup: table_of(self.plan, subgroup, told) for subgroup in subgroups}
         read = {subgroup: memory.read(subgroup, table) for subgroup, table in tables.items()}
-        super().sweep(number, tuple(map(Visit, tables)))
+        super().sweep(number, tuple(map(ops.Visit, tables)))
         for subgroup, table in tables.items():
             state = self.states[subgroup]
             state += np.uint32(zlib.crc32(repr((table.tolist(), read[subgroup])).encode()))
@@ -241,7 +223,7 @@ class Tables:
 
     def make_table(
         self,
-        run: RunVisit,
+        run: ops.RunVisit,
         address: int,
         rows: Told,
         *,
@@ -283,12 +265,15 @@ class Data(SimData):
 
     caller: Calls
 
-    def begin_run(self, run: RunVisit) -> None:
-        super().begin_run(run)
-        self.caller.begin_visit(run)
+    def begin(self, operation: ops.Operation) -> None:
+        super().begin(operation)
+        if isinstance(operation, ops.RunVisit):
+            self.caller.begin_visit(operation)
 
-    def end_run(self, run: RunVisit) -> None:
-        super().end_run(replace(run, sweep=self.caller.stands_for.get(run.sweep, run.sweep)))
+    def end(self, operation: ops.Operation, **how: bool) -> Any:
+        if isinstance(operation, ops.RunVisit):
+            operation = replace(operation, sweep=self.caller.stands_for.get(operation.sweep, operation.sweep))
+        return super().end(operation, **how)
 
 
 class FailingLanes(SimExecutor):
@@ -297,8 +282,8 @@ class FailingLanes(SimExecutor):
     caller: Calls
     failing = 0.0
 
-    def _end(self, operation: Operation, fault: Any) -> Event:
-        ahead = isinstance(operation, WriteTile) and self.caller.is_unconfirmed(operation)
+    def _end(self, operation: ops.Operation, fault: Any) -> ops.Event:
+        ahead = isinstance(operation, ops.WriteTile) and self.caller.is_unconfirmed(operation)
         if ahead and self.failing and self._rng.random() < self.failing:
             fault = PathFull(0) if self._rng.random() < 0.5 else FailOperation("write", 0)
             self.caller.failed_ahead[operation.op] = operation.tile.subgroup, operation.record.step
@@ -358,7 +343,7 @@ class Calls(Saves):
         """Subgroups whose masters were written to since they were updated last."""
         # What has been asked for:
         self.awaited: Sequence[int] | None = None
-        self.saving: Save | None = None
+        self.saving: ops.Save | None = None
         self.failures: list[int] = []
         """Sweeps that have failed."""
         self.told: list[int] = []
@@ -375,7 +360,7 @@ class Calls(Saves):
         """Subgroups and steps of versions that have been confirmed."""
         self.failed_ahead: dict[int, tuple[int, int]] = {}
         """Subgroups and steps of versions of which a write was made to fail, by operation."""
-        self.open_sweep: Sweep | None = None
+        self.open_sweep: ops.Sweep | None = None
 
     @classmethod
     def draw_plan(cls, rng: random.Random) -> Plan:
@@ -443,14 +428,14 @@ class Calls(Saves):
         self.thread.speculation.is_on = self.speculates
         handle = self.machine.handle
 
-        def told(event: Event) -> None:
+        def told(event: ops.Event) -> None:
             """Have the checker see what no lane reports, too."""
             self.note(event)
-            if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
+            if isinstance(event, ops.OutcomeTold) and isinstance(event.finished, ops.Sweep):
                 self.executor.ended(well=not self.machine.failed)
                 if self.machine.failed:
                     self.failures.append(event.finished.number)
-            elif not isinstance(event, Done | Failed | Stop):
+            elif not isinstance(event, ops.Done | ops.Failed | ops.Stop):
                 self.executor.observe(event)
             before = self.machine.saver.finished_save
             handle(event)
@@ -461,22 +446,22 @@ class Calls(Saves):
 
         self.machine.handle = told  # type: ignore[method-assign]
 
-    def note(self, event: Event) -> None:
+    def note(self, event: ops.Event) -> None:
         """Take note of an event that the machine is about to be told of."""
         counts = self.outcome.counts
-        if isinstance(event, OutcomeTold) and isinstance(event.finished, Sweep):
+        if isinstance(event, ops.OutcomeTold) and isinstance(event.finished, ops.Sweep):
             moved = self.machine.changed_subgroups, self.executor.moved
             assert moved[0] == moved[1], (
                 f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
             )
-        elif isinstance(event, SealStep):
+        elif isinstance(event, ops.SealStep):
             counts["confirmed"] += len(event.confirmed)
             counts["revoked"] += len(self.machine.speculative_versions) - len(event.confirmed)
             step = self.open_sweep.step if self.open_sweep is not None else 0
             self.taken_over |= {(subgroup, step) for subgroup in event.confirmed}
-        elif isinstance(event, Failed) and self.failed_ahead.get(event.op) in self.taken_over:
+        elif isinstance(event, ops.Failed) and self.failed_ahead.get(event.op) in self.taken_over:
             self.may_break = self.may_fail = True  # it was confirmed before anybody heard of the failure
-        elif isinstance(event, Admit):
+        elif isinstance(event, ops.Admit):
             counts["admitted"] += len(event.subgroups)
 
     def run(self, actions: list[Action]) -> Any:
@@ -505,12 +490,12 @@ class Calls(Saves):
             gradients=self.tables,
         )
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ops.Event) -> None:
         self.machine.handle(event)
 
     def stop(self, at_s: float) -> None:
         """Have the watchdog give up some time."""
-        self.inner.inject(Stop(TierError("wait", tier="simulated", path="lanes", detail="no answer")), at_s)
+        self.inner.inject(ops.Stop(TierError("wait", tier="simulated", path="lanes", detail="no answer")), at_s)
         self.may_break = True
 
     # The engine's side
@@ -536,8 +521,8 @@ class Calls(Saves):
                 assert waits_for, f"it waits for subgroups {self.awaited}, which have been visited"
         self.check(ends=True)
 
-    def begin(self, sweep: Sweep) -> Sweep:
-        self.machine.handle(BeginSweep(sweep))
+    def begin(self, sweep: ops.Sweep) -> ops.Sweep:
+        self.machine.handle(ops.BeginSweep(sweep))
         return sweep
 
     def exchange(self, op: int, reply: Any, quiet_s: float, interrupt_op: int) -> None:
@@ -553,30 +538,30 @@ class Calls(Saves):
     def check_saved(self, error) -> None:
         """It has been told: see `start`."""
 
-    def make_open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
+    def make_open(self, visits: tuple[ops.Visit, ...], visitor: Any) -> ops.Sweep:
         """Return an open sweep."""
         self.executor.set_visitor(visitor)
         self.sweeps += 1
         self.stands_for[self.sweeps] = self.steps + 1
-        self.open_sweep = Sweep(self.sweeps, self.version_of(self.sweeps), visits, is_open=True)
+        self.open_sweep = ops.Sweep(self.sweeps, self.version_of(self.sweeps), visits, is_open=True)
         self.steps_ahead[self.open_sweep.step] = None
         return self.open_sweep
 
     def version_of(self, number: int) -> int:
         return 10 * number
 
-    def is_unconfirmed(self, write: WriteTile) -> bool:
+    def is_unconfirmed(self, write: ops.WriteTile) -> bool:
         """Return whether a write is of a version that was made ahead, and was not confirmed by now."""
         made = write.tile.subgroup, write.record.step
         return write.record.step in self.steps_ahead and made not in self.taken_over
 
-    def begin_visit(self, run: RunVisit) -> None:
+    def begin_visit(self, run: ops.RunVisit) -> None:
         if run.visit.speculative:
             self.executor.visitor(run)  # makes a table: see `Tables.make_table`
         else:
             self.visitors[run.op] = self.executor.visitor
 
-    def visit(self, run: RunVisit, state: np.ndarray) -> None:
+    def visit(self, run: ops.RunVisit, state: np.ndarray) -> None:
         number = run.visit.subgroup
         if not run.visit.speculative:
             visitor = self.visitors.pop(run.op)
@@ -589,13 +574,13 @@ class Calls(Saves):
         self.images[number] = update(run, state, table, read)
         self.outcome.counts["made"] += 1
 
-    def update(self, run: RunVisit, state: np.ndarray) -> None:
+    def update(self, run: ops.RunVisit, state: np.ndarray) -> None:
         """Change state, and write weights."""
         if run.visit.changes:
             mix(run, state)
             self.made(run, zlib.crc32(state))
 
-    def update_from(self, run: RunVisit, state: np.ndarray, told: Told) -> None:
+    def update_from(self, run: ops.RunVisit, state: np.ndarray, told: Told) -> None:
         number = run.visit.subgroup
         table = table_of(self.plan, number, told)
         self.made(run, update(run, state, table, self.memory.read(number, table)))
@@ -605,14 +590,14 @@ class Calls(Saves):
         self.data.publish(subgroup)
         self.weights[subgroup] = self.images[subgroup]
 
-    def made(self, run: RunVisit, made: int) -> None:
+    def made(self, run: ops.RunVisit, made: int) -> None:
         """Put new weights where they belong, or on their way there."""
         if run.visit.gpu or run.transfer_slot is None:
             self.weights[run.visit.subgroup] = made
         else:
             self.begun_visit[run.transfer_slot] = made
 
-    def pushed(self, push: Transfer) -> None:
+    def pushed(self, push: ops.Transfer) -> None:
         self.weights[push.subgroup] = self.begun_visit[push.transfer_slot]
 
     # The caller's side
@@ -725,7 +710,7 @@ class Calls(Saves):
             self.tables.step_rows = told
             self.thread.sweeps.step_number = number - 1
 
-            def begin() -> Sweep:
+            def begin() -> ops.Sweep:
                 self.thread.speculation.begin_step(active)
                 self.allocate()
                 done = self.thread.speculation.choose_confirmed(subgroups)
@@ -736,7 +721,7 @@ class Calls(Saves):
                 self.executor.set_visitor(partial(self.update_from, told=told))
                 self.scribbled.difference_update(subgroups)
                 self.twin.step(self.steps, subgroups, told, self.gradients)
-                rest = Sweep(number, self.version_of(number), visits)
+                rest = ops.Sweep(number, self.version_of(number), visits)
                 self.thread.speculation.seal(done, rest)
                 return rest
 
@@ -746,7 +731,9 @@ class Calls(Saves):
 
             def meanwhile() -> None:
                 if self.rng.random() < 0.1:
-                    self.machine.handle(Reshare(tuple(self.rng.uniform(0.05, 1.0) for _ in self.plan.budgets.paths)))
+                    self.machine.handle(
+                        ops.Reshare(tuple(self.rng.uniform(0.05, 1.0) for _ in self.plan.budgets.paths))
+                    )
 
             pending = None
             if self.rng.random() < self.pending_share:
@@ -809,7 +796,7 @@ class Calls(Saves):
             grown, machine = self.scenario.grown, self.machine
             roomy = grown.has_room_for_checkpoints or not self.plan.has_room_for_checkpoints
             if roomy and machine.saver.under_way is None and machine.index.has_room(grown.slot_counts):
-                machine.handle(Extend(grown))
+                machine.handle(ops.Extend(grown))
                 self.may_fail = True  # the ends of paths may be too short for what the larger plan promises
 
         with self.thread.turn():
@@ -824,7 +811,7 @@ class Calls(Saves):
         """Compare all state."""
         looked: list[int] = []
 
-        def compare(run: RunVisit, state: np.ndarray) -> None:
+        def compare(run: ops.RunVisit, state: np.ndarray) -> None:
             looked.append(run.visit.subgroup)
             assert np.array_equal(state, self.twin.states[run.visit.subgroup]), "state is not what it has to be"
 
@@ -832,13 +819,13 @@ class Calls(Saves):
         self.ask(visits, compare)
         assert sorted(looked) == [visit.subgroup for visit in visits]
 
-    def ask(self, visits: tuple[Visit, ...], visitor: Callable[[RunVisit, np.ndarray], None]) -> None:
+    def ask(self, visits: tuple[ops.Visit, ...], visitor: Callable[[ops.RunVisit, np.ndarray], None]) -> None:
         with self.thread.turn():
             number = self.sweeps = self.sweeps + 1
 
-            def begin() -> Sweep:
+            def begin() -> ops.Sweep:
                 self.executor.set_visitor(visitor)
-                return self.begin(Sweep(number, 10 * number, visits))
+                return self.begin(ops.Sweep(number, 10 * number, visits))
 
             self.thread.request(begin, lambda: self.twin.sweep(number, visits))
 
@@ -860,13 +847,13 @@ class Calls(Saves):
                 raise machine.broken
             self.saves += 1
             copies = flag and not self.copies  # there is one store for them
-            self.saving = Save(self.saves, len(self.plan.budgets.paths) if copies else None)
+            self.saving = ops.Save(self.saves, len(self.plan.budgets.paths) if copies else None)
             self.expected[self.saves] = self.twin.tiles()
-            machine.handle(BeginSave(self.saving))
+            machine.handle(ops.BeginSave(self.saving))
             if self.inner.filled and not copies and machine.saver.under_way and not Saves.allocate(self):
                 self.may_fail = True
                 executor.submit(machine.take_operations())
-                machine.handle(AbortSave(CheckpointError("there is no room")))
+                machine.handle(ops.AbortSave(CheckpointError("there is no room")))
             pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
 
         with self.thread.turn():

@@ -18,51 +18,20 @@ from typing import Any
 from callers import Calls
 
 from offload.engine.executor import no_visit
+from offload.schedule import operations as ops
 from offload.schedule.index import Location, TileIndex, TileRecord
 from offload.schedule.machine import Machine
-from offload.schedule.operations import (
-    BeginSweep,
-    Commit,
-    Done,
-    Event,
-    Extend,
-    Failed,
-    Operation,
-    PauseOpenSweep,
-    ReadTile,
-    ReleaseSave,
-    RunVisit,
-    SaveTile,
-    SealStep,
-    Sweep,
-    TakeOver,
-    Transfer,
-    Visit,
-    WriteTile,
-)
 from offload.schedule.staging import Phase
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
 from offload.session.thread import EngineThread, nothing
 
 
-def subgroup_of(operation: Any) -> int | None:
-    """Return the subgroup that an operation is for."""
-    if isinstance(operation, RunVisit):
-        return operation.visit.subgroup
-    return operation.tile.subgroup if hasattr(operation, "tile") else getattr(operation, "subgroup", None)
-
-
-def is_transfer(operation: Any, what: str, way: str) -> bool:
-    """Return whether an operation carries that, that way."""
-    return isinstance(operation, Transfer) and (operation.what, operation.way) == (what, way)
-
-
 def begun(event):
     """Return the sweep that an event begins, or None."""
-    if isinstance(event, BeginSweep):
+    if isinstance(event, ops.BeginSweep):
         return event.sweep
-    return event.rest if isinstance(event, SealStep) else None
+    return event.rest if isinstance(event, ops.SealStep) else None
 
 
 class Filtered(Machine):
@@ -73,30 +42,32 @@ class Filtered(Machine):
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
-        self.asked: dict[int, Operation] = {}
+        self.asked: dict[int, ops.Operation] = {}
         """What the machine waits for, by its own ids."""
-        self.outside: dict[int, Operation] = {}
+        self.outside: dict[int, ops.Operation] = {}
         """What is under way, by its id outside."""
-        self.sweep = Sweep(0, 0, ())
+        self.sweep = ops.Sweep(0, 0, ())
         """The one that has begun last."""
+        self.noted: dict[Any, Any] = {}
+        """What a bug remembers."""
         self._given = 0
         super().__init__(*arguments, **more)
 
-    def asks(self, operation: Any) -> Iterable[Operation]:
+    def asks(self, operation: Any) -> Iterable[ops.Operation]:
         """Return what is started in an operation's place."""
         return (operation,)
 
-    def hears(self, event: Any, operation: Any) -> Iterable[Event]:
+    def hears(self, event: Any, operation: Any) -> Iterable[ops.Event]:
         """Return what the machine is told in an event's place, which is perhaps of one of its operations."""
         return (event,)
 
-    def arrange(self, operations: list[Operation]) -> list[Operation]:
+    def arrange(self, operations: list[ops.Operation]) -> list[ops.Operation]:
         """Return operations in the order in which they are started."""
         return operations
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ops.Event) -> None:
         """Tell the machine, and nobody else."""
-        if isinstance(event, Done | Failed):
+        if isinstance(event, ops.Done | ops.Failed):
             del self.asked[event.op]
         Machine.handle(self, event)
 
@@ -104,9 +75,9 @@ class Filtered(Machine):
         """Return the operations of a kind that the machine waits for."""
         return [operation for operation in self.asked.values() if isinstance(operation, kind)]
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: ops.Event) -> None:
         operation = None
-        if isinstance(event, Done | Failed):
+        if isinstance(event, ops.Done | ops.Failed):
             operation = self.outside.pop(event.op)
             if operation.op not in self.asked:
                 return
@@ -116,8 +87,8 @@ class Filtered(Machine):
         for heard in self.hears(event, operation):
             self.tell(heard)
 
-    def take_operations(self) -> list[Operation]:
-        out: list[Operation] = []
+    def take_operations(self) -> list[ops.Operation]:
+        out: list[ops.Operation] = []
         while asked := super().take_operations():
             self.asked |= {operation.op: operation for operation in asked}
             for operation in asked:
@@ -137,10 +108,10 @@ class EndsEarly(Filtered):
         """Return whether an operation is one of them."""
         raise NotImplementedError
 
-    def asks(self, operation: Any) -> Iterator[Operation]:
+    def asks(self, operation: Any) -> Iterator[ops.Operation]:
         yield operation
         if self.hits(operation):
-            self.tell(Done(operation.op))
+            self.tell(ops.Done(operation.op))
 
 
 class Overwrites(Filtered):
@@ -150,8 +121,8 @@ class Overwrites(Filtered):
         """Return where a write may go in place of where it should; the first that there is counts."""
         raise NotImplementedError
 
-    def asks(self, operation: Any) -> Iterable[Operation]:
-        if isinstance(operation, WriteTile | SaveTile):
+    def asks(self, operation: Any) -> Iterable[ops.Operation]:
+        if isinstance(operation, ops.WriteTile | ops.SaveTile):
             right = operation.record.location
             wrong = (p for p in self.places(operation) if p is not None and p.nbytes == right.nbytes and p != right)
             operation = replace(operation, record=replace(operation.record, location=next(wrong, right)))
@@ -177,20 +148,16 @@ class WritesInPlace(Overwrites):
 class CommitsTileByTile(Overwrites):
     """The version before of a tile goes when that tile has been written, and others of its subgroup have not."""
 
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.freed = {}
-
     def hears(self, event, operation):
-        if isinstance(event, Done) and isinstance(operation, WriteTile):
+        if isinstance(event, ops.Done) and isinstance(operation, ops.WriteTile):
             number, record = operation.tile.subgroup, self.index.get(operation.tile)
-            self.freed.setdefault(number, []).append(record and record.location)
-            if sum(write.tile.subgroup == number for write in self.under_way(WriteTile)) == 1:
-                del self.freed[number]  # all of them go
+            self.noted.setdefault(number, []).append(record and record.location)
+            if sum(write.tile.subgroup == number for write in self.under_way(ops.WriteTile)) == 1:
+                del self.noted[number]  # all of them go
         return (event,)
 
     def places(self, write):
-        return (place for places in self.freed.values() for place in places)
+        return (place for places in self.noted.values() for place in places)
 
 
 class GoesOnAfterBreaking(Filtered):
@@ -199,7 +166,7 @@ class GoesOnAfterBreaking(Filtered):
     fatal = None
 
     def hears(self, event, operation):
-        if self.fatal is None and isinstance(event, Failed) and isinstance(operation, ReadTile):
+        if self.fatal is None and isinstance(event, ops.Failed) and isinstance(operation, ops.ReadTile):
             self.fatal = event
         else:
             yield event
@@ -211,9 +178,9 @@ class SkipsAVisit(Filtered):
     """It counts as done, and is never started."""
 
     def asks(self, operation):
-        plain = isinstance(operation, RunVisit) and operation.transfer_slot is None
+        plain = isinstance(operation, ops.RunVisit) and operation.transfer_slot is None
         if plain and operation.visit == self.sweep.visits[-1]:
-            self.tell(Done(operation.op))
+            self.tell(ops.Done(operation.op))
         else:
             yield operation
 
@@ -221,21 +188,21 @@ class SkipsAVisit(Filtered):
 class FlushesWhileRunning(Filtered):
     def asks(self, operation):
         yield operation
-        if isinstance(operation, RunVisit) and operation.slot is not None:
+        if isinstance(operation, ops.RunVisit) and operation.slot is not None:
             tile, offset, nbytes = self.plan.layout.subgroups[operation.visit.subgroup].tiles[0]
-            yield WriteTile(0, tile, operation.slot, offset, TileRecord(Location(0, 1 << 40, nbytes), 0, 0))
+            yield ops.WriteTile(0, tile, operation.slot, offset, TileRecord(Location(0, 1 << 40, nbytes), 0, 0))
 
 
 class FetchesIntoWrongPlace(Filtered):
     def asks(self, operation):
-        if isinstance(operation, ReadTile) and operation.tile.tensor:
+        if isinstance(operation, ops.ReadTile) and operation.tile.tensor:
             operation = replace(operation, buffer_offset=operation.buffer_offset - operation.record.location.nbytes)
         return (operation,)
 
 
 class TakesStateForFresh(Filtered):
     def asks(self, operation):
-        wrong = isinstance(operation, RunVisit) and operation.sweep > 1
+        wrong = isinstance(operation, ops.RunVisit) and operation.sweep > 1
         return (replace(operation, fresh=True) if wrong else operation,)
 
 
@@ -245,7 +212,7 @@ class SharesASlot(Filtered):
     phase = Phase.FETCHING
 
     def asks(self, operation):
-        if isinstance(operation, ReadTile):
+        if isinstance(operation, ops.ReadTile):
             number = operation.tile.subgroup
             slots = (s for n, s in self.slots.items() if n != number and self.phases[n] is self.phase)
             operation = replace(operation, slot=next(slots, operation.slot))
@@ -257,7 +224,7 @@ class SharesAGpuSlot(Filtered):
 
     def asks(self, operation):
         what = getattr(operation, "what", "weights")
-        what = "state" if isinstance(operation, RunVisit) and operation.visit.gpu else what
+        what = "state" if isinstance(operation, ops.RunVisit) and operation.visit.gpu else what
         shares = what == self.what and getattr(operation, "transfer_slot", None)
         return (replace(operation, transfer_slot=0) if shares else operation,)
 
@@ -273,7 +240,7 @@ class ForgetsOwnersWhenThePlanGrows(SharesASlot):
     grown = False
 
     def hears(self, event, operation):
-        self.grown = self.grown or isinstance(event, Extend)
+        self.grown = self.grown or isinstance(event, ops.Extend)
         return (event,)
 
     def asks(self, operation):
@@ -333,7 +300,7 @@ class IndexThatLosesSlotsWhenReshared(TileIndex):
 
 class GivesMemoryBackBeforeTheLastTile(EndsEarly):
     def hits(self, operation):
-        is_home = isinstance(operation, WriteTile) and operation.slot is None
+        is_home = isinstance(operation, ops.WriteTile) and operation.slot is None
         return is_home and operation.tile == self.plan.layout.subgroups[operation.tile.subgroup].tiles[-1][0]
 
 
@@ -344,20 +311,20 @@ class ReleasesTooEarly(Filtered):
     """What a checkpoint holds goes when the next sweep begins."""
 
     def hears(self, event, operation):
-        if isinstance(event, BeginSweep):
-            return (*map(ReleaseSave, self.saver.held_records), event)
-        return () if isinstance(event, ReleaseSave) else (event,)
+        if isinstance(event, ops.BeginSweep):
+            return (*map(ops.ReleaseSave, self.saver.held_records), event)
+        return () if isinstance(event, ops.ReleaseSave) else (event,)
 
 
 class IgnoresFailedSaves(Filtered):
     def hears(self, event, operation):
-        fails = isinstance(event, Failed) and isinstance(operation, SaveTile)
-        return (Done(event.op),) if fails else (event,)
+        fails = isinstance(event, ops.Failed) and isinstance(operation, ops.SaveTile)
+        return (ops.Done(event.op),) if fails else (event,)
 
 
 class SavesFromTheWrongPlace(Filtered):
     def asks(self, operation):
-        if isinstance(operation, SaveTile) and operation.source_offset:
+        if isinstance(operation, ops.SaveTile) and operation.source_offset:
             operation = replace(operation, source_offset=0)
         return (operation,)
 
@@ -371,7 +338,7 @@ class TakesUpAnotherVersion(Filtered):
     """What a checkpoint holds passes for older than it is."""
 
     def hears(self, event, operation):
-        if isinstance(event, TakeOver):
+        if isinstance(event, ops.TakeOver):
             held = {
                 n: {t: replace(r, step=r.step - 1) for t, r in each.items()} for n, each in event.held_records.items()
             }
@@ -393,8 +360,8 @@ class EndsAVisitBeforeItsPush(Filtered):
     """A module is let on when the update has run, and its weights are not on the GPU."""
 
     def asks(self, operation):
-        if is_transfer(operation, "weights", "flush"):
-            self.ended_visits.append(subgroup_of(operation))
+        if isinstance(operation, ops.Transfer) and (operation.what, operation.way) == ("weights", "flush"):
+            self.ended_visits.append(operation.subgroup)
         return (operation,)
 
     def tell(self, event):
@@ -464,28 +431,23 @@ class EndsTheRequestThatGoesOn(EngineThread):
 
 class VisitsTheLastFirst(Filtered):
     def hears(self, event, operation):
-        if isinstance(event, BeginSweep):
-            event = BeginSweep(replace(event.sweep, visits=event.sweep.visits[::-1]))
+        if isinstance(event, ops.BeginSweep):
+            event = ops.BeginSweep(replace(event.sweep, visits=event.sweep.visits[::-1]))
         return (event,)
 
 
 class RunsTheLastFirst(Filtered):
     def arrange(self, operations):
-        return reversed_among(operations, RunVisit)
-
-
-def reversed_among(operations: list[Operation], kind: type) -> list[Operation]:
-    """Return operations with those of a kind in reverse order."""
-    last_first = (operation for operation in reversed(operations) if isinstance(operation, kind))
-    return [next(last_first) if isinstance(operation, kind) else operation for operation in operations]
+        last_first = (operation for operation in reversed(operations) if isinstance(operation, ops.RunVisit))
+        return [next(last_first) if isinstance(each, ops.RunVisit) else each for each in operations]
 
 
 class LosesFlushesOfTheForwardPass(Filtered):
     """What is being flushed when a sweep begins counts as flushed."""
 
     def hears(self, event, operation):
-        if isinstance(event, BeginSweep):
-            yield from [Done(write.op) for write in self.under_way(WriteTile)]
+        if isinstance(event, ops.BeginSweep):
+            yield from [ops.Done(write.op) for write in self.under_way(ops.WriteTile)]
         yield event
 
 
@@ -497,12 +459,12 @@ class BesideTheLive(Filtered):
 
     def is_beside(self, operation):
         """Return whether that is a write of the last open sweep."""
-        return isinstance(operation, WriteTile) and operation.record.step == self.open.step
+        return isinstance(operation, ops.WriteTile) and operation.record.step == self.open.step
 
-    open = Sweep(0, -1, ())
+    open = ops.Sweep(0, -1, ())
 
     def handle(self, event):
-        if isinstance(event, BeginSweep) and event.sweep.is_open:
+        if isinstance(event, ops.BeginSweep) and event.sweep.is_open:
             self.open = event.sweep
         super().handle(event)
 
@@ -511,23 +473,21 @@ class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
     """Its slots go when the version beside it has been written."""
 
     def places(self, write):
-        written = {*self.speculative_versions} - {operation.tile.subgroup for operation in self.under_way(WriteTile)}
+        written = {*self.speculative_versions} - {
+            operation.tile.subgroup for operation in self.under_way(ops.WriteTile)
+        }
         return self.live(*sorted(written)) if written else ()
 
 
 class TakesOverWhatIsWrittenAtOnce(BesideTheLive):
     """A speculative version is the newest as soon as it is on storage."""
 
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.written = {}
-
     def hears(self, event, operation):
-        if isinstance(event, Done) and self.is_beside(operation):
+        if isinstance(event, ops.Done) and self.is_beside(operation):
             number = operation.tile.subgroup
-            self.written.setdefault(number, []).append((operation.tile, operation.record))
-            if sum(write.tile.subgroup == number for write in self.under_way(WriteTile)) == 1:
-                for tile, record in self.written.pop(number):
+            self.noted.setdefault(number, []).append((operation.tile, operation.record))
+            if sum(write.tile.subgroup == number for write in self.under_way(ops.WriteTile)) == 1:
+                for tile, record in self.noted.pop(number):
                     self.index.commit(tile, record)
         yield event
 
@@ -535,22 +495,18 @@ class TakesOverWhatIsWrittenAtOnce(BesideTheLive):
 class SavesWhatWasRevoked(BesideTheLive):
     """A checkpoint names revoked versions."""
 
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.written = {}
-
     def hears(self, event, operation):
-        if isinstance(event, Done) and self.is_beside(operation):
-            self.written[operation.tile] = event.record or operation.record
-        elif isinstance(event, BeginSweep) and event.sweep.is_open:
-            self.written.clear()
-        elif isinstance(event, SealStep):
-            self.written = {t: r for t, r in self.written.items() if t.subgroup not in event.confirmed}
+        if isinstance(event, ops.Done) and self.is_beside(operation):
+            self.noted[operation.tile] = event.record or operation.record
+        elif isinstance(event, ops.BeginSweep) and event.sweep.is_open:
+            self.noted.clear()
+        elif isinstance(event, ops.SealStep):
+            self.noted = {t: r for t, r in self.noted.items() if t.subgroup not in event.confirmed}
         yield event
 
     def asks(self, operation):
-        if isinstance(operation, Commit) and not self.is_open:
-            operation = replace(operation, records={**operation.records, **self.written})
+        if isinstance(operation, ops.Commit) and not self.is_open:
+            operation = replace(operation, records={**operation.records, **self.noted})
         return (operation,)
 
 
@@ -559,13 +515,13 @@ class GivesASecondSlot(BesideTheLive):
 
     def hears(self, event, operation):
         if (sweep := begun(event)) is not None and not sweep.is_open:
-            yield from [Done(write.op) for write in self.under_way(WriteTile) if self.is_beside(write)]
+            yield from [ops.Done(write.op) for write in self.under_way(ops.WriteTile) if self.is_beside(write)]
         yield event
 
 
 class RunsAfterHold(Filtered):
     def hears(self, event, operation):
-        return () if isinstance(event, PauseOpenSweep) else (event,)
+        return () if isinstance(event, ops.PauseOpenSweep) else (event,)
 
 
 class WritesUnderTheLiveStep(BesideTheLive):
@@ -595,8 +551,8 @@ class ConfirmsWhatIsHalfWritten(BesideTheLive):
         self.index.commit = in_time
 
     def hears(self, event, operation):
-        if isinstance(event, SealStep):
-            beside = [write.tile for write in self.under_way(WriteTile) if self.is_beside(write)]
+        if isinstance(event, ops.SealStep):
+            beside = [write.tile for write in self.under_way(ops.WriteTile) if self.is_beside(write)]
             self.late = {tile for tile in beside if tile.subgroup in event.confirmed}
         return (event,)
 
@@ -634,7 +590,7 @@ class ConfirmsWhenABatchIsSkipped(Speculation):
         machine = self._parts.machine
         if machine.is_open and machine.broken is None:
             chosen = tuple(machine.speculative_versions)
-            machine.handle(SealStep(chosen))
+            machine.handle(ops.SealStep(chosen))
             for subgroup in chosen:
                 self._publish(subgroup)
             self._forget_versions()
@@ -644,7 +600,7 @@ class ConfirmsWhenABatchIsSkipped(Speculation):
 
 class VisitsWhatWasConfirmed(Speculation):
     def seal(self, confirmed, rest):
-        super().seal(confirmed, replace(rest, visits=(*rest.visits, *map(Visit, confirmed))))
+        super().seal(confirmed, replace(rest, visits=(*rest.visits, *map(ops.Visit, confirmed))))
 
 
 class UsesANumberAgain(Calls):
@@ -664,7 +620,7 @@ def of_scratch(operation: Any, kind: Any, scratch: str) -> bool:
 
 class VisitsWithOtherGradients(Filtered):
     def asks(self, operation):
-        if isinstance(operation, RunVisit) and operation.visit.reads and self.plan.gradient_buffers > 1:
+        if isinstance(operation, ops.RunVisit) and operation.visit.reads and self.plan.gradient_buffers > 1:
             buffer = (operation.gradient_buffer + 1) % self.plan.gradient_buffers
             operation = replace(operation, gradient_buffer=buffer)
         return (operation,)
@@ -673,15 +629,11 @@ class VisitsWithOtherGradients(Filtered):
 class ReadsTheFirstGradientsAgain(Filtered):
     """What is read is what was written first."""
 
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.first = {}
-
     def asks(self, operation):
-        if of_scratch(operation, WriteTile, "gradients"):
-            self.first.setdefault(operation.tile, operation.record.location)
-        if of_scratch(operation, ReadTile, "gradients"):
-            record = replace(operation.record, location=self.first[operation.tile])
+        if of_scratch(operation, ops.WriteTile, "gradients"):
+            self.noted.setdefault(operation.tile, operation.record.location)
+        if of_scratch(operation, ops.ReadTile, "gradients"):
+            record = replace(operation.record, location=self.noted[operation.tile])
             operation = replace(operation, record=record)
         return (operation,)
 
@@ -691,12 +643,12 @@ class ReadsTheFirstGradientsAgain(Filtered):
 
 class ReadsActivationsTooEarly(EndsEarly):
     def hits(self, operation):
-        return of_scratch(operation, ReadTile, "activations")
+        return of_scratch(operation, ops.ReadTile, "activations")
 
 
 class WritesActivationsOverState(Overwrites):
     def places(self, write):
-        return self.live() if of_scratch(write, WriteTile, "activations") else ()
+        return self.live() if of_scratch(write, ops.WriteTile, "activations") else ()
 
 
 PLANTED: dict[type, tuple[str, str]] = {

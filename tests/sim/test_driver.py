@@ -11,9 +11,11 @@ from typing import NamedTuple
 import planted
 import pytest
 from callers import CHOICES, Calls
-from world import CheckedExecutor, Crash, Disorder, SimExecutor
 from world.actors import Saves, Sweeps
+from world.checker import CheckedExecutor
 from world.driver import Action, Scenario, run_seed, run_seeds
+from world.executor import Disorder, SimExecutor
+from world.faults import Crash
 
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from world import SimExecutor
+from world.executor import SimExecutor
 
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout

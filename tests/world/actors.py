@@ -20,26 +20,9 @@ from offload.layout import Parameter, extend_layout
 from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
+from offload.schedule import operations as ops
 from offload.schedule.index import TileRecord
 from offload.schedule.machine import Machine
-from offload.schedule.operations import (
-    BeginSave,
-    BeginSweep,
-    Discard,
-    Event,
-    Evict,
-    Extend,
-    ReleaseBuffer,
-    ReleaseSave,
-    RequestBuffer,
-    Reshare,
-    RunVisit,
-    Save,
-    StopEviction,
-    Sweep,
-    TakeOver,
-    Visit,
-)
 from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 from world.data import State, mix
@@ -68,7 +51,6 @@ from world.faults import (
     Fault,
     MisdirectedWrite,
     PathFull,
-    ShortTransfer,
     SlowLane,
 )
 from world.faults import random_faults as any_faults
@@ -105,12 +87,11 @@ class Sweeps(Driver):
         paths = self.plan.budgets.paths
         plenty = len(paths) > 1 and all(path.available_bytes >= ROOMY_BYTES for path in paths)
         lost_path = len(harmful) == 1 and (
-            isinstance(harmful[0], PathFull)
-            or (isinstance(harmful[0], FailOperation | ShortTransfer) and harmful[0].kind == "write")
+            isinstance(harmful[0], PathFull) or (isinstance(harmful[0], FailOperation) and harmful[0].kind == "write")
         )
         return not harmful or (plenty and lost_path)
 
-    def visit(self, run: RunVisit, state: State) -> None:
+    def visit(self, run: ops.RunVisit, state: State) -> None:
         number = run.visit.subgroup
         if run.visit.changes:
             mix(run, state)
@@ -118,7 +99,7 @@ class Sweeps(Driver):
         else:
             self.seen.append((None if run.fresh else checksum(state), self.twin.checksum(number)))
 
-    def sweep(self, visits: tuple[Visit, ...]) -> None:
+    def sweep(self, visits: tuple[ops.Visit, ...]) -> None:
         self.sweeps += 1
         if self.cached_first:
             order = visit_order([visit.subgroup for visit in visits], self.machine.slots)
@@ -139,7 +120,7 @@ class Sweeps(Driver):
 
     def reshare(self, shares: tuple[float, ...]) -> None:
         """Have paths get other shares."""
-        self.inner.inject(Reshare(shares))
+        self.inner.inject(ops.Reshare(shares))
 
     def extend(self, grown: Plan) -> None:
         """Have the plan grow; paths that have strayed from it may be full, and a session would refuse it."""
@@ -147,7 +128,7 @@ class Sweeps(Driver):
         if self.machine.broken is None and not self.machine.index.has_room(grown.slot_counts):
             self.outcome.how = "full"
         elif self.machine.broken is None:
-            self.inner.inject(Extend(grown))
+            self.inner.inject(ops.Extend(grown))
             self.outcome.counts["grown"] += 1
 
     def look_back(self) -> None:
@@ -163,7 +144,7 @@ class Sweeps(Driver):
             machine = self.machine
             before, visits = machine.in_flight, everything(self.scenario.grown or self.plan)
             number = 1 + sum(action.what == "sweep" for action in self.scenario.actions)
-            machine.handle(BeginSweep(Sweep(number, 0, visits[: len(machine.phases)])))
+            machine.handle(ops.BeginSweep(ops.Sweep(number, 0, visits[: len(machine.phases)])))
             assert not machine.take_operations()
             assert before or machine.take_finished_sweep() is not None
 
@@ -283,7 +264,7 @@ class Saves(Driver):
         self.data.stores, self.data.committed = before.data.stores, dict(committed)
         self.expected, self.kept = {n: before.expected[n] for n in committed}, list(committed)
         self.saves, self.sweeps = before.saves, before.sweeps
-        self.tell(TakeOver(limits, committed, records))
+        self.tell(ops.TakeOver(limits, committed, records))
         for subgroup in self.plan.layout.subgroups:
             found = self.expected[newest]
             if subgroup in streamed:
@@ -343,7 +324,7 @@ class Saves(Driver):
         if self.machine.broken is None or error is None:
             self.executor.save_ended(well=error is None)
 
-    def end_save(self, save: Save, error: Exception | None) -> None:
+    def end_save(self, save: ops.Save, error: Exception | None) -> None:
         self.check_saved(error)
         if error is not None:
             self.outcome.counts["failed"] += 1
@@ -358,9 +339,9 @@ class Saves(Driver):
         while len(self.kept) > self.keep:
             old = self.kept.pop(0)
             del self.data.committed[old]
-            self.tell(ReleaseSave(old))
+            self.tell(ops.ReleaseSave(old))
 
-    def draw_sweep(self) -> tuple[Visit, ...]:
+    def draw_sweep(self) -> tuple[ops.Visit, ...]:
         return random_sweep(self.rng, self.plan)
 
     def sweep(self, flag: bool) -> None:
@@ -368,14 +349,14 @@ class Saves(Driver):
         visits = self.draw_sweep()
         unfilled = [s for s in range(len(self.plan.layout.subgroups)) if s not in self.filled]
         if unfilled:  # nothing stays fresh
-            visits = tuple(Visit(s, gpu=self.plan.at_home_on_gpu(s)) for s in unfilled)
+            visits = tuple(ops.Visit(s, gpu=self.plan.at_home_on_gpu(s)) for s in unfilled)
             self.filled.update(unfilled)
         # Its visits change weights that are masters: those have been saved by then.
         self.pump(lambda machine: not machine.saver.has_unwritten_weights)
         if self.machine.broken is not None:
             return
-        sweep = Sweep(self.sweeps, 10 * self.sweeps, visits)
-        self.inner.inject(BeginSweep(sweep))
+        sweep = ops.Sweep(self.sweeps, 10 * self.sweeps, visits)
+        self.inner.inject(ops.BeginSweep(sweep))
         self.pump(lambda machine: machine.finished_sweep is not None)
         if self.machine.finished_sweep is not None:
             assert self.machine.finished_sweep is sweep
@@ -396,7 +377,7 @@ class Saves(Driver):
         self.saves += 1
         copies = flag and not self.copies  # one copy a run: there is one store for them
         self.expected[self.saves] = self.twin.tiles()
-        self.tell(BeginSave(Save(self.saves, len(self.plan.budgets.paths) if copies else None)))
+        self.tell(ops.BeginSave(ops.Save(self.saves, len(self.plan.budgets.paths) if copies else None)))
         self.pump(lambda machine: not machine.saver.has_unwritten_weights)
 
 
@@ -421,7 +402,7 @@ class Parks(Saves):
             self.outcome.counts["refused"] += 1
             return
         self.parks += 1
-        leave, has_stayed = Evict(self.parks, tuple(leaving)), False
+        leave, has_stayed = ops.Evict(self.parks, tuple(leaving)), False
         self.allocate()
         self.tell(leave)
         if flag:
@@ -429,7 +410,7 @@ class Parks(Saves):
             self.pump(lambda machine: self.inner.events >= events or not machine.is_evicting)
             has_stayed = machine.is_evicting and machine.broken is None
             if has_stayed:
-                self.tell(StopEviction())
+                self.tell(ops.StopEviction())
                 self.outcome.counts["stayed"] += 1
                 if self.rng.random() < 0.5:
                     return  # a sweep may begin while the last of it leaves
@@ -536,7 +517,7 @@ class Fills(Buffers):
     def words(self, subgroup: int) -> int:
         return sum(nbytes for _, _, nbytes in self.plan.gradient_tiles[subgroup]) // 4
 
-    def visit(self, run: RunVisit, state: State) -> None:
+    def visit(self, run: ops.RunVisit, state: State) -> None:
         """Update state with what the gradients are, or look at it."""
         number = run.visit.subgroup
         if run.gradient_buffer is not None:
@@ -547,14 +528,14 @@ class Fills(Buffers):
 
     def end_filling(self) -> None:
         if self.filling:
-            self.tell(ReleaseBuffer(self.filling.pop(), fills=True))
+            self.tell(ops.ReleaseBuffer(self.filling.pop(), fills=True))
 
     def fill(self, number: int) -> None:
         """Have gradients arrive: what is there then depends on all that came, in order."""
         owner = self.owner(number)
         if self.filling != [owner]:
             self.end_filling()
-            self.tell(RequestBuffer(owner, fills=True))
+            self.tell(ops.RequestBuffer(owner, fills=True))
             self.filling.append(owner)
             self.pump(lambda machine: self.book.may_fill(number))
         if self.machine.broken is None:
@@ -571,14 +552,14 @@ class Fills(Buffers):
 
     def drop(self, flag: bool) -> None:
         for number in [*self.book.owners]:
-            self.tell(Discard(self.owner(number)))
+            self.tell(ops.Discard(self.owner(number)))
         self.filling.clear()
         self.gradients.clear()
 
     def read(self, subgroups: list[int]) -> None:
         self.sweeps += 1
         before = len(self.seen)
-        self.go_through(self.sweeps, tuple(Visit(subgroup, changes=False) for subgroup in subgroups))
+        self.go_through(self.sweeps, tuple(ops.Visit(subgroup, changes=False) for subgroup in subgroups))
         assert self.machine.broken or len(self.seen) - before == len(subgroups), "a visit has not happened"
 
     def step(self, subgroups: list[int]) -> None:
@@ -654,7 +635,7 @@ class Packs(Buffers):
         super().start()
         self.allocate()
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ops.Event) -> None:
         super().tell(event)
         self.executor.submit(self.machine.take_operations())
 
@@ -668,7 +649,7 @@ class Packs(Buffers):
         if self.machine.broken is None:
             self.sweeps += 1
             visits = update_visits(self.plan, range(len(self.plan.layout.subgroups)))
-            self.inner.inject(BeginSweep(Sweep(self.sweeps, 10 * self.sweeps, visits)))
+            self.inner.inject(ops.BeginSweep(ops.Sweep(self.sweeps, 10 * self.sweeps, visits)))
             self.pump(lambda machine: not machine.has_no_sweep)
 
     def wait(self, flag: bool) -> None:
@@ -687,7 +668,7 @@ class Packs(Buffers):
 
     def pack(self, tile: int) -> None:
         owner = self.owner(tile)
-        self.tell(RequestBuffer(owner, fills=True))
+        self.tell(ops.RequestBuffer(owner, fills=True))
         self.pump(lambda machine: self.book.may_fill(tile) or self.book.gets_no_buffer(tile))
         if self.machine.broken is not None:
             return
@@ -695,17 +676,17 @@ class Packs(Buffers):
             buffer = self.book.buffer_of(tile)
             self.executor.filled(owner, buffer)
             self.data.activations[buffer][:] = self.content(tile)
-            self.tell(ReleaseBuffer(owner, fills=True))
+            self.tell(ops.ReleaseBuffer(owner, fills=True))
         else:
             self.kept.add(tile)
-            self.tell(ReleaseBuffer(owner, fills=True))
-            self.tell(Discard(owner))
+            self.tell(ops.ReleaseBuffer(owner, fills=True))
+            self.tell(ops.Discard(owner))
 
     def read(self, tile: int) -> None:
         if tile in self.kept:
             return
         owner = self.owner(tile)
-        self.tell(RequestBuffer(owner, fills=False))
+        self.tell(ops.RequestBuffer(owner, fills=False))
         self.pump(lambda machine: self.book.is_in_buffer(tile) or self.book.error_of(tile) is not None)
         if self.machine.broken is None and self.book.error_of(tile) is not None:
             assert self.scenario.faults, f"unreadable for nothing: {self.book.error_of(tile)}"
@@ -714,11 +695,11 @@ class Packs(Buffers):
             buffer = self.book.buffer_of(tile)
             self.executor.read(owner, buffer)
             assert np.array_equal(self.data.activations[buffer], self.content(tile)), f"tile {tile} has other content"
-        self.tell(ReleaseBuffer(owner, fills=False))
+        self.tell(ops.ReleaseBuffer(owner, fills=False))
 
     def discard(self, tile: int) -> None:
         if tile not in self.kept:
-            self.tell(Discard(self.owner(tile)))
+            self.tell(ops.Discard(self.owner(tile)))
 
     def look_back(self) -> None:
         self.outcome.counts["kept"] += len(self.kept)

@@ -45,42 +45,9 @@ from typing import NamedTuple
 from offload.errors import InternalError, TierError, TierFullError
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, ScratchOwner, TileId
+from offload.schedule import operations as ops
 from offload.schedule.index import Location
 from offload.schedule.loop import Executor
-from offload.schedule.operations import (
-    AbortSave,
-    Admit,
-    Allocated,
-    AwaitPush,
-    BeginSave,
-    BeginSweep,
-    Commit,
-    CopyTile,
-    Discard,
-    Done,
-    Event,
-    Evict,
-    Extend,
-    Failed,
-    FreeHome,
-    Operation,
-    PauseOpenSweep,
-    ReadTile,
-    ReleaseBuffer,
-    ReleaseSave,
-    RequestBuffer,
-    RunVisit,
-    Save,
-    SaveTile,
-    SealStep,
-    Stop,
-    Sweep,
-    Sync,
-    TakeOver,
-    Transfer,
-    Visit,
-    WriteTile,
-)
 
 STORY_LENGTH = 60
 """Operations and events that a violation tells of."""
@@ -112,76 +79,75 @@ def stop_of(place: Location) -> int:
     return place.offset + SECTOR_BYTES + place.nbytes
 
 
-def subgroup_of(operation: Operation) -> int | None:
+def subgroup_of(operation: ops.Operation) -> int | None:
     """Return the subgroup that an operation is for."""
-    if isinstance(operation, RunVisit):
+    if isinstance(operation, ops.RunVisit):
         return operation.visit.subgroup
-    if isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
+    if isinstance(operation, ops.ReadTile | ops.WriteTile | ops.SaveTile | ops.CopyTile):
         return operation.tile.subgroup
-    return None if isinstance(operation, Sync | Commit) else operation.subgroup
+    return None if isinstance(operation, ops.Sync | ops.Commit) else operation.subgroup
 
 
-def slot_beside(operation: Operation) -> tuple[str, int] | None:
+def slot_beside(operation: ops.Operation) -> tuple[str, int] | None:
     """Return the staging slot on the GPU, or the weight slot, that an operation uses."""
     match operation:
-        case RunVisit(visit=Visit(gpu=True), transfer_slot=int(slot)) | Transfer(what="state", transfer_slot=slot):
-            return "GPU slot", slot
-        case RunVisit(transfer_slot=int(slot)) | Transfer(transfer_slot=slot) | AwaitPush(transfer_slot=slot):
+        case ops.RunVisit(visit=visit, transfer_slot=int(slot)):
+            return "GPU slot" if visit.gpu else "weight slot", slot
+        case ops.Transfer(what=what, transfer_slot=slot):
+            return "GPU slot" if what == "state" else "weight slot", slot
+        case ops.AwaitPush(transfer_slot=slot):
             return "weight slot", slot
     return None
 
 
-def touches(operation: Operation, plan: Plan) -> Iterator[Touch]:
+def touches(operation: ops.Operation, plan: Plan) -> Iterator[Touch]:
     """Yield what an operation touches, but for what `slot_beside` tells."""
     match operation:
-        case ReadTile() | WriteTile() | SaveTile() | CopyTile():
+        case ops.ReadTile() | ops.WriteTile() | ops.SaveTile() | ops.CopyTile():
             where, nbytes = operation.record.location, operation.record.location.nbytes
-            fetches = isinstance(operation, ReadTile | CopyTile)
+            fetches = isinstance(operation, ops.ReadTile | ops.CopyTile)
             yield Touch(("path", where.path), where.offset, stop_of(where), not fetches)
-            if isinstance(operation, ReadTile | WriteTile):
+            if isinstance(operation, ops.ReadTile | ops.WriteTile):
                 memory = memory_of(operation.tile.subgroup, operation.slot, operation.owner)
                 yield Touch(memory, operation.buffer_offset, operation.buffer_offset + nbytes, fetches)
                 return
             if operation.buffer is not None:
-                gathers = isinstance(operation, SaveTile) and operation.gathers
+                gathers = isinstance(operation, ops.SaveTile) and operation.gathers
                 yield Touch(("copy buffer", operation.buffer), 0, nbytes, fetches or gathers)
-            if isinstance(operation, SaveTile) and (operation.buffer is None or operation.gathers):
+            if isinstance(operation, ops.SaveTile) and (operation.buffer is None or operation.gathers):
                 subgroup = plan.layout.subgroups[operation.tile.subgroup]
                 kind = "masters" if operation.tile.tensor >= len(subgroup.tensors) else "home"
                 start = operation.source_offset
                 yield Touch((kind, subgroup.index), start, start + nbytes, False)
-        case RunVisit(visit=visit):
+        case ops.RunVisit(visit=visit):
             subgroup = plan.layout.subgroups[visit.subgroup]
             yield Touch(memory_of(subgroup.index, operation.slot), 0, subgroup.state_bytes, True)
             if operation.gradient_buffer is not None:
                 yield Touch(("gradients", operation.gradient_buffer), 0, plan.gradient_buffer_bytes, False)
             if subgroup.weight_tiles and visit.changes and not visit.speculative:
                 yield Touch(("masters", subgroup.index), 0, subgroup.numel * 4, True)
-        case Transfer(what="state", subgroup=number):
+        case ops.Transfer(what="state", subgroup=number):
             nbytes = plan.layout.subgroups[number].state_bytes
             yield Touch(memory_of(number, operation.slot), 0, nbytes, operation.way == "flush")
-        case FreeHome(subgroup=number):
+        case ops.FreeHome(subgroup=number):
             yield Touch(("home", number), 0, plan.layout.subgroups[number].state_bytes, True)
 
 
 class CheckedExecutor:
     """Passes everything on to another executor and verifies that it keeps the rules.
 
-    Events are handed on one by one, so that each operation is judged by what was known when it was issued.
-
-    Args:
-        inner: The executor that does the work.
-        plan: What the operations belong to.
+    Events are handed on one by one, so that each operation is judged by what was known when it was issued. Whatever
+    it is told of, it raises `InternalError` if a rule is broken then; notes tell the story.
     """
 
     def __init__(self, inner: Executor, plan: Plan) -> None:
         self.moved: list[int] = []
         """Subgroups whose changing visit has ended well in the current (or last) sweep, in that order."""
         self._inner, self._plan = inner, plan
-        self._events: deque[Event] = deque()
-        self._story: deque[str | Operation | Event] = deque(maxlen=STORY_LENGTH)
+        self._events: deque[ops.Event] = deque()
+        self._story: deque[str | ops.Operation | ops.Event] = deque(maxlen=STORY_LENGTH)
         self._last_op = 0
-        self._flying: dict[int, tuple[Operation, list[Touch]]] = {}
+        self._flying: dict[int, tuple[ops.Operation, list[Touch]]] = {}
         self._asked: set[tuple[ScratchOwner, bool]] = set()  # buffers that callers want, and whether to fill them
         self._filling: dict[ScratchOwner, Touch] = {}
         self._holders: dict[tuple[str, int], int] = {}  # slots on the GPU and weight slots
@@ -189,9 +155,9 @@ class CheckedExecutor:
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
         self._failed_paths: set[int] = set()
         # Sweeps:
-        self._sweep: Sweep | None = None
+        self._sweep: ops.Sweep | None = None
         self._steps: dict[int, int] = {}  # of each sweep
-        self._due: dict[int, Visit] = {}
+        self._due: dict[int, ops.Visit] = {}
         self._unended: dict[int, None] = {}
         self._in_slots: dict[int, int] = {}  # whose state each staging slot has had last
         self._unbegun: dict[int, tuple[int, bool]] = {}  # visits whose order counts: place, and if in memory
@@ -212,7 +178,7 @@ class CheckedExecutor:
         self._grown: set[Location] = set()
         self._lent: dict[Location, ScratchOwner | int] = {}  # to activations, or to a subgroup's speculative version
         # Saves:
-        self._save: Save | None = None
+        self._save: ops.Save | None = None
         self._save_failed = False
         self._committed = False
         self._at_save: dict[int, int] = {}  # step of each subgroup's last change when it began
@@ -222,95 +188,79 @@ class CheckedExecutor:
 
     # The two faces
 
-    def submit(self, operations: Sequence[Operation]) -> None:
-        """Verify operations, then pass them on.
-
-        Raises:
-            InternalError: If a rule is broken; notes tell the story.
-        """
+    def submit(self, operations: Sequence[ops.Operation]) -> None:
+        """Verify operations, then pass them on."""
         for operation in operations:
             self._issued(operation)
         self._revoke_unplaced()
         self._inner.submit(operations)
 
-    def wait(self) -> list[Event]:
-        """Return the next event of the inner executor.
-
-        Raises:
-            InternalError: If a rule is broken; notes tell the story.
-        """
+    def wait(self) -> list[ops.Event]:
+        """Return the next event of the inner executor."""
         while not self._events:
             self._events.extend(self._inner.wait())
         event = self._events.popleft()
         self.observe(event)
         return [event]
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: ops.Event) -> None:
         """Take in an event that reaches the machine by another way than `wait`."""
         self._story.append(event)
         match event:
-            case BeginSweep(sweep):
+            case ops.BeginSweep(sweep):
                 self._begin(sweep)
-            case Done(op):
+            case ops.Done(op):
                 self._done(self._land(op))
-            case Failed(op, error):
+            case ops.Failed(op, error):
                 self._failed(self._land(op), error)
-            case Stop():
+            case ops.Stop():
                 self._fatal = True
-            case Admit(subgroups):
+            case ops.Admit(subgroups):
                 self._admitted |= set(subgroups)
-            case PauseOpenSweep():
+            case ops.PauseOpenSweep():
                 self._may_run = False
-            case SealStep(confirmed, rest):
+            case ops.SealStep(confirmed, rest):
                 self._seal(confirmed)
                 if rest is not None:
                     self._begin(rest)
-            case BeginSave(save):
+            case ops.BeginSave(save):
                 self._require(self._sweep is None and self._save is None, "10: a save begins amid something else")
                 self._save, self._save_failed, self._committed, self._is_roomy = save, False, False, False
                 self._at_save = dict(self._changed)
-            case AbortSave():
+            case ops.AbortSave():
                 self._save_failed = True
-            case ReleaseSave(number):
+            case ops.ReleaseSave(number):
                 del self._kept[number]
-            case Extend(plan):
+            case ops.Extend(plan):
                 self._extend(plan)
-            case TakeOver():
+            case ops.TakeOver():
                 self._require(self._is_idle, "11: state is exchanged while it is in use")
                 self._is_roomy = False
                 self._in_slots.clear()
                 for number, records in event.held_records.items():
                     self._kept[number] = {(tile, record.step) for tile, record in records.items()}
                 self._changed |= {tile.subgroup: record.step for tile, record in event.records.items()}
-            case Evict():
+            case ops.Evict():
                 self._is_roomy = False
                 self._in_slots.clear()
-            case Allocated(ends):
+            case ops.Allocated(ends):
                 self._is_roomy = self._is_roomy and not any(self._allocated)
                 self._allocated = ends
                 self._there |= Counter(dict(enumerate(ends)))
-            case RequestBuffer(owner, fills):
+            case ops.RequestBuffer(owner, fills):
                 self._asked.add((owner, fills))
-            case ReleaseBuffer(owner, fills):
+            case ops.ReleaseBuffer(owner, fills):
                 self._asked.discard((owner, fills))
                 self._filling.pop(owner, None)
-            case Discard(owner):
+            case ops.Discard(owner):
                 self._discard(owner)
 
     def filled(self, owner: ScratchOwner, buffer: int) -> None:
-        """Verify that the caller may write an owner's data to a buffer, which it does until `ReleaseBuffer`.
-
-        Raises:
-            InternalError: If it may not; notes tell the story.
-        """
+        """Verify that the caller may write an owner's data to a buffer, which it does until `ReleaseBuffer`."""
         self._filling[owner] = self._caller_touches(owner, buffer, fills=True)
 
     def read(self, owner: ScratchOwner, buffer: int) -> None:
-        """Verify that the caller may read an owner's data from a buffer, which it does now.
-
-        Raises:
-            InternalError: If it may not; notes tell the story.
-        """
+        """Verify that the caller may read an owner's data from a buffer, which it does now."""
         self._caller_touches(owner, buffer, fills=False)
 
     def _caller_touches(self, owner: ScratchOwner, buffer: int, *, fills: bool) -> Touch:
@@ -322,23 +272,12 @@ class CheckedExecutor:
         return touch
 
     def save_ended(self, *, well: bool) -> None:
-        """Verify how the save that was begun last has ended, by what the engine says.
-
-        Raises:
-            InternalError: If it is said to have been committed and was not, or the other way round.
-        """
+        """Verify how the save that was begun last has ended, by what the engine says."""
         self._require(well == self._committed, "10: a save has ended otherwise than it is said to have")
         self._save = None
 
     def ended(self, *, well: bool) -> None:
-        """Verify how the sweep that was begun last has ended, by what the engine says.
-
-        Args:
-            well: Whether the engine takes it as applied.
-
-        Raises:
-            InternalError: If it is said to have ended well and has not; notes tell the story.
-        """
+        """Verify how the sweep that was begun last has ended, by what the engine says."""
         self._require(not (well and self._unended), "5: a sweep ends well before each of its visits")
         self._require(not (well and self._unpublished), "8: weights of a confirmed version are not published")
         self._sweep = None
@@ -348,21 +287,13 @@ class CheckedExecutor:
         return subgroup not in self._unended
 
     def published(self, subgroup: int) -> None:
-        """Verify that the weights of the version that an open sweep has made of a subgroup may be published.
-
-        Raises:
-            InternalError: If they may not; notes tell the story.
-        """
+        """Verify that the weights of the version that an open sweep has made of a subgroup may be published."""
         self._story.append(f"weights of subgroup {subgroup} are published")
         self._require(subgroup in self._unpublished, "8: weights are published of a version that was not confirmed")
         del self._unpublished[subgroup]
 
     def enqueue_when_readable(self, subgroups: Sequence[int]) -> None:
-        """Verify that a caller may read weights and write gradients of some subgroups, beside a sweep.
-
-        Raises:
-            InternalError: If it may not yet; notes tell the story.
-        """
+        """Verify that a caller may read weights and write gradients of some subgroups, beside a sweep."""
         self._story.append(f"the caller goes on with subgroups {subgroups}")
         self._require(all(map(self.is_ended, subgroups)), "5: a caller goes on before a visit has ended")
 
@@ -394,56 +325,59 @@ class CheckedExecutor:
         """Return whether there is room for what is written: for state, and scratch that steps need."""
         return owner is None or self._plan.scratch[owner.kind].is_planned
 
-    def _writes(self, owner: ScratchOwner | None) -> Iterator[WriteTile]:
+    def _writes(self, owner: ScratchOwner | None) -> Iterator[ops.WriteTile]:
         """Yield the writes in flight of an owner's scratch, or of state."""
         for operation, _ in self._flying.values():
-            if isinstance(operation, WriteTile) and operation.owner == owner:
+            if isinstance(operation, ops.WriteTile) and operation.owner == owner:
                 yield operation
 
     # Issuing
 
-    def _issued(self, operation: Operation) -> None:
+    def _issued(self, operation: ops.Operation) -> None:
         self._story.append(operation)
         self._require(operation.op > self._last_op, "1: an operation's id is not new")
         self._last_op = operation.op
         self._require(not self._unpublished, "8: weights of a confirmed version are not published")
-        if isinstance(operation, WriteTile) and operation.tile in self._again:
+        if isinstance(operation, ops.WriteTile) and operation.tile in self._again:
             del self._again[operation.tile]
         else:
             self._require(not self._fatal, "4: an operation after a fatal error")
             self._require(not self._again, "4: an operation before a failed write is issued again")
         own = [*touches(operation, self._plan)]
         self._require_free(own)
-        self._flying[operation.op] = operation, [] if isinstance(operation, FreeHome) else own  # that is done at once
+        self._flying[operation.op] = (
+            operation,
+            [] if isinstance(operation, ops.FreeHome) else own,
+        )  # that is done at once
         self._judge_order(operation)
         number, slot = subgroup_of(operation), slot_beside(operation)
         if number is not None and slot is not None:
             self._require(self._holders.setdefault(slot, number) == number, f"2: another's {slot[0]}")
         match operation:
-            case RunVisit(visit=visit, slot=at):
+            case ops.RunVisit(visit=visit, slot=at):
                 self._hold_slot(visit.subgroup, at)
                 self._issued_run(operation)
-            case ReadTile(tile=tile, slot=at, owner=None):
+            case ops.ReadTile(tile=tile, slot=at, owner=None):
                 self._hold_slot(tile.subgroup, at)
-            case WriteTile():
+            case ops.WriteTile():
                 self._issued_write(operation)
-            case SaveTile():
+            case ops.SaveTile():
                 self._issued_write(operation)
                 self._issued_for_save(operation)
-            case CopyTile() | Sync() | Commit():
+            case ops.CopyTile() | ops.Sync() | ops.Commit():
                 self._issued_for_save(operation)
 
-    def _judge_order(self, operation: Operation) -> None:
+    def _judge_order(self, operation: ops.Operation) -> None:
         """Verify the order of visits by the first operation of each."""
-        if not isinstance(operation, RunVisit | ReadTile) and not (
-            isinstance(operation, Transfer) and operation.way == "fetch"
+        if not isinstance(operation, ops.RunVisit | ops.ReadTile) and not (
+            isinstance(operation, ops.Transfer) and operation.way == "fetch"
         ):
             return
         number = subgroup_of(operation)
         if number is None or number not in self._unbegun:
             return
         place, is_there = self._unbegun.pop(number)
-        of_scratch = isinstance(operation, ReadTile) and operation.owner is not None
+        of_scratch = isinstance(operation, ops.ReadTile) and operation.owner is not None
         where = self._plan.is_resident(number), is_there, slot_beside(operation) is not None, of_scratch
         alike = type(operation), self._due[number].gpu, where
         self._require(place > self._begun.get(alike, -1), "6: a visit begins after one that it comes before")
@@ -455,7 +389,7 @@ class CheckedExecutor:
         if slot is not None:
             self._in_slots[slot] = number
 
-    def _issued_run(self, run: RunVisit) -> None:
+    def _issued_run(self, run: ops.RunVisit) -> None:
         number = run.visit.subgroup
         self._require(self._sweep is not None and run.sweep == self._sweep.number, "5: a visit of another sweep")
         self._require(self._due.pop(number, None) == run.visit, "5: a visit that is not due")
@@ -464,17 +398,17 @@ class CheckedExecutor:
             self._require(number in self._admitted, "8: a speculative visit that was not admitted")
             self._require(self._may_run, "8: a speculative visit after a request has come in")
 
-    def _issued_write(self, write: WriteTile | SaveTile) -> None:
+    def _issued_write(self, write: ops.WriteTile | ops.SaveTile) -> None:
         place, number = write.record.location, write.tile.subgroup
-        owner = write.owner if isinstance(write, WriteTile) else None
-        if isinstance(write, SaveTile):
+        owner = write.owner if isinstance(write, ops.WriteTile) else None
+        if isinstance(write, ops.SaveTile):
             step = self._at_save.get(number)
         else:  # a speculative version's, if there is one
             step = self._speculative.get(number, self._changed.get(number))
         right = owner is not None or write.record.step == step
         self._require(right, "7: a write under another step than its change's")
         is_of_save = step == self._at_save.get(number) and self._save is not None
-        if isinstance(write, WriteTile) and owner is None and (write.slot is None or is_of_save):
+        if isinstance(write, ops.WriteTile) and owner is None and (write.slot is None or is_of_save):
             self._optional.add(write.op)
         paths = self._plan.budgets.paths
         if place.path == len(paths):  # the store that takes copies
@@ -487,7 +421,7 @@ class CheckedExecutor:
             self._grown.add(place)
         if owner is not None and not self._is_planned(owner):
             self._lend(place, owner)
-        elif owner is None and isinstance(write, WriteTile) and number in self._speculative:
+        elif owner is None and isinstance(write, ops.WriteTile) and number in self._speculative:
             self._lend(place, number)
 
     def _lend(self, place: Location, whose: ScratchOwner | int) -> None:
@@ -505,50 +439,50 @@ class CheckedExecutor:
         fits = not isinstance(whose, int) or sum(versions) + planned <= room
         self._require(fits, "9: a speculative version takes room of checkpoints")
 
-    def _issued_for_save(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
+    def _issued_for_save(self, operation: ops.SaveTile | ops.CopyTile | ops.Sync | ops.Commit) -> None:
         save = self._save
         self._require(save is not None and not self._save_failed, "10: an operation of no save, or a failed one")
         match operation:
-            case SaveTile(tile=tile, record=record) if save is not None and save.sink is None:
+            case ops.SaveTile(tile=tile, record=record) if save is not None and save.sink is None:
                 held = any((tile, record.step) in held for held in self._kept.values())
                 self._require(not held, "10: a save writes what a checkpoint holds")
-            case Sync(path=path):
+            case ops.Sync(path=path):
                 self._syncing[operation.op] = {place for place in self._unsynced if place.path == path}
                 self._unsynced -= self._syncing[operation.op]
-            case Commit(records=records):
+            case ops.Commit(records=records):
                 late = self._unsynced.union(*self._syncing.values())
                 durable = not any(record.location in late for record in records.values())
                 self._require(durable, "10: a commit before all that it names has been synced")
 
     # Reporting
 
-    def _land(self, op: int) -> Operation:
+    def _land(self, op: int) -> ops.Operation:
         self._require(op in self._flying, "1: an operation is reported that is not in flight")
         return self._flying.pop(op)[0]
 
-    def _done(self, operation: Operation) -> None:
+    def _done(self, operation: ops.Operation) -> None:
         match operation:
-            case WriteTile(record=record) | SaveTile(record=record):
+            case ops.WriteTile(record=record) | ops.SaveTile(record=record):
                 self._unsynced.add(record.location)
                 self._there |= Counter({record.location.path: stop_of(record.location)})
                 self._optional.discard(operation.op)
-            case Sync():
+            case ops.Sync():
                 del self._syncing[operation.op]
-            case Commit(number=number, records=records):
+            case ops.Commit(number=number, records=records):
                 if self._save is not None and self._save.sink is None:
                     self._kept[number] = {(tile, record.step) for tile, record in records.items()}
                 self._save, self._committed = None, True
-            case RunVisit(visit=visit):
+            case ops.RunVisit(visit=visit):
                 self._ran(operation, visit)
-            case Transfer(way="flush", what=what, subgroup=number):
+            case ops.Transfer(way="flush", what=what, subgroup=number):
                 if what == "weights":
                     self._unended.pop(number, None)
                 else:
                     self._leave_slot(operation)
-            case AwaitPush():
+            case ops.AwaitPush():
                 self._leave_slot(operation)
 
-    def _ran(self, run: RunVisit, visit: Visit) -> None:
+    def _ran(self, run: ops.RunVisit, visit: ops.Visit) -> None:
         number = visit.subgroup
         if visit.reads is not None:
             self._discard(visit.reads)
@@ -564,27 +498,27 @@ class CheckedExecutor:
         self.moved.append(number)
         self._changed[number] = self._steps[run.sweep]
 
-    def _leave_slot(self, operation: Operation) -> None:
+    def _leave_slot(self, operation: ops.Operation) -> None:
         slot = slot_beside(operation)
         if slot is not None:
             self._holders.pop(slot, None)
 
-    def _failed(self, operation: Operation, error: Exception) -> None:
+    def _failed(self, operation: ops.Operation, error: Exception) -> None:
         match operation:
-            case SaveTile():
+            case ops.SaveTile():
                 self._is_roomy = False
-            case CopyTile() | Sync() | Commit():
+            case ops.CopyTile() | ops.Sync() | ops.Commit():
                 self._unsynced |= self._syncing.pop(operation.op, set())
                 self._save_failed = True
-            case WriteTile():
+            case ops.WriteTile():
                 self._is_roomy = False
                 self._failed_write(operation, error)
-            case ReadTile(owner=owner) if not self._is_planned(owner):
+            case ops.ReadTile(owner=owner) if not self._is_planned(owner):
                 pass  # it is the caller who is told
             case _:
                 self._fatal = True
 
-    def _failed_write(self, write: WriteTile, error: Exception) -> None:
+    def _failed_write(self, write: ops.WriteTile, error: Exception) -> None:
         """Training can do without speculative versions, what leaves memory, saves, and scratch that has no room."""
         if write.op in self._optional or not self._is_planned(write.owner):
             self._optional.discard(write.op)
@@ -600,7 +534,7 @@ class CheckedExecutor:
 
     # Sweeps
 
-    def _begin(self, sweep: Sweep) -> None:
+    def _begin(self, sweep: ops.Sweep) -> None:
         is_over = not self._unended and not self._is_open
         self._require(is_over or self._is_broken, "5: a sweep begins while another is under way")
         used = sweep.step in (self._steps.values() if sweep.is_open else self._open_steps)
@@ -629,7 +563,7 @@ class CheckedExecutor:
 
     def _seal(self, confirmed: Collection[int]) -> None:
         self._require(self._is_open or self._is_broken, "8: versions are confirmed of no open sweep")
-        running = any(isinstance(operation, RunVisit) for operation, _ in self._flying.values())
+        running = any(isinstance(operation, ops.RunVisit) for operation, _ in self._flying.values())
         self._require(not running or self._is_broken, "8: versions are confirmed while one is being made")
         self._sweep, self._due = None, {}
         for number in () if self._is_broken else confirmed:

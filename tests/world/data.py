@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,30 +23,20 @@ from offload.errors import CorruptRecordError
 from offload.formats import FP32
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import TileRecord
-from offload.schedule.operations import (
-    Commit,
-    CopyTile,
-    FreeHome,
-    ReadTile,
-    RunVisit,
-    SaveTile,
-    Sync,
-    Transfer,
-    WriteTile,
-)
+from offload.schedule import operations as ops
+from offload.schedule.index import Location, TileRecord
 from offload.schedule.saving import SAVE_DEPTH
 
 State = npt.NDArray[np.uint32]
 
-Update = Callable[[RunVisit, State], None]
+Update = Callable[[ops.RunVisit, State], None]
 """Works on the whole state of a run's subgroup, in place; its words are whatever the callable takes them for."""
 
 RUBBISH = 0xDEADBEEF
 _MASK = 0xFFFFFFFF
 
 
-def mix(run: RunVisit, state: State) -> None:
+def mix(run: ops.RunVisit, state: State) -> None:
     """Stand in for an update: every word depends on its place and on all sweeps that changed it, in order."""
     if not run.visit.changes:
         return
@@ -58,7 +48,7 @@ def mix(run: RunVisit, state: State) -> None:
     state += np.uint32((1013904223 + 40503 * run.sweep) & _MASK)
 
 
-def mix_weights(run: RunVisit, weights: State) -> None:
+def mix_weights(run: ops.RunVisit, weights: State) -> None:
     """Stand in for what an update does to weights that are masters."""
     weights *= np.uint32(22695477)
     weights += np.uint32((run.sweep * 69069 + run.visit.subgroup) & _MASK)
@@ -99,6 +89,11 @@ class SimStore:
         self._durable = dict(self.slots)
 
 
+def _rubbish(nbytes: int, count: int = 1) -> list[State]:
+    """Return buffers of that size in which nothing has been put."""
+    return [np.full(nbytes // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(count)]
+
+
 class SimData:
     """Memory and stores of one simulated session.
 
@@ -106,41 +101,31 @@ class SimData:
         plan: Says which memory there is.
         update: What a run does to a subgroup's state.
         pushed: Told of pushed weights when they are on the GPU.
+
+    A read, a write and a copy take what is at their source at the last moment, when they end.
     """
 
     def __init__(
-        self, plan: Plan, update: Update = mix, pushed: Callable[[Transfer], None] = lambda push: None
+        self, plan: Plan, update: Update = mix, pushed: Callable[[ops.Transfer], None] = lambda push: None
     ) -> None:
         self.plan = plan
         self.update = update
         self.pushed = pushed
-        words = plan.slot_bytes // FP32.item_bytes
-        self.staging = [np.full(words, RUBBISH, np.uint32) for _ in range(plan.staging_slots)]
-        self.resident = {
-            subgroup.index: np.full(subgroup.state_bytes // FP32.item_bytes, RUBBISH, np.uint32)
-            for subgroup in plan.layout.subgroups
-            if plan.is_resident(subgroup.index)
-        }
-        gpu_words = plan.gpu_slot_bytes // FP32.item_bytes
-        self.gpu = [np.full(gpu_words, RUBBISH, np.uint32) for _ in range(plan.gpu_slots)]
-        gradient_words = plan.gradient_buffer_bytes // FP32.item_bytes
-        self.gradients = [np.full(gradient_words, RUBBISH, np.uint32) for _ in range(plan.gradient_buffers)]
+        subgroups = plan.layout.subgroups
+        self.staging = _rubbish(plan.slot_bytes, plan.staging_slots)
+        self.resident = {s.index: _rubbish(s.state_bytes)[0] for s in subgroups if plan.is_resident(s.index)}
+        self.gpu = _rubbish(plan.gpu_slot_bytes, plan.gpu_slots)
+        self.gradients = _rubbish(plan.gradient_buffer_bytes, plan.gradient_buffers)
         """What each gradient buffer holds."""
-        words = plan.budgets.activation_tile_bytes // FP32.item_bytes
-        self.activations = [np.full(words, RUBBISH, np.uint32) for _ in range(plan.activation_buffers)]
+        self.activations = _rubbish(plan.budgets.activation_tile_bytes, plan.activation_buffers)
         """What each activation buffer holds."""
         # One more than there are paths: the store that takes copies.
         self.stores = [SimStore() for _ in range(len(plan.budgets.paths) + 1)]
-        self.weights = {
-            subgroup.index: np.zeros(subgroup.numel, np.uint32)
-            for subgroup in plan.layout.subgroups
-            if subgroup.weight_tiles
-        }
+        self.weights = {s.index: np.zeros(s.numel, np.uint32) for s in subgroups if s.weight_tiles}
         """Of each subgroup whose weights are its masters, their image."""
         self.images: dict[int, State] = {}
         """The same of versions beside the live ones, until they are published."""
-        most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
-        self.buffers = [np.full(most // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
+        self.buffers = _rubbish(max((n for s in subgroups for _, _, n in s.tiles), default=0), SAVE_DEPTH)
         self.committed: dict[int, Mapping[TileId, TileRecord]] = {}
         """What a resumed process would find: the records of each checkpoint, by its save's number."""
         self._syncing: dict[int, dict[int, StoredTile | None]] = {}
@@ -160,36 +145,59 @@ class SimData:
                 self.committed[number] = records
         self._committing.clear()
 
-    def begin_sync(self, sync: Sync) -> None:
-        """Let a sync start: only what has been written by now becomes durable."""
-        self._syncing[sync.op] = dict(self.stores[sync.path].slots)
+    def begin(self, operation: ops.Operation) -> None:
+        """Let an operation start."""
+        match operation:
+            case ops.ReadTile() | ops.CopyTile():
+                self._buffer(operation)[:] = RUBBISH
+            case ops.WriteTile() | ops.SaveTile():
+                self._begin_write(operation.record.location)
+            case ops.RunVisit(visit=visit) if operation.fresh or visit.overwrites:
+                self._state(operation)[:] = RUBBISH
+            case ops.Transfer(what="state"):
+                self._ends(operation)[1][:] = RUBBISH
+            case ops.FreeHome(subgroup=subgroup):
+                self.resident[subgroup][:] = RUBBISH
+            case ops.Sync(op=op, path=path):  # only what has been written by now becomes durable
+                self._syncing[op] = dict(self.stores[path].slots)
+            case ops.Commit(number=number, records=records):
+                self._committing[number] = records
 
-    def end_sync(self, sync: Sync) -> None:
-        """Let a sync end."""
-        self.stores[sync.path].sync(self._syncing.pop(sync.op))
+    def end(self, operation: ops.Operation, *, flip_bit: bool = False, misdirect: bool = False) -> TileRecord | None:
+        """Let an operation end well, as far as its lane can tell; return the record that a write reports.
 
-    def begin_commit(self, commit: Commit) -> None:
-        """Let a commit start."""
-        self._committing[commit.number] = commit.records
+        Args:
+            operation: Which.
+            flip_bit: Whether a bit of a write's payload flips on the medium.
+            misdirect: Whether a write lands in the store's first other slot (or past all, if there is none).
 
-    def end_commit(self, commit: Commit) -> None:
-        """Let a commit end: from now on it survives."""
-        self.committed[commit.number] = self._committing.pop(commit.number)
+        Raises:
+            CorruptRecordError: If a slot does not hold the tile that is read in this version with this checksum.
+        """
+        match operation:
+            case ops.ReadTile() | ops.CopyTile():
+                self._end_read(operation)
+            case ops.WriteTile() | ops.SaveTile():
+                return self._end_write(operation, flip_bit, misdirect)
+            case ops.RunVisit():
+                self._end_run(operation)
+            case ops.Transfer(what="state"):
+                source, target = self._ends(operation)
+                target[:] = source
+            case ops.Transfer(way="flush"):
+                self.pushed(operation)
+            case ops.Sync(op=op, path=path):
+                self.stores[path].sync(self._syncing.pop(op))
+            case ops.Commit(number=number):
+                self.committed[number] = self._committing.pop(number)
+        return None
 
-    def undo_commit(self, commit: Commit) -> None:
+    def undo_commit(self, commit: ops.Commit) -> None:
         """Let a commit fail: nothing is left of it."""
         del self._committing[commit.number]
 
-    def begin_read(self, operation: ReadTile | CopyTile) -> None:
-        """Let a read start: the buffer's content is lost."""
-        self._buffer(operation)[:] = RUBBISH
-
-    def end_read(self, operation: ReadTile | CopyTile) -> None:
-        """Let a read end: verify the slot as a tier does, then fill the buffer.
-
-        Raises:
-            CorruptRecordError: If the slot does not hold this tile in this version with this checksum.
-        """
+    def _end_read(self, operation: ops.ReadTile | ops.CopyTile) -> None:
+        """Verify the slot as a tier does, then fill the buffer."""
         record, location = operation.record, operation.record.location
         found = self.stores[location.path].slots.get(location.offset)
         if found is None:
@@ -211,9 +219,9 @@ class SimData:
             detail=f"{operation.tile} of step {record.step}: {problem}",
         )
 
-    def begin_write(self, operation: WriteTile | SaveTile) -> None:
-        """Let a write start: what its slot held is lost, and whatever else lies in its bytes."""
-        location, slots = operation.record.location, self.stores[operation.record.location.path].slots
+    def _begin_write(self, location: Location) -> None:
+        """Lose what its slot held, and whatever else lies in its bytes."""
+        slots = self.stores[location.path].slots
         stop = location.offset + SECTOR_BYTES + location.nbytes
         for offset, stored in slots.items():
             end = offset + SECTOR_BYTES + (len(stored.payload) if stored is not None else 0)
@@ -221,17 +229,10 @@ class SimData:
                 slots[offset] = None
         slots[location.offset] = None
 
-    def end_write(self, operation: WriteTile | SaveTile, *, flip_bit: bool = False, misdirect: bool = False) -> int:
-        """Let a write end well, as far as the tier can tell, and return the checksum it reports.
-
-        Args:
-            operation: The write.
-            flip_bit: Whether a bit of the payload flips on the medium.
-            misdirect: Whether it lands in the store's first other slot (or past all, if there is none).
-        """
-        location = operation.record.location
+    def _end_write(self, write: ops.WriteTile | ops.SaveTile, flip_bit: bool, misdirect: bool) -> TileRecord:
+        location = write.record.location
         slots = self.stores[location.path].slots
-        payload = self._buffer(operation).tobytes()
+        payload = self._buffer(write).tobytes()
         checksum = zlib.crc32(payload)
         if flip_bit:
             payload = bytes((payload[0] ^ 1,)) + payload[1:]
@@ -239,16 +240,10 @@ class SimData:
         if misdirect:
             others = [other for other in sorted(slots) if other != offset]
             offset = others[0] if others else offset + (1 << 40)
-        slots[offset] = StoredTile(operation.tile, operation.record.step, checksum, payload)
-        return checksum
+        slots[offset] = StoredTile(write.tile, write.record.step, checksum, payload)
+        return replace(write.record, checksum=checksum)
 
-    def begin_run(self, run: RunVisit) -> None:
-        """Let a visit start: where it is to fill the state, the memory holds rubbish."""
-        if run.fresh or run.visit.overwrites:
-            self._state(run)[:] = RUBBISH
-
-    def end_run(self, run: RunVisit) -> None:
-        """Let a visit end: do its work."""
+    def _end_run(self, run: ops.RunVisit) -> None:
         self.update(run, self._state(run))
         weights = self.weights.get(run.visit.subgroup)
         if weights is not None and run.visit.speculative:
@@ -261,24 +256,7 @@ class SimData:
         if subgroup in self.weights:
             self.weights[subgroup][:] = self.images[subgroup]
 
-    def give_back(self, operation: FreeHome) -> None:
-        """Give back the memory of a home: its content is lost."""
-        self.resident[operation.subgroup][:] = RUBBISH
-
-    def begin_copy(self, copy: Transfer) -> None:
-        """Let a copy of state start: what its target held is lost."""
-        if copy.what == "state":
-            self._ends(copy)[1][:] = RUBBISH
-
-    def end_copy(self, copy: Transfer) -> None:
-        """Let a copy end: take the state at its source as it is at the last moment."""
-        if copy.what == "state":
-            source, target = self._ends(copy)
-            target[:] = source
-        elif copy.way == "flush":
-            self.pushed(copy)
-
-    def _ends(self, copy: Transfer) -> tuple[State, State]:
+    def _ends(self, copy: ops.Transfer) -> tuple[State, State]:
         words = self.plan.layout.subgroups[copy.subgroup].state_bytes // FP32.item_bytes
         host = self.resident[copy.subgroup] if copy.slot is None else self.staging[copy.slot][:words]
         gpu = self.gpu[copy.transfer_slot][:words]
@@ -290,10 +268,10 @@ class SimData:
         whole = self.weights if tile.tensor >= len(subgroup.tensors) else self.resident
         return whole[tile.subgroup][offset // FP32.item_bytes : (offset + nbytes) // FP32.item_bytes]
 
-    def _buffer(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> npt.NDArray[Any]:
-        if isinstance(operation, SaveTile | CopyTile):
+    def _buffer(self, operation: ops.ReadTile | ops.WriteTile | ops.SaveTile | ops.CopyTile) -> npt.NDArray[Any]:
+        if isinstance(operation, ops.SaveTile | ops.CopyTile):
             nbytes = operation.record.location.nbytes
-            if isinstance(operation, SaveTile) and (operation.buffer is None or operation.gathers):
+            if isinstance(operation, ops.SaveTile) and (operation.buffer is None or operation.gathers):
                 # Gathered when it is started, but read here, at the last moment: the rules allow no difference.
                 return self.tile_in_memory(operation.tile, operation.source_offset, nbytes)
             return self.buffers[operation.buffer or 0][: nbytes // FP32.item_bytes]
@@ -305,7 +283,7 @@ class SimData:
         memory = self.staging if operation.owner is None else buffers[operation.owner.kind]
         return memory[operation.slot][start : start + numel]
 
-    def _state(self, run: RunVisit) -> State:
+    def _state(self, run: ops.RunVisit) -> State:
         subgroup = run.visit.subgroup
         words = self.plan.layout.subgroups[subgroup].state_bytes // FP32.item_bytes
         if run.visit.gpu and run.transfer_slot is not None:

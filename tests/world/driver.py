@@ -36,7 +36,6 @@ from world.faults import (
     Fault,
     MisdirectedWrite,
     PathFull,
-    ShortTransfer,
     SimulatedCrash,
     SlowLane,
 )
@@ -213,7 +212,7 @@ def random_faults(rng: random.Random, plan: Plan, actions: list[Action]) -> tupl
             FailOperation("sync", rng.randrange(4)),
             FailOperation("commit", rng.randrange(3)),
             FailOperation("read", number),
-            ShortTransfer("write", number),
+            FailOperation("write", number, None),
             PathFull(rng.randrange(paths), rng.random()),
             SlowLane(f"write:{rng.randrange(paths)}", rng.random(), 30.0),
         ]

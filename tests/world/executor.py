@@ -15,7 +15,7 @@ import errno
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop
 
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
@@ -23,23 +23,7 @@ from offload.plan.budget import Plan
 from offload.plan.rates import Rates
 from offload.predict.lanes import Lane, VirtualLanes, label
 from offload.protocols import SECTOR_BYTES
-from offload.schedule.operations import (
-    AwaitPush,
-    Commit,
-    CopyTile,
-    Done,
-    Event,
-    Failed,
-    FreeHome,
-    Operation,
-    ReadTile,
-    RunVisit,
-    SaveTile,
-    Stop,
-    Sync,
-    Transfer,
-    WriteTile,
-)
+from offload.schedule import operations as ops
 from world.data import SimData, path_name
 from world.faults import (
     CorruptPayload,
@@ -49,13 +33,12 @@ from world.faults import (
     Kind,
     MisdirectedWrite,
     PathFull,
-    ShortTransfer,
     SimulatedCrash,
     SlowLane,
     StuckOperation,
 )
 
-_OperationFault = FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite
+_OperationFault = FailOperation | StuckOperation | CorruptPayload | MisdirectedWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +63,7 @@ ORDERLY = Disorder()
 class SimExecutor(VirtualLanes):
     """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
 
-    Args:
-        plan: What the operations belong to.
-        rates: Speed of every lane; one entry for each path of the plan.
-        faults: What goes wrong.
-        seed: Where all randomness comes from.
-        data: Bytes, or None for timing only.
-        disorder: How uneven the lanes are.
+    All randomness comes from the seed. Without data it is for timing only.
 
     Raises:
         ConfigError: If `rates` has not one entry for each path, or a fault needs data and there is none.
@@ -107,7 +84,7 @@ class SimExecutor(VirtualLanes):
         """Events reported so far."""
         self._disorder = disorder
         self._rng = random.Random(seed)
-        self._out: dict[int, Operation] = {}
+        self._out: dict[int, ops.Operation] = {}
         self._counts: Counter[str] = Counter()
         self._planned: dict[tuple[str, int], _OperationFault] = {}
         self._full: list[PathFull] = []
@@ -129,7 +106,7 @@ class SimExecutor(VirtualLanes):
                     if data is None:
                         raise ConfigError("faults", fault, "give data: without bytes it would have no effect")
                     self._planned["write", number] = fault
-                case FailOperation(kind, number) | ShortTransfer(kind, number) | StuckOperation(kind, number):
+                case FailOperation(kind, number) | StuckOperation(kind, number):
                     self._planned[kind, number] = fault
 
     def allocate(self, ends: Sequence[int]) -> bool:
@@ -141,14 +118,14 @@ class SimExecutor(VirtualLanes):
                 self.there[path] = nbytes
         return True
 
-    def submit(self, operations: Sequence[Operation]) -> None:
+    def submit(self, operations: Sequence[ops.Operation]) -> None:
         """Give operations to their lanes, which take them up when the engine has reacted."""
         for operation in operations:
             lane, nbytes = self.lane_of(operation)
             self._out[operation.op] = operation
             self._start(operation, lane, nbytes)
 
-    def _start(self, operation: Operation, lane: Lane, nbytes: int) -> None:
+    def _start(self, operation: ops.Operation, lane: Lane, nbytes: int) -> None:
         server = min(range(len(lane.free_s)), key=lane.free_s.__getitem__)
         started_s = max(lane.free_s[server], self.now_s + self._rates.reaction_s)
         duration_s = lane.latency_s + nbytes * lane.s_per_byte
@@ -165,7 +142,8 @@ class SimExecutor(VirtualLanes):
         kind = _kind(operation)
         fault: _OperationFault | PathFull | None = self._planned.get((kind, self._counts[kind]))
         self._counts[kind] += 1
-        if isinstance(operation, WriteTile | SaveTile):
+        is_write = isinstance(operation, ops.WriteTile | ops.SaveTile)
+        if isinstance(operation, ops.WriteTile | ops.SaveTile):
             path = operation.record.location.path
             full = (f for f in self._full if f.path == path and started_s >= f.from_s)
             fault = next(full, fault)
@@ -175,26 +153,12 @@ class SimExecutor(VirtualLanes):
                     fault = PathFull(path)
                 else:
                     self.there[path] = stop
-        if self.data is not None:
-            match operation:
-                case ReadTile() | CopyTile():
-                    self.data.begin_read(operation)
-                case Sync():
-                    self.data.begin_sync(operation)
-                case Commit():
-                    self.data.begin_commit(operation)
-                case WriteTile() | SaveTile() if not isinstance(fault, MisdirectedWrite | PathFull):
-                    self.data.begin_write(operation)
-                case RunVisit():
-                    self.data.begin_run(operation)
-                case Transfer():
-                    self.data.begin_copy(operation)
-                case FreeHome():
-                    self.data.give_back(operation)
+        if self.data is not None and not (is_write and isinstance(fault, MisdirectedWrite | PathFull)):
+            self.data.begin(operation)
         if not isinstance(fault, StuckOperation):
             self._push(finished_s, operation, fault)
 
-    def wait(self) -> list[Event]:
+    def wait(self) -> list[ops.Event]:
         """Advance the clock to the next completion and report it, with all others of the same moment.
 
         With operations out and none that will ever end, reports `Stop`, as the live executor's watchdog does.
@@ -208,9 +172,9 @@ class SimExecutor(VirtualLanes):
                 raise InternalError(f"the engine waits at {self.now_s} s with nothing in flight")
             operation = next(iter(self._out.values()))
             self.events += 1
-            return [Stop(self._error(operation, TierError, "no answer"))]
+            return [ops.Stop(self._error(operation, TierError, "no answer"))]
         until_s = self._heap[0][0] + self._disorder.lag_s
-        events: list[Event] = []
+        events: list[ops.Event] = []
         while self._heap and self._heap[0][0] <= until_s:
             at_s, _, what, fault = heappop(self._heap)
             if self.events == self._crash_at:
@@ -219,7 +183,7 @@ class SimExecutor(VirtualLanes):
                 raise SimulatedCrash(f"in place of event {self.events}, at {self.now_s} s")
             self.now_s = max(self.now_s, at_s)
             self.events += 1
-            if isinstance(what, Operation):
+            if isinstance(what, ops.Operation):
                 del self._out[what.op]
                 events.append(self._end(what, fault))
             else:
@@ -227,64 +191,48 @@ class SimExecutor(VirtualLanes):
         self.now_s = max(self.now_s, until_s)
         return events
 
-    def _end(self, operation: Operation, fault: _OperationFault | PathFull | None) -> Event:
-        if isinstance(fault, FailOperation) and isinstance(operation, Commit) and self.data is not None:
+    def _end(self, operation: ops.Operation, fault: _OperationFault | PathFull | None) -> ops.Event:
+        if isinstance(fault, FailOperation) and isinstance(operation, ops.Commit) and self.data is not None:
             self.data.undo_commit(operation)
         match fault:
             case FailOperation():
-                return Failed(operation.op, self._error(operation, TierError, "injected", fault.errno))
-            case ShortTransfer():
-                return Failed(operation.op, self._error(operation, TierError, "injected: short transfer"))
+                return ops.Failed(operation.op, self._error(operation, TierError, "injected", fault.errno))
             case PathFull():
-                return Failed(operation.op, self._error(operation, TierFullError, "injected", errno.ENOSPC))
+                return ops.Failed(operation.op, self._error(operation, TierFullError, "injected", errno.ENOSPC))
         if self.data is None:
-            return Done(operation.op)
-        match operation:
-            case ReadTile() | CopyTile():
-                try:
-                    self.data.end_read(operation)
-                except CorruptRecordError as error:
-                    return Failed(operation.op, error)
-            case Sync():
-                self.data.end_sync(operation)
-            case Commit():
-                self.data.end_commit(operation)
-            case WriteTile() | SaveTile():
-                flip_bit, misdirect = isinstance(fault, CorruptPayload), isinstance(fault, MisdirectedWrite)
-                checksum = self.data.end_write(operation, flip_bit=flip_bit, misdirect=misdirect)
-                return Done(operation.op, replace(operation.record, checksum=checksum))
-            case RunVisit():
-                self.data.end_run(operation)
-            case Transfer():
-                self.data.end_copy(operation)
-        return Done(operation.op)
+            return ops.Done(operation.op)
+        flip_bit, misdirect = isinstance(fault, CorruptPayload), isinstance(fault, MisdirectedWrite)
+        try:
+            return ops.Done(operation.op, self.data.end(operation, flip_bit=flip_bit, misdirect=misdirect))
+        except CorruptRecordError as error:
+            return ops.Failed(operation.op, error)
 
-    def _error(self, operation: Operation, kind: type[TierError], detail: str, errno: int | None = None) -> TierError:
+    def _error(
+        self, operation: ops.Operation, kind: type[TierError], detail: str, errno: int | None = None
+    ) -> TierError:
+        lane = self.lane_of(operation)[0].name
+        verb: str = _kind(operation)
         detail = f"{label(operation)}: {detail}"
-        if isinstance(operation, Sync | Commit):
-            return kind(_kind(operation), tier="simulated", path=self.lane_of(operation)[0].name, detail=detail)
-        if not isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
-            lane = self.lane_of(operation)[0].name
-            verb = "update" if isinstance(operation, RunVisit) else "copy"
-            return kind(verb, tier="host" if lane == "cpu" else "gpu", path=lane, detail=detail)
-        location = operation.record.location
-        path = path_name(self._plan, location.path)
-        verb = _kind(operation)
-        return kind(verb, tier="simulated", path=path, offset=location.offset, errno=errno, detail=detail)
+        match operation:
+            case ops.ReadTile() | ops.WriteTile() | ops.SaveTile() | ops.CopyTile():
+                where, path = operation.record.location, path_name(self._plan, operation.record.location.path)
+                return kind(verb, tier="simulated", path=path, offset=where.offset, errno=errno, detail=detail)
+            case ops.Sync() | ops.Commit():
+                return kind(verb, tier="simulated", path=lane, detail=detail)
+        verb = "update" if verb == "run" else verb
+        return kind(verb, tier="host" if lane == "cpu" else "gpu", path=lane, detail=detail)
 
 
-_KINDS: dict[type[Operation], Kind] = {
-    ReadTile: "read",
-    CopyTile: "read",
-    WriteTile: "write",
-    SaveTile: "write",
-    RunVisit: "run",
-    Sync: "sync",
-    Commit: "commit",
-}
-
-
-def _kind(operation: Operation) -> str:
-    if isinstance(operation, Transfer | AwaitPush | FreeHome):
-        return "copy"
-    return _KINDS[type(operation)]
+def _kind(operation: ops.Operation) -> Kind:
+    match operation:
+        case ops.ReadTile() | ops.CopyTile():
+            return "read"
+        case ops.WriteTile() | ops.SaveTile():
+            return "write"
+        case ops.RunVisit():
+            return "run"
+        case ops.Sync():
+            return "sync"
+        case ops.Commit():
+            return "commit"
+    return "copy"

@@ -25,19 +25,14 @@ class SimulatedCrash(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailOperation:
-    """Operation number `number` of a kind fails with `errno` (a run: with a kernel's failure)."""
+    """Operation number `number` of a kind fails with `errno` (a run: with a kernel's failure).
+
+    Without one, it is a transfer that has moved only half its bytes.
+    """
 
     kind: Kind
     number: int
-    errno: int = errno.EIO
-
-
-@dataclass(frozen=True, slots=True)
-class ShortTransfer:
-    """A transfer moves only half its bytes, which the tier reports as an error."""
-
-    kind: Literal["read", "write"]
-    number: int
+    errno: int | None = errno.EIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +81,7 @@ class Crash:
     event: int
 
 
-Fault = (
-    FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite | PathFull | SlowLane | Crash
-)
+Fault = FailOperation | StuckOperation | CorruptPayload | MisdirectedWrite | PathFull | SlowLane | Crash
 
 
 def random_faults(seed: int, *, paths: int, operations: int, span_s: float = 1.0) -> tuple[Fault, ...]:
@@ -116,7 +109,7 @@ def _random_fault(rng: random.Random, paths: int, operations: int, span_s: float
         case 2:
             return FailOperation("run", number)
         case 3:
-            return ShortTransfer(transfer, number)
+            return FailOperation(transfer, number, None)
         case 4:
             return StuckOperation(rng.choice(("read", "write", "run")), number)
         case 5:
