@@ -1,230 +1,261 @@
 """Mistakes that no training on the test accelerator can show: of CUDA's own row, of kernels, of speed.
 
 Each is planted in a process of its own, in which the test that is to find it runs.
+`python -m accelerator.cuda_mistakes NAME ...` says of each how pytest has ended: a line of JSON, name and code. All
+of one call are found on the test accelerator, or all elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from accelerator.mistakes import Planted, given, in_device, instead
+from accelerator import late, processes
+from accelerator.mistakes import Plant, around, in_device, instead, replaced
 from offload import backends
 from offload.device import accelerator
 from offload.device.lanes import GpuLanes
 from offload.kernels import gpu
 
+VARIABLE = "OFFLOAD_PLANTED"
+"""Names the mistake to processes that a test starts."""
+
+ROOT = Path(__file__).parents[2]
+
 
 @dataclass(frozen=True)
-class CudaMistake(Planted):
+class CudaMistake:
     """One that no training shows.
 
     Attributes:
+        plant: Makes it.
         found_by: The test that finds it.
-        is_late: Whether `found_by` runs on the test accelerator.
+        is_late: Whether that runs on the test accelerator.
     """
 
+    plant: Plant
     found_by: str
-    is_late: bool = False
+    is_late: bool
 
 
-def in_cuda_row(**changed: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant other entries in the row of CUDA."""
-
-    @contextlib.contextmanager
-    def plant() -> Iterator[None]:
-        right = backends.BACKENDS["cuda"]
-        backends.BACKENDS["cuda"] = replace(right, **changed)
-        try:
-            yield
-        finally:
-            backends.BACKENDS["cuda"] = right
-
-    return plant
+CUDA_MISTAKES: dict[str, CudaMistake] = {}
 
 
-def in_source(module: str, right: str, wrong: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant other source in a module, which is imported anew from it; where `right` is not there once, it raises."""
+def found_by(test: str, *, is_late: bool = False) -> Callable[[Plant], Plant]:
+    """Have a mistake be one that a test finds."""
 
-    @contextlib.contextmanager
-    def plant() -> Iterator[None]:
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
-        text = Path(spec.origin).read_text()
-        assert text.count(right) == 1, f"{right!r} is {text.count(right)} times in {module}"
-        before = sys.modules.pop(module, None)
-        with tempfile.TemporaryDirectory() as folder:
-            changed = Path(folder, Path(spec.origin).name)  # from which Triton reads a kernel's source
-            changed.write_text(text.replace(right, wrong))
-            other = importlib.util.spec_from_file_location(module, changed)
-            assert other is not None
-            assert other.loader is not None
-            made = sys.modules[module] = importlib.util.module_from_spec(other)
+    def told(plant: Plant) -> Plant:
+        CUDA_MISTAKES[plant.__name__] = CudaMistake(plant, f"tests/{test}", is_late)
+        return plant
+
+    return told
+
+
+def in_cuda_row(name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Plant another entry in the row of CUDA."""
+
+    def planted(wrong: Callable[..., Any]) -> Plant:
+        @wraps(wrong)
+        @contextlib.contextmanager
+        def plant() -> Iterator[None]:
+            right = backends.BACKENDS["cuda"]
+            backends.BACKENDS["cuda"] = replace(right, **{name: wrong})
             try:
-                other.loader.exec_module(made)
                 yield
             finally:
-                del sys.modules[module]
-                if before is not None:
-                    sys.modules[module] = before
+                backends.BACKENDS["cuda"] = right
 
-    return plant
+        return plant
 
-
-def _uses_what_is_read(self: Any, used: Any) -> Any:
-    return used.popleft() if len(used) >= 3 else gpu_unused(self, used)
+    return planted
 
 
-gpu_unused = gpu.Uploads._take_reusable
+@contextlib.contextmanager
+def other_source(module: str, right: str, wrong: str) -> Iterator[None]:
+    """Have a module be imported anew from other source; where `right` is not there once, it raises."""
+    spec = importlib.util.find_spec(module)
+    text = Path(spec.origin).read_text()
+    assert text.count(right) == 1, f"{right!r} is {text.count(right)} times in {module}"
+    before = sys.modules.pop(module, None)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder, Path(spec.origin).name)  # from which Triton reads a kernel's source
+        changed.write_text(text.replace(right, wrong))
+        other = importlib.util.spec_from_file_location(module, changed)
+        made = sys.modules[module] = importlib.util.module_from_spec(other)
+        try:
+            other.loader.exec_module(made)
+            yield
+        finally:
+            del sys.modules[module]
+            if before is not None:
+                sys.modules[module] = before
 
 
-def _waits_on_the_host(right: Any, self: Any, lane: Any, mark: Any) -> None:
+_take_reusable = gpu.Uploads._take_reusable
+
+
+@found_by("unit/test_accelerator.py::test_no_table_is_filled_anew_while_it_waits_to_be_read", is_late=True)
+@instead(gpu.Uploads, "_take_reusable")
+def table_filled_while_read(self: Any, used: Any) -> Any:
+    """A pinned table is filled anew while it is read, once a stream has three: rows of another update."""
+    return used.popleft() if len(used) >= 3 else _take_reusable(self, used)
+
+
+@found_by("accelerator/test_training.py::test_nothing_but_reports_waits_for_lanes[True]", is_late=True)
+@in_device("follow")
+def lanes_wait_on_the_host(right: Any, self: Any, lane: Any, mark: Any) -> None:
+    """A lane follows a mark by waiting for it on the host: nothing overlaps, and a step takes two or three times as
+    long.
+    """
     mark.wait()
 
 
-def _leaves_the_error(address: int, nbytes: int) -> None:
+@found_by("unit/test_cuda_row.py::test_who_waits_for_an_event_sleeps")
+@in_cuda_row("event")
+def events_spin(device: Any, timed: bool) -> Any:
+    """Events are made without the flag by which who waits for them sleeps: each reporter spins on a core, which the
+    CPU's update loses.
+    """
+    return backends.cuda.Event(enable_timing=timed)
+
+
+@found_by("unit/test_cuda_row.py::test_streams_and_events_are_of_the_classes_that_take_each_other[strict]")
+@in_cuda_row("current_stream")
+def a_stream_of_the_common_class(device: Any) -> Any:
+    """The current stream is one of torch's common class: "invalid device ordinal" at the first mark (torch 2.11)."""
+    return torch.Stream(stream_id=0, device_index=0, device_type=1)
+
+
+@found_by("unit/test_cuda_row.py::test_a_refused_registration_leaves_no_error_behind[strict]")
+@in_cuda_row("pin")
+def an_error_is_left(address: int, nbytes: int) -> None:
+    """The error of a refused registration is not cleared: the next kernel of forward is blamed for it."""
     runtime = backends.cuda.cudart()
     refused = runtime.cudaHostRegister(address, nbytes, 1)
     if int(refused):
         raise RuntimeError(f"{runtime.cudaGetErrorString(refused)} (CUDA error {int(refused)})")
 
 
-def _records_again(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
+@found_by("unit/test_cuda_row.py::test_what_is_registered_is_so_for_all_devices")
+def registered_for_one_device() -> AbstractContextManager[None]:
+    """Host memory is registered for the current device alone: copies of others of the process wait on the host."""
+    return replaced(backends, "_PORTABLE", 0)
+
+
+@found_by("kernels/test_gpu_beyond.py::test_what_lies_behind_a_tensor_may_be_out_of_reach")
+def reads_beyond() -> AbstractContextManager[None]:
+    """The kernel that gathers a gradient reads beyond its end, and takes zero for what it has read there: an illegal
+    address, at the end of one of the allocator's segments alone.
+    """
+    return other_source(
+        "offload.kernels.triton_kernels",
+        "    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)\n    values",
+        "    found = tl.load(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED))\n"
+        "    found = tl.where(inside, found, found * 0)\n    values",
+    )
+
+
+@found_by("unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them", is_late=True)
+@around(accelerator._Event, "__init__")
+def event_recorded_again(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
+    """An event is recorded anew while a mark still stands for its last record: whoever waits for the mark waits for
+    other work, or is told of a time after it.
+    """
     right(self, *arguments, **options)
     self.unused.appendleft(self.event)
 
 
-def _unpins_what_is_gone(self: Any, arena: Any) -> None:
+@found_by("kernels/test_gpu_code.py::test_sums_of_squares_are_not_fused")
+def sums_are_fused() -> AbstractContextManager[None]:
+    """Kernels of the norm are compiled with fused multiply-add: a norm of other bits than the CPU's."""
+    return replaced(gpu, "GATHER_OPTIONS", {"num_warps": 8})
+
+
+@found_by("unit/test_accelerator.py::test_what_is_launched_has_been_compiled")
+@instead(gpu, "_programs_at")
+def pieces_begin_anywhere(words: int) -> int:
+    """A table's second part begins at any word, where kernels are compiled for multiples of 16 bytes: a misaligned
+    address, with an odd number of words alone.
+    """
+    return words
+
+
+@found_by("unit/test_accelerator.py::test_memory_is_unpinned_while_it_is_there", is_late=True)
+@instead(GpuLanes, "free_arena")
+def unpinned_when_gone(self: Any, arena: Any) -> None:
+    """An arena is unmapped before it is unpinned: an error that nobody sees, and a registration of addresses that
+    belong to somebody else next.
+    """
     arena.close()
     self.pinned.unpin(arena)
 
 
-def _records_some_streams(right: Any, self: Any) -> None:
-    kept = dict(self._streams)
-    self._streams = {lane: stream for lane, stream in kept.items() if lane is not accelerator.DeviceLane.D2H}
-    try:
-        right(self)
-    finally:
-        self._streams = kept
+@found_by("unit/test_cuda_row.py::test_threads_leave_captures_of_others_alone[strict]")
+@in_cuda_row("relax_captures")
+def captures_are_broken() -> None:
+    """Threads do not leave captures by other threads alone: a CUDA graph of the user's fails, now and then."""
 
 
-CUDA_MISTAKES = (
-    CudaMistake(
-        "table-filled-while-read",
-        "a pinned table is filled anew while it is read, once a stream has three",
-        "rows of another update: wrong weights, without a word",
-        instead(gpu.Uploads, "_take_reusable", _uses_what_is_read),
-        found_by="tests/unit/test_accelerator.py::test_no_table_is_filled_anew_while_it_waits_to_be_read",
-        is_late=True,
-    ),
-    CudaMistake(
-        "lanes-wait-on-the-host",
-        "a lane follows a mark by waiting for it on the host",
-        "nothing overlaps: a step takes two to three times as long",
-        in_device("follow", _waits_on_the_host),
-        found_by="tests/accelerator/test_training.py::test_nothing_but_reports_waits_for_lanes[True]",
-        is_late=True,
-    ),
-    CudaMistake(
-        "events-spin",
-        "events are made without the flag by which who waits for them sleeps",
-        "each reporter spins on a core, which the CPU's update loses",
-        in_cuda_row(event=lambda device, timed: backends.cuda.Event(enable_timing=timed)),
-        found_by="tests/unit/test_cuda_row.py::test_who_waits_for_an_event_sleeps",
-    ),
-    CudaMistake(
-        "a-stream-of-the-common-class",
-        "the current stream is one of torch's common class",
-        'torch 2.11: "invalid device ordinal" at the first mark',
-        in_cuda_row(current_stream=lambda device: torch.Stream(stream_id=0, device_index=0, device_type=1)),
-        found_by="tests/unit/test_cuda_row.py::test_streams_and_events_are_of_the_classes_that_take_each_other[strict]",
-    ),
-    CudaMistake(
-        "an-error-is-left",
-        "the error of a refused registration is not cleared",
-        "the next kernel of forward is blamed for it",
-        in_cuda_row(pin=_leaves_the_error),
-        found_by="tests/unit/test_cuda_row.py::test_a_refused_registration_leaves_no_error_behind[strict]",
-    ),
-    CudaMistake(
-        "registered-for-one-device",
-        "host memory is registered for the current device alone",
-        "copies of other devices of the process wait on the host",
-        instead(backends, "_PORTABLE", 0),
-        found_by="tests/unit/test_cuda_row.py::test_what_is_registered_is_so_for_all_devices",
-    ),
-    CudaMistake(
-        "reads-beyond",
-        "the kernel that gathers a gradient reads beyond its end, and takes zero for what it has read there",
-        "an illegal address, at the end of one of the allocator's segments alone",
-        in_source(
-            "offload.kernels.triton_kernels",
-            "    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)\n    values",
-            "    found = tl.load(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED))\n"
-            "    found = tl.where(inside, found, found * 0)\n    values",
-        ),
-        found_by="tests/kernels/test_gpu_beyond.py::test_what_lies_behind_a_tensor_may_be_out_of_reach",
-    ),
-    CudaMistake(
-        "event-recorded-again",
-        "an event is recorded anew while a mark still stands for its last record",
-        "whoever waits for the mark waits for other work, or is told of a time after it",
-        instead(accelerator._Event, "__init__", given(accelerator._Event.__init__, _records_again)),
-        found_by="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
-        is_late=True,
-    ),
-    CudaMistake(
-        "sums-are-fused",
-        "kernels of the norm are compiled with fused multiply-add",
-        "a norm of other bits than the CPU's: clipping depends on placement",
-        instead(gpu, "GATHER_OPTIONS", {"num_warps": 8}),
-        found_by="tests/kernels/test_gpu_code.py::test_sums_of_squares_are_not_fused",
-    ),
-    CudaMistake(
-        "pieces-begin-anywhere",
-        "a table's second part begins at any word, where kernels are compiled for multiples of 16 bytes",
-        "a misaligned address, with an odd number of words alone",
-        instead(gpu, "_programs_at", lambda words: words),
-        found_by="tests/unit/test_accelerator.py::test_what_is_launched_has_been_compiled",
-    ),
-    CudaMistake(
-        "unpinned-when-gone",
-        "an arena is unmapped before it is unpinned",
-        "an error that nobody sees, and a registration of addresses that belong to somebody else next",
-        instead(GpuLanes, "free_arena", _unpins_what_is_gone),
-        found_by="tests/unit/test_accelerator.py::test_memory_is_unpinned_while_it_is_there",
-        is_late=True,
-    ),
-    CudaMistake(
-        "captures-are-broken",
-        "threads do not leave captures by other threads alone",
-        "a CUDA graph that the user captures fails, now and then",
-        in_cuda_row(relax_captures=lambda: None),
-        found_by="tests/unit/test_cuda_row.py::test_threads_leave_captures_of_others_alone[strict]",
-    ),
-    CudaMistake(
-        "last-in-the-queue",
-        "streams of updates have the least priority in the place of the greatest",
-        "updates wait for forward's kernels, and everything waits for updates",
-        in_cuda_row(stream=lambda device, first: backends.cuda.Stream(device, priority=int(first))),
-        found_by="tests/unit/test_cuda_row.py::test_what_goes_first_has_the_greater_priority[strict]",
-    ),
-    CudaMistake(
-        "borrowed-and-still-leaving",
-        "memory that was borrowed is given back without a word for the lane on which state leaves it",
-        "forward writes to it before state has left",
-        in_device("return_borrowed", _records_some_streams),
-        found_by="tests/unit/test_accelerator.py::test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far",
-        is_late=True,
-    ),
+@found_by("unit/test_cuda_row.py::test_what_goes_first_has_the_greater_priority[strict]")
+@in_cuda_row("stream")
+def last_in_the_queue(device: Any, first: bool) -> Any:
+    """Streams of updates have the least priority in the place of the greatest: updates wait for forward's kernels,
+    and everything waits for updates.
+    """
+    return backends.cuda.Stream(device, priority=int(first))
+
+
+@found_by(
+    "unit/test_accelerator.py::test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far", is_late=True
 )
+@in_device("return_borrowed")
+def borrowed_and_still_leaving(right: Any, self: Any) -> None:
+    """Borrowed memory is given back without a word for the lane on which state leaves it: forward writes to it before
+    state has left.
+    """
+    streams = {lane: stream for lane, stream in self._streams.items() if lane is not accelerator.DeviceLane.D2H}
+    with replaced(self, "_streams", streams):
+        right(self)
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """Plant the mistake that `VARIABLE` names, if it does."""
+    name = os.environ.get(VARIABLE)
+    with CUDA_MISTAKES[name].plant() if name else contextlib.nullcontext():
+        yield
+
+
+def main(names: list[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.chdir(ROOT)
+    if CUDA_MISTAKES[names[0]].is_late:
+        late.load()
+        backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+        os.environ[processes.HERE] = ""  # so that tests run here
+    for name in names:
+        os.environ[VARIABLE] = name
+        with CUDA_MISTAKES[name].plant():
+            plugins = [f"-p{plugin}" for plugin in processes.PLUGINS]
+            code = pytest.main(["-q", "-x", *plugins, CUDA_MISTAKES[name].found_by])
+        answers.write(json.dumps([name, int(code)]) + "\n")
+        answers.flush()
+    os._exit(0)  # threads of streams do not end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

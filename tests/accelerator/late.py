@@ -47,7 +47,6 @@ def load(devices: int = 2) -> None:
     path = str(build.library())
     loader = importlib.machinery.ExtensionFileLoader("_late", path)
     spec = importlib.util.spec_from_file_location("_late", path, loader=loader)
-    assert spec is not None
     native = importlib.util.module_from_spec(spec)
     loader.exec_module(native)
     native.set_device_count(devices)
@@ -230,20 +229,15 @@ def unpin(address: int) -> None:
 
 def registered() -> list[int]:
     """Return the addresses of all host memory that is registered now."""
-    return _native.registered()  # type: ignore[no-any-return]
+    return _native.registered()
 
 
 def launch(function: Callable[[], object], name: str = "launch", stream: torch.Stream | None = None) -> None:
     """Run a function in a stream's order, as a kernel of one's own.
 
-    It reaches device memory by `real` alone. What it raises is the device's error.
+    It cannot reach device memory. What it raises is the device's error.
     """
     _native.launch(stream or torch.accelerator.current_stream(), name, function)
-
-
-def real(address: int) -> int:
-    """Return where tasks find what lies at an address of a device; any other address is its own."""
-    return int(_native.real(address))
 
 
 # -- What has happened
@@ -251,17 +245,17 @@ def real(address: int) -> int:
 
 def counts() -> dict[str, Any]:
     """Return how often operators ran later ("asynchronous"), and by name those that the host waited for."""
-    return _native.counts()  # type: ignore[no-any-return]
+    return _native.counts()
 
 
 def host_waits() -> dict[int, int]:
     """Return how often threads of the host have waited for work that was not done, by the system's name for each."""
-    return _native.host_waits()  # type: ignore[no-any-return]
+    return _native.host_waits()
 
 
 def streams() -> list[tuple[int, int, int, int]]:
     """Return (device, id, tasks put, tasks done) of all streams that have been used."""
-    return _native.list_streams()  # type: ignore[no-any-return]
+    return _native.list_streams()
 
 
 # -- What torch asks of a device's module
@@ -290,13 +284,6 @@ def _place(device: Any) -> torch.device:
     return place if place.index is not None else torch.device("late", index)
 
 
-class _Properties(types.SimpleNamespace):
-    """What a device tells of itself."""
-
-    name: str
-    total_memory: int
-
-
 def _module(native: Any) -> types.ModuleType:
     process = os.getpid()
     generators = [native.default_generator(index) for index in range(native.device_count())]
@@ -304,7 +291,7 @@ def _module(native: Any) -> types.ModuleType:
     accelerator = torch.accelerator
 
     def generator(device: Any) -> torch.Generator:
-        return generators[_place(device).index]  # type: ignore[no-any-return]
+        return generators[_place(device).index]
 
     def manual_seed_all(seed: int) -> None:
         for each in generators:
@@ -313,9 +300,9 @@ def _module(native: Any) -> types.ModuleType:
     def use(stream: torch.Stream | None) -> Any:
         return contextlib.nullcontext() if stream is None else stream
 
-    def properties(device: Any = None) -> _Properties:
-        place = _place(device)
-        return _Properties(name="late", total_memory=accelerator.get_memory_info(place)[1])
+    def properties(device: Any = None) -> types.SimpleNamespace:
+        total_bytes = accelerator.get_memory_info(_place(device))[1]
+        return types.SimpleNamespace(name="late", total_memory=total_bytes)
 
     names: dict[str, Any] = {
         "Stream": Stream,

@@ -186,7 +186,7 @@ def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     assert ACTIVE in lanes.GpuLanes.enqueue_update.__code__.co_consts, (
         "calls cannot be left out: other code is imported"
     )
-    return {call.place: lambda place=call.place: without(place) for call in calls()}  # type: ignore[misc]
+    return {call.place: lambda place=call.place: without(place) for call in calls()}
 
 
 def main(report: Path, explained: bool) -> None:

@@ -6,10 +6,11 @@ are planted in the product, at one call of `offload.protocols.Device`; the other
 trainings what a careful user does for himself. Those that only leave out a call are not among them: `leave_out` makes
 them all.
 
-Each says what a real GPU would make of it, and how it shows. None is found by looking for it: trainings end with
-other bits than on the CPU, or do not end. No training shows free memory that is counted though somebody has it (the
-device is asked for what is planned, or half, until it gives that), nor a thread that does not adopt its device (only
-CUDA makes a context for a thread's first device, half a gigabyte, and each call makes its device current).
+Each says what is wrong, what a real GPU would make of it, and how it shows. None is found by looking for it:
+trainings end with other bits than on the CPU, or do not end. No training shows free memory that is counted though
+somebody has it (the device is asked for what is planned, or half, until it gives that), nor a thread that does not
+adopt its device (only CUDA makes a context for a thread's first device, half a gigabyte, and each call makes its
+device current).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +36,14 @@ from offload.gradients.gpu import Departure, GpuGradients
 from offload.integrations.deepspeed.gradients import Transfers
 from offload.protocols import DeviceLane
 
-DEVICE: type = accelerator.AcceleratorDevice
-"""The class of devices that mistakes are planted in."""
-
+H2D, D2H, UPDATE, GRADIENTS = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS
+CALLER, PIECES = DeviceLane.CALLER, DeviceLane.PIECES
 
 WITHIN = 8
 """Each mistake that is found at all is found by one of so many seeds, from 0 on; most of them by the first."""
+
+Plant = Callable[[], AbstractContextManager[Any]]
+"""Makes a mistake, as long as the context lasts; its docstring says what is wrong, and what a GPU makes of it."""
 
 
 class Shows(Enum):
@@ -91,35 +95,40 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A mistake.
-
-    Attributes:
-        name: For reports.
-        wrong: What is done wrong.
-        on_a_gpu: What a real one would make of it.
-        plant: Makes it, as long as the context lasts.
-    """
-
-    name: str
-    wrong: str
-    on_a_gpu: str
-    plant: Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Mistake(Planted):
+class Mistake:
     """One that a training finds.
 
     Attributes:
-        workload: Which.
+        plant: Makes it.
+        workload: Which training.
         shows: How it gives itself away here.
         quick: Whether `make test` looks for it.
     """
 
+    plant: Plant
     workload: str
-    shows: Shows = Shows.BITS
-    quick: bool = False
+    shows: Shows
+    quick: bool
+
+
+MISTAKES: dict[str, Mistake] = {}
+"""All that trainings find, by name."""
+
+
+def found_by(workload: str, shows: Shows = Shows.BITS, *, quick: bool = False) -> Callable[[Plant], Plant]:
+    """Have a mistake be one that a training finds."""
+
+    def told(plant: Plant) -> Plant:
+        assert plant.__name__ not in MISTAKES
+        MISTAKES[plant.__name__] = Mistake(plant, workload, shows, quick)
+        return plant
+
+    return told
+
+
+def plants() -> dict[str, Plant]:
+    """Return what can be planted, by name."""
+    return {name: mistake.plant for name, mistake in MISTAKES.items()}
 
 
 # How they are planted
@@ -140,19 +149,24 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def in_device(name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant another method in the device, which is given the right one first."""
-    return lambda: replaced(DEVICE, name, given(getattr(DEVICE, name), wrong))
-
-
 def given(right: Any, wrong: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that is given the right one first."""
     return lambda *arguments, **options: wrong(right, *arguments, **options)
 
 
-def instead(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant another method in a class of the product."""
-    return lambda: replaced(owner, name, value)
+def instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Plant another function in a class or module of the product, or in `Host`."""
+    return lambda wrong: wraps(wrong)(lambda: replaced(owner, name, staticmethod(wrong) if owner is Host else wrong))
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Plant another method, which is given the right one first."""
+    return lambda wrong: wraps(wrong)(lambda: replaced(owner, name, given(getattr(owner, name), wrong)))
+
+
+def in_device(name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Plant another method in the device, which is given the right one first."""
+    return around(accelerator.AcceleratorDevice, name)
 
 
 def is_within(within: str) -> bool:
@@ -171,121 +185,227 @@ def is_within(within: str) -> bool:
     return frame.f_code.co_qualname == within
 
 
-def in_marks(name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+def in_marks(name: str) -> Callable[[Callable[..., Any]], Plant]:
     """Plant another method in all marks of the device, which is given the right one first."""
-    kinds: dict[type, type] = {}
 
-    def marks(right: Any, *arguments: Any, **options: Any) -> Any:
-        mark = right(*arguments, **options)
-        kind = type(mark)
-        if kind not in kinds:
-            kinds[kind] = type(kind.__name__, (kind,), {name: given(getattr(kind, name), wrong)})
-        mark.__class__ = kinds[kind]
-        return mark
+    def planted(wrong: Callable[..., Any]) -> Plant:
+        kinds: dict[type, type] = {}
 
-    @contextlib.contextmanager
-    def plant() -> Iterator[None]:
-        with in_device("mark", marks)(), in_device("mark_caller", marks)():
-            yield
+        def marks(right: Any, *arguments: Any, **options: Any) -> Any:
+            mark = right(*arguments, **options)
+            kind = type(mark)
+            if kind not in kinds:
+                kinds[kind] = type(kind.__name__, (kind,), {name: given(getattr(kind, name), wrong)})
+            mark.__class__ = kinds[kind]
+            return mark
 
-    return plant
+        @wraps(wrong)
+        @contextlib.contextmanager
+        def plant() -> Iterator[None]:
+            with in_device("mark")(marks)(), in_device("mark_caller")(marks)():
+                yield
 
+        return plant
 
-def never_awaited(within: str = "") -> Callable[[], AbstractContextManager[Any]]:
-    """Have waits for marks that one function makes (see `is_within`) return at once; "" for all."""
-
-    def wait(right: Any, self: Any) -> None:
-        if within and not is_within(within):
-            right(self)
-
-    return in_marks("wait", wait)
+    return planted
 
 
-def always_but_to_who_reads_times(right: Any, self: Any) -> Any:
-    """Say that a mark has been reached; not to what reads its time, whose error would come first."""
-    return right(self) if is_within("GpuLanes.take_timed") else True
+# Marks
 
 
-def nothing(*arguments: Any, **options: Any) -> None:
-    """Stand in for what is left out."""
+@found_by("kept-gpu")
+@in_device("mark")
+def marks_on_another_lane(right: Any, self: Any, lane: DeviceLane, **timed: bool) -> Any:
+    """The mark after copies to the host is recorded on the stream of copies to the device: host memory is taken for
+    complete while it is written.
+    """
+    return right(self, H2D if lane is D2H else lane, **timed)
 
 
-# What they do
-
-
-def on_another_lane(swapped: dict[DeviceLane, DeviceLane]) -> Callable[..., Any]:
-    """Have a method take one lane for another."""
-
-    def wrong(right: Any, self: Any, lane: DeviceLane, *arguments: Any, **options: Any) -> Any:
-        return right(self, swapped.get(lane, lane), *arguments, **options)
-
-    return wrong
-
-
-def on_the_current_stream(wanted: DeviceLane, within: str) -> Callable[..., Any]:
-    """Have a method of the device take the stream that is current for that of a lane."""
-
-    def wrong(right: Any, self: Any, lane: DeviceLane) -> Any:
-        return right(self, CALLER if lane is wanted and is_within(within) else lane)
-
-    return wrong
-
-
+@found_by("two-streams")
+@in_device("mark_caller")
 def marks_the_newest_caller(right: Any, self: Any, caller: Any) -> Any:
-    return self.mark(DeviceLane.CALLER, timed=False)
+    """A bucket that leaves later marks the stream that is current then, not the one that made its gradients: those
+    made on a user's stream leave before they are there.
+    """
+    return self.mark(CALLER, timed=False)
 
 
+@found_by("streams-departing")
+@in_device("caller")
 def one_caller_only(right: Any, self: Any) -> Any:
+    """Gradients made on two streams are taken for those of one: the second stream's leave before they are there."""
     found = right(self)
     return self.__dict__.setdefault("first_caller", found)
 
 
-def reports_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
-    queue.post(op)
-
-
-def reports_pushes_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
-    if is_within("GpuLanes.await_push"):
-        queue.post(op)
-    else:
-        right(self, mark, queue, op)
-
-
+@found_by("ending", Shows.ERROR, quick=True)
+@in_device("mark")
 def never_timed(right: Any, self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
+    """Marks are made without timing where their time is asked for: CUDA refuses, and the session breaks."""
     return right(self, lane, timed=False)
 
 
-def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[..., Any]:
-    def wrong(
-        right: Any, self: Any, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0
-    ) -> None:
-        if lanes(lane):
-            ctypes.memmove(target, source, nbytes)
-        else:
-            right(self, lane, target, source, nbytes, piece_bytes)
-
-    return wrong
+@found_by("kept-gpu", quick=True)
+@in_device("report")
+def reports_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
+    """The end of an operation is posted before its mark is reached: host state is updated, written to disk or sent
+    on before it has come.
+    """
+    queue.post(op)
 
 
+@found_by("kept-cpu")
+@in_marks("reached")
+def always_reached(right: Any, self: Any) -> Any:
+    """A mark says that it has been reached; not to what reads its time, whose error would come first. The CPU updates
+    with gradients that are still coming.
+    """
+    return right(self) if is_within("GpuLanes.take_timed") else True
+
+
+@found_by("kept", Shows.ERROR)
+@in_marks("wait")
+def never_waited(right: Any, self: Any) -> None:
+    """Waiting for a mark returns at once: norms from old sums, host memory read before its copy has come."""
+
+
+@found_by("state-home", quick=True)
+@in_marks("wait")
+def state_read_early(right: Any, self: Any) -> None:
+    """State is handed out before its copy to pinned memory has come: what the buffer held before."""
+    if not is_within("GpuLanes.copy_to_host"):
+        right(self)
+
+
+@found_by("kept")
+@in_marks("wait")
+def norm_read_early(right: Any, self: Any) -> None:
+    """Sums of squares are read before their copy to pinned memory has come: the norm of the step before."""
+    if not is_within("GpuGradients.settle"):
+        right(self)
+
+
+@found_by("times", Shows.TIMES)
+@in_device("rebase")
+def keeps_the_old_time(right: Any, self: Any) -> None:
+    """Times are counted from a newer event with the older event's time: a timeline that is off by as long as the
+    session runs, and plans made from it.
+    """
+    event, base_s = self.base
+    self.base = event, -math.inf  # so that it is old
+    right(self)
+    self.base = self.base[0], base_s
+
+
+# Work on the wrong lane, or by the wrong hand
+
+
+@found_by("kept-gpu")
+@in_device("stream")
+def copies_on_the_current_stream(right: Any, self: Any, lane: DeviceLane) -> Any:
+    """State is copied to the device on the stream that is current on the engine thread: updates do not wait for it,
+    as they follow lane H2D.
+    """
+    return right(self, CALLER if lane is H2D and is_within("AcceleratorDevice.copy") else lane)
+
+
+@found_by("kept-gpu")
+@in_device("stream")
+def updates_on_the_current_stream(right: Any, self: Any, lane: DeviceLane) -> Any:
+    """Updates are put on the stream that is current on the engine thread: state is copied out, and weights are read,
+    before they are updated.
+    """
+    return right(self, CALLER if lane is UPDATE and is_within("AcceleratorDevice.update") else lane)
+
+
+@found_by("kept")
+@in_device("sum_gradients")
+def sums_on_another_lane(right: Any, self: Any, lane: DeviceLane, *arguments: Any) -> Any:
+    """Sums of many gradients are put on lane H2D: read before they are there, and made before gradients are."""
+    return right(self, H2D if lane is GRADIENTS else lane, *arguments)
+
+
+@found_by("departing-gpu")
+@in_device("gradient_blocks")
+def block_sums_on_another_lane(right: Any, self: Any, lane: DeviceLane, *arguments: Any, **options: Any) -> Any:
+    """The sums of one gradient, or an addition to it, are put on lane H2D: as above."""
+    return right(self, H2D if lane is GRADIENTS else lane, *arguments, **options)
+
+
+@found_by("kept-cpu")
+@in_device("copy_pieces")
+def pieces_on_another_lane(right: Any, self: Any, lane: DeviceLane, *arguments: Any) -> Any:
+    """Small pieces are gathered and scattered on the lane of updates: copies and forward do not wait for it."""
+    return right(self, UPDATE if lane is PIECES else lane, *arguments)
+
+
+@found_by("ending", Shows.CRASH, quick=True)
+@in_device("copy")
+def host_reads_the_device(right: Any, self: Any, lane: DeviceLane, *arguments: int) -> None:
+    """The host copies device memory by itself: SIGSEGV."""
+    if lane is H2D:
+        right(self, lane, *arguments)
+    else:
+        ctypes.memmove(*arguments[:3])
+
+
+@found_by("ending", Shows.CRASH)
+@in_device("copy")
+def host_writes_to_the_device(right: Any, self: Any, lane: DeviceLane, *arguments: int) -> None:
+    """The host copies to device memory by itself: SIGSEGV."""
+    if lane is H2D:
+        ctypes.memmove(*arguments[:3])
+    else:
+        right(self, lane, *arguments)
+
+
+# Memory
+
+
+@found_by("departing-cpu", quick=True)
+@around(GpuGradients, "keep_until_read")
+def drops_gradients_in_transit(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
+    """Gradients are dropped before they have left: backward uses their memory, and others leave in their place."""
+    right(self, *arguments, **options)
+    self.in_transit.clear()
+
+
+@found_by("departing-cpu")
+@around(Departure, "on_lane")
+def follows_nothing(right: Any, self: Any) -> Any:
+    """Gradients are handed back behind a bucket that has not left, which no stream can follow: backward uses their
+    memory again before they have left.
+    """
+    return self if is_within("GpuGradients.drop_oldest_when_read") else right(self)
+
+
+@found_by("added")
+@in_device("allocate")
 def allocates_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
-    impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=nothing))
+    """Memory for the lanes is taken without waiting for the stream that the allocator orders it by: whoever had it
+    before still writes to it.
+    """
+    impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=lambda: None))
     with replaced(self, "backend", impatient):
         return int(right(self, nbytes, caller))
 
 
-def lends_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
-    other = None if caller is None else self.stream(DeviceLane.PIECES)
-    return int(right(self, nbytes, other))
+@found_by("borrowing-departing")
+@in_device("allocate")
+def borrows_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
+    """Memory is borrowed in the order of another stream than that which lanes are made to follow: it is filled when
+    state is there.
+    """
+    return int(right(self, nbytes, None if caller is None else self.stream(PIECES)))
 
 
-@contextlib.contextmanager
-def leaves_the_device_alone(right: Any, self: Any) -> Iterator[None]:
-    yield
-
-
+@found_by("ending", quick=True)
 @contextlib.contextmanager
 def closes_at_once() -> Iterator[None]:
-    """Have nobody wait for lanes at the end; streams are not waited for then, as of a device that has failed."""
+    """A session ends without waiting for its lanes, nor for streams, as of a device that has failed: weights without
+    the last step; copies to memory that is unmapped.
+    """
 
     @contextlib.contextmanager
     def refused() -> Iterator[None]:
@@ -299,32 +419,74 @@ def closes_at_once() -> Iterator[None]:
         if not is_within("GpuLanes.close"):
             right(self)
 
-    with in_device("current", current)(), replaced(GpuLanes, "wait", given(GpuLanes.wait, wait)):
+    with in_device("current")(current)(), around(GpuLanes, "wait")(wait)():
         yield
 
 
-def keeps_the_old_time(right: Any, self: Any) -> None:
-    event, base_s = self.base
-    self.base = event, -math.inf  # so that it is old
-    right(self)
-    self.base = self.base[0], base_s
+# Host memory that copies use
 
 
-def drops_gradients_in_transit(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
-    right(self, *arguments, **options)
-    self.in_transit.clear()
+@found_by("departing-cpu", quick=True)
+@in_marks("wait")
+def added_before_they_come(right: Any, self: Any) -> None:
+    """Gradients of further passes are added before their copy to a pinned buffer has come: those of the buffer's last
+    user are.
+    """
+    if not is_within("offload.gradients.additions"):
+        right(self)
 
 
-def follows_a_bucket_that_is_on_no_lane(right: Any, self: Any) -> Any:
-    return self if is_within("GpuGradients.drop_oldest_when_read") else right(self)
+@found_by("kept-cpu", quick=True)
+@instead(GpuLanes, "inputs_mark")
+def updated_before_gradients_come(*_: Any) -> None:
+    """An update on the CPU does not wait for its gradients and weights, and takes those of the step before."""
 
 
-def forgets_what_is_scattered(right: Any, self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
-    scattered = lane is DeviceLane.PIECES and is_within("GpuLanes.send_weights")
-    return right(self, DeviceLane.H2D if scattered else lane, timed=timed)
+@found_by("forward-cpu")
+@in_device("report")
+def reports_pushes_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
+    """A weight slot is taken for free before its weights have left: weights of another subgroup arrive."""
+    if is_within("GpuLanes.await_push"):
+        queue.post(op)
+    else:
+        right(self, mark, queue, op)
 
 
-def marks_before_the_copy(right: Any, self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+@found_by("forward-cpu")
+@in_device("mark")
+def scattered_unseen(right: Any, self: Any, lane: DeviceLane, **timed: bool) -> Any:
+    """Whoever reads new weights follows their copy, and not the kernel that scatters the small ones: forward reads
+    small weights of the step before.
+    """
+    return right(self, H2D if lane is PIECES and is_within("GpuLanes.send_weights") else lane, **timed)
+
+
+# Threads and devices
+
+
+@found_by("second", Shows.PLACE, quick=True)
+@in_device("current")
+@contextlib.contextmanager
+def leaves_the_device_alone(right: Any, self: Any) -> Iterator[None]:
+    """Work for the second device is asked for while the first one is current: CUDA launches kernels on the first, at
+    an illegal address.
+    """
+    yield
+
+
+# DeepSpeed's transfers
+
+
+@found_by("transfers", quick=True)
+@instead(Transfers, "wait")
+def transfers_not_waited_for(self: Any) -> None:
+    """Gradients in host memory are read while they come: those of the window before."""
+
+
+@found_by("transfers")
+@around(Transfers, "start")
+def transfers_marked_early(right: Any, self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+    """The event after a copy is recorded before it: as above, for the newest."""
     right(self, target.flatten()[:0], source.flatten()[:0])
     mark, _, _ = self.under_way.pop()
     pinned = torch.empty(source.numel(), dtype=target.dtype, pin_memory=True)
@@ -333,313 +495,54 @@ def marks_before_the_copy(right: Any, self: Any, target: torch.Tensor, source: t
     self.under_way.append((mark, pinned, target))
 
 
+# What users do
+
+
+@found_by("streams")
+@instead(Host, "working_on")
 @contextlib.contextmanager
-def on_nobody_s_behalf(stream: Any) -> Iterator[None]:
+def stream_begins_early(stream: Any) -> Iterator[None]:
+    """A user's stream does not wait for what it reads: backward of old activations."""
     with stream:
         yield
 
 
+@found_by("streams")
+@instead(Host, "working_on")
 @contextlib.contextmanager
-def leaves_without_a_word(stream: Any) -> Iterator[None]:
+def stream_ends_early(stream: Any) -> Iterator[None]:
+    """What comes after a user's stream does not wait for it: a step with half of its gradients."""
     stream.wait_stream(torch.accelerator.current_stream())
     with stream:
         yield
 
 
-def fills_a_buffer_in_use(staging: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
+@found_by("host", quick=True)
+@instead(Host, "used_on")
+def used_on_another_stream(*_: Any) -> None:
+    """A tensor is dropped while another stream uses it, without record_stream: its memory is somebody else's before
+    it has been read.
+    """
+
+
+@found_by("host", quick=True)
+@instead(Host, "upload")
+def staging_in_use(staging: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
+    """A pinned buffer is filled anew before its last copy has left: the values of the next batch arrive twice."""
     staging.copy_(values)
     target.copy_(staging, non_blocking=True)
 
 
-def reads_a_copy_under_way(staging: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+@found_by("host", quick=True)
+@instead(Host, "download")
+def staging_read_early(staging: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """A pinned buffer is read before the copy to it has come: the values of the last copy."""
     staging.copy_(source, non_blocking=True)
     return staging.clone()
 
 
-def reads_device_memory(tensor: torch.Tensor) -> float:
+@found_by("host", Shows.CRASH, quick=True)
+@instead(Host, "first")
+def tensor_read_by_the_host(tensor: torch.Tensor) -> float:
+    """The host reads a tensor's memory where it lies: SIGSEGV."""
     return float(ctypes.c_float.from_address(tensor.data_ptr()).value)
-
-
-H2D, D2H, UPDATE, GRADIENTS = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS
-CALLER, PIECES = DeviceLane.CALLER, DeviceLane.PIECES
-
-MISTAKES: tuple[Mistake, ...] = (
-    # Marks
-    Mistake(
-        "marked-on-another-lane",
-        "the mark after copies to the host is recorded on the stream of copies to the device",
-        "host memory is taken for complete while it is written",
-        in_device("mark", on_another_lane({D2H: H2D})),
-        workload="kept-gpu",
-    ),
-    Mistake(
-        "marked-on-the-thread-s-stream",
-        "a bucket that leaves later marks the stream that is current then, not the one that made its gradients",
-        "gradients made on a user's stream leave before they are there",
-        in_device("mark_caller", marks_the_newest_caller),
-        workload="two-streams",
-    ),
-    Mistake(
-        "one-caller",
-        "gradients made on two streams are taken for those of one",
-        "those of the second stream leave before they are there",
-        in_device("caller", one_caller_only),
-        workload="streams-departing",
-    ),
-    Mistake(
-        "untimed",
-        "marks are made without timing where their time is asked for",
-        "CUDA refuses to tell a time, and the session breaks",
-        in_device("mark", never_timed),
-        workload="ending",
-        shows=Shows.ERROR,
-        quick=True,
-    ),
-    Mistake(
-        "reported-at-once",
-        "the end of an operation is posted before its mark is reached",
-        "host state is updated, written to disk or sent on before it has come",
-        in_device("report", reports_at_once),
-        workload="kept-gpu",
-        quick=True,
-    ),
-    Mistake(
-        "always-reached",
-        "a mark says that it has been reached",
-        "the CPU updates with gradients that are still coming",
-        in_marks("reached", always_but_to_who_reads_times),
-        workload="kept-cpu",
-    ),
-    Mistake(
-        "never-waited",
-        "waiting for a mark returns at once",
-        "norms from old sums, host memory read before its copy has come",
-        never_awaited(),
-        workload="kept",
-        shows=Shows.ERROR,
-    ),
-    Mistake(
-        "state-read-early",
-        "state is handed out before its copy to pinned memory has come",
-        "state_dict() with what the buffer held before",
-        never_awaited("GpuLanes.copy_to_host"),
-        workload="state-home",
-        quick=True,
-    ),
-    Mistake(
-        "norm-read-early",
-        "sums of squares are read before their copy to pinned memory has come",
-        "the norm of the step before",
-        never_awaited("GpuGradients.settle"),
-        workload="kept",
-    ),
-    Mistake(
-        "old-times",
-        "times are counted from a newer event with the older event's time",
-        "a timeline that is off by as long as the session runs, and plans made from it",
-        in_device("rebase", keeps_the_old_time),
-        workload="times",
-        shows=Shows.TIMES,
-    ),
-    # Work on the wrong lane, or by the wrong hand
-    Mistake(
-        "copied-on-the-caller-s-stream",
-        "state is copied to the device on the stream that is current on the engine thread",
-        "updates do not wait for it: they follow lane H2D",
-        in_device("stream", on_the_current_stream(H2D, "AcceleratorDevice.copy")),
-        workload="kept-gpu",
-    ),
-    Mistake(
-        "updated-on-the-current-stream",
-        "updates are put on the stream that is current on the engine thread",
-        "state is copied out, and weights are read, before they are updated",
-        in_device("stream", on_the_current_stream(UPDATE, "AcceleratorDevice.update")),
-        workload="kept-gpu",
-    ),
-    Mistake(
-        "sums-on-another-lane",
-        "sums of many gradients are put on lane H2D",
-        "they are read before they are there, and before gradients are",
-        in_device("sum_gradients", on_another_lane({GRADIENTS: H2D})),
-        workload="kept",
-    ),
-    Mistake(
-        "block-sums-on-another-lane",
-        "the sums of one gradient, or an addition to it, are put on lane H2D",
-        "they are read before they are there, and before gradients are",
-        in_device("gradient_blocks", on_another_lane({GRADIENTS: H2D})),
-        workload="departing-gpu",
-    ),
-    Mistake(
-        "pieces-on-another-lane",
-        "small pieces are gathered and scattered on lane H2D",
-        "copies and forward do not wait for it",
-        in_device("copy_pieces", on_another_lane({PIECES: UPDATE})),
-        workload="kept-cpu",
-    ),
-    Mistake(
-        "host-reads-the-device",
-        "the host copies device memory by itself",
-        "SIGSEGV",
-        in_device("copy", copies_by_the_host(lambda lane: lane is not H2D)),
-        workload="ending",
-        shows=Shows.CRASH,
-        quick=True,
-    ),
-    Mistake(
-        "host-writes-to-the-device",
-        "the host copies to device memory by itself",
-        "SIGSEGV",
-        in_device("copy", copies_by_the_host(lambda lane: lane is H2D)),
-        workload="ending",
-        shows=Shows.CRASH,
-    ),
-    # Memory
-    Mistake(
-        "dropped-in-transit",
-        "gradients are dropped before they have left",
-        "their memory is used again by backward: other gradients leave in their place",
-        instead(GpuGradients, "keep_until_read", given(GpuGradients.keep_until_read, drops_gradients_in_transit)),
-        workload="departing-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "follows-nothing",
-        "gradients are handed back behind a bucket that has not left, which no stream can follow",
-        "backward uses their memory again before they have left",
-        instead(Departure, "on_lane", given(Departure.on_lane, follows_a_bucket_that_is_on_no_lane)),
-        workload="departing-cpu",
-    ),
-    Mistake(
-        "allocated-out-of-order",
-        "memory for the lanes is taken without waiting for the stream that the allocator orders it by",
-        "whoever had it before still writes to it",
-        in_device("allocate", allocates_out_of_order),
-        workload="added",
-    ),
-    Mistake(
-        "borrowed-out-of-order",
-        "memory is borrowed in the order of another stream than that which lanes are made to follow",
-        "it is filled when state is there",
-        in_device("allocate", lends_out_of_order),
-        workload="borrowing-departing",
-    ),
-    Mistake(
-        "closed-early",
-        "a session ends without waiting for its lanes",
-        "weights without the last step; copies to memory that is unmapped",
-        closes_at_once,
-        workload="ending",
-        quick=True,
-    ),
-    # Host memory that copies use
-    Mistake(
-        "added-before-they-come",
-        "gradients of further passes are added before their copy to a pinned buffer has come",
-        "those of the buffer's last user are added",
-        never_awaited("offload.gradients.additions"),
-        workload="departing-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "updated-before-gradients-come",
-        "an update on the CPU does not wait for its gradients and weights",
-        "updated with the gradients of the step before",
-        instead(GpuLanes, "inputs_mark", nothing),
-        workload="kept-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "weight-slot-in-use",
-        "a weight slot is taken for free before its weights have left",
-        "weights of another subgroup arrive",
-        in_device("report", reports_pushes_at_once),
-        workload="forward-cpu",
-    ),
-    Mistake(
-        "scattered-unseen",
-        "whoever reads new weights follows their copy, and not the kernel that scatters the small ones",
-        "forward reads small weights of the step before",
-        in_device("mark", forgets_what_is_scattered),
-        workload="forward-cpu",
-    ),
-    # Threads and devices
-    Mistake(
-        "wrong-current-device",
-        "work for the second device is asked for while the first one is current",
-        "CUDA launches kernels on the first device: an illegal address",
-        in_device("current", leaves_the_device_alone),
-        workload="second",
-        shows=Shows.PLACE,
-        quick=True,
-    ),
-    # DeepSpeed's transfers
-    Mistake(
-        "transfers-not-waited-for",
-        "gradients in host memory are read while they come",
-        "those of the window before",
-        instead(Transfers, "wait", nothing),
-        workload="transfers",
-        quick=True,
-    ),
-    Mistake(
-        "transfers-marked-early",
-        "the event after a copy is recorded before it",
-        "as above, for the newest",
-        instead(Transfers, "start", given(Transfers.start, marks_before_the_copy)),
-        workload="transfers",
-    ),
-    # What users do
-    Mistake(
-        "stream-begins-early",
-        "a user's stream does not wait for what it reads",
-        "backward of old activations",
-        instead(Host, "working_on", staticmethod(on_nobody_s_behalf)),
-        workload="streams",
-    ),
-    Mistake(
-        "stream-ends-early",
-        "what comes after a user's stream does not wait for it",
-        "a step with half of its gradients",
-        instead(Host, "working_on", staticmethod(leaves_without_a_word)),
-        workload="streams",
-    ),
-    Mistake(
-        "used-on-another-stream",
-        "a tensor is dropped while another stream uses it, without record_stream",
-        "its memory is somebody else's before it has been read",
-        instead(Host, "used_on", staticmethod(nothing)),
-        workload="host",
-        quick=True,
-    ),
-    Mistake(
-        "staging-in-use",
-        "a pinned buffer is filled anew before its last copy has left",
-        "the values of the next batch arrive twice",
-        instead(Host, "upload", staticmethod(fills_a_buffer_in_use)),
-        workload="host",
-        quick=True,
-    ),
-    Mistake(
-        "staging-read-early",
-        "a pinned buffer is read before the copy to it has come",
-        "the values of the last copy",
-        instead(Host, "download", staticmethod(reads_a_copy_under_way)),
-        workload="host",
-        quick=True,
-    ),
-    Mistake(
-        "tensor-read-by-the-host",
-        "the host reads a tensor's memory where it lies",
-        "SIGSEGV",
-        instead(Host, "first", staticmethod(reads_device_memory)),
-        workload="host",
-        shows=Shows.CRASH,
-        quick=True,
-    ),
-)
-
-
-def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Return what can be planted, by name."""
-    return {mistake.name: mistake.plant for mistake in MISTAKES}

@@ -33,10 +33,8 @@ from skips import cannot_run
 
 from accelerator import build, late
 
-REPORTS = "LATE_REPORTS"
-"""Variable: the file that a test's own process writes its reports to."""
-SHARED = "LATE_SHARED"
-"""Variable: the socket at which a shared process is told of tests, and tells of them."""
+HERE = "LATE_HERE"
+"""Variable of a process that has the device: the socket at which it is told of tests, and tells of them; or ""."""
 MOST_US = 100
 """Most that a task waits before it begins, in a shared process."""
 PASSED_ON = ("--overlap", "--ahead", "--hypothesis-profile")
@@ -45,16 +43,10 @@ PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "no:cacheprovider")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not _is_here():
-        return
-    late.load()
-    if SHARED in os.environ:
+    if HERE in os.environ:
+        late.load()
+    if os.environ.get(HERE):
         late.tell_offload()
-
-
-def _is_here() -> bool:
-    """Return whether this process has the device."""
-    return REPORTS in os.environ or SHARED in os.environ
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -65,22 +57,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if SHARED in os.environ:
+    if os.environ.get(HERE):
         _said.append(report._to_json())
-    elif REPORTS in os.environ:
-        with Path(os.environ[REPORTS]).open("a") as file:
-            file.write(json.dumps(report._to_json()) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     marker = item.get_closest_marker("late")
-    if marker is None or _is_here():
+    if marker is None or HERE in os.environ:
         return None
-    run = _run_shared if marker.kwargs.get("shared") else _run
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports: list[pytest.TestReport] = []
-    ended = pytest.CallInfo.from_call(lambda: reports.extend(run(item)), "call", reraise=(pytest.exit.Exception,))
+    shared = marker.kwargs.get("shared", False)
+    ended = pytest.CallInfo.from_call(
+        lambda: reports.extend(_run(item, shared)), "call", reraise=(pytest.exit.Exception,)
+    )
     if ended.excinfo is not None:
         reports = [pytest.TestReport.from_item_and_call(item, ended)]
     for report in reports:
@@ -90,23 +81,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
+def _run(item: pytest.Item, shared: bool) -> Iterator[pytest.TestReport]:
     """Yield the reports of a test's setup, call and teardown; raise what stands for them where it has died."""
+    global _shared
     _prepare(item)
-    folder = _folder(item)
-    reports = folder / "reports"
-    ended = subprocess.run(
-        _command(item, item.nodeid, folder),
-        cwd=item.config.rootpath,
-        env={**_variables(), REPORTS: str(reports)},
-        capture_output=True,
-        text=True,
-        timeout=1.2 * _limit_s(item),
-        check=False,
-    )
-    said = [json.loads(line) for line in reports.read_text().splitlines()] if reports.exists() else []
-    if not said or said[-1]["when"] != "teardown":
-        pytest.fail(f"its process ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}", pytrace=False)
+    process = _shared if shared and _shared is not None else _Process(item, shared)
+    if shared:
+        _shared = None
+    said = process.run(item, shared)
+    if shared and not any(report["outcome"] == "failed" for report in said):
+        _shared = process
+    else:
+        process.end()
     yield from map(told, said)
 
 
@@ -133,34 +119,12 @@ def needed() -> None:
         cannot_run(f"no test accelerator: {error}")
 
 
-def _folder(item: pytest.Item) -> Path:
-    made: Path = item.config._tmp_path_factory.mktemp("late", numbered=True)  # type: ignore[attr-defined]
-    return made
-
-
-def _command(item: pytest.Item, tests: str, folder: Path) -> list[str]:
-    """Return how a second pytest is started."""
-    command = [prepared.python(), "-m", "pytest", tests, "-q"]
-    command += [word for plugin in PLUGINS for word in ("-p", plugin)]
-    command += [f"--rootdir={item.config.rootpath}", f"--basetemp={folder / 'tmp'}"]
-    for option in PASSED_ON:
-        value = item.config.getoption(option, None)
-        if value:
-            command.append(option if value is True else f"{option}={value}")
-    return command
-
-
-def _variables() -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {**found, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
 def _limit_s(item: pytest.Item) -> float:
     marker: Any = item.get_closest_marker("timeout")
     return float(marker.args[0] if marker else item.config.getini("timeout"))
 
 
-@pytest.fixture(autouse=_is_here())
+@pytest.fixture(autouse=HERE in os.environ)
 def nothing_stays_registered() -> Iterator[None]:
     """Memory that is freed while it is registered fails those that get its addresses, much later."""
     before = late.registered()
@@ -170,7 +134,7 @@ def nothing_stays_registered() -> Iterator[None]:
     assert not left, f"memory is still registered at {[hex(address) for address in left]}"
 
 
-# -- One process for many tests: where they are asked for
+# -- A process with the device: where it is asked for
 
 
 class _Process:
@@ -178,18 +142,27 @@ class _Process:
 
     Args:
         item: The first of these.
+        shared: Whether there are others.
     """
 
-    def __init__(self, item: pytest.Item) -> None:
-        folder = _folder(item)
+    def __init__(self, item: pytest.Item, shared: bool) -> None:
+        folder: Path = item.config._tmp_path_factory.mktemp("late", numbered=True)
         self._log = (folder / "log").open("w+")
+        command = [prepared.python(), "-m", "pytest", str(item.path) if shared else item.nodeid, "-q"]
+        command += [word for plugin in PLUGINS for word in ("-p", plugin)]
+        command += [f"--rootdir={item.config.rootpath}", f"--basetemp={folder / 'tmp'}"]
+        for option in PASSED_ON:
+            value = item.config.getoption(option, None)
+            if value:
+                command.append(option if value is True else f"{option}={value}")
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{short}/socket")  # whose name has to be short
             listener.listen(1)
             self._process = subprocess.Popen(
-                _command(item, str(item.path), folder),
+                command,
                 cwd=item.config.rootpath,
-                env={**_variables(), SHARED: f"{short}/socket"},
+                env={**variables, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", HERE: f"{short}/socket"},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -205,11 +178,11 @@ class _Process:
         self._stream = connection.makefile("rw")
         self._connection = connection
 
-    def run(self, item: pytest.Item) -> list[Any]:
+    def run(self, item: pytest.Item, shared: bool) -> list[Any]:
         """Run a test and return its reports."""
         self._connection.settimeout(1.6 * _limit_s(item))  # it ends itself before
         try:
-            self._stream.write(json.dumps([str(item.path), item.nodeid]) + "\n")
+            self._stream.write(json.dumps([str(item.path), item.nodeid, shared]) + "\n")
             self._stream.flush()
             line = self._stream.readline()
         except OSError as error:
@@ -238,20 +211,6 @@ class _Process:
 _shared: _Process | None = None
 
 
-def _run_shared(item: pytest.Item) -> Iterator[pytest.TestReport]:
-    """Yield the reports of a test; raise what stands for them where it has died."""
-    global _shared
-    _prepare(item)
-    process, _shared = _shared, None
-    process = _Process(item) if process is None else process
-    said = process.run(item)
-    if any(report["outcome"] == "failed" for report in said):
-        process.end()
-    else:
-        _shared = process
-    yield from map(told, said)
-
-
 # -- ... and where they run
 
 
@@ -259,26 +218,32 @@ _said: list[Any] = []
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    if SHARED not in os.environ:
+    if not os.environ.get(HERE):
         return None
     items = {item.nodeid: item for item in session.items}
     collected = {str(item.path) for item in session.items}
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[SHARED])
+        connection.connect(os.environ[HERE])
         stream = connection.makefile("rw")
         for line in stream:
-            path, nodeid = json.loads(line)
+            path, nodeid, shared = json.loads(line)
             if path not in collected:
                 collected.add(path)
                 items.update((item.nodeid, item) for item in session.perform_collect([path]))
-            late.delays(0, MOST_US, zlib.crc32(nodeid.encode()))
+            late.delays(0, MOST_US * shared, zlib.crc32(nodeid.encode()))
             session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=None)
-            late.delays()
-            late.forget_errors()
-            for index in range(torch.accelerator.device_count()):
-                late.dawdle(torch.get_device_module("late").default_stream(index), False)
-                torch.accelerator.synchronize(index)
+            if shared:
+                _forget()
             stream.write(json.dumps(_said) + "\n")
             stream.flush()
             _said.clear()
     return True
+
+
+def _forget() -> None:
+    """Have nothing of a test's device be left for the next one."""
+    late.delays()
+    late.forget_errors()
+    for index in range(torch.accelerator.device_count()):
+        late.dawdle(torch.get_device_module("late").default_stream(index), False)
+        torch.accelerator.synchronize(index)

@@ -56,8 +56,6 @@ def outcomes(plants: str, tasks: Iterable[Task]) -> Iterator[Outcome]:
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
                 )
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()

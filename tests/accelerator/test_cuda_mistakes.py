@@ -10,7 +10,7 @@ import prepared
 import pytest
 
 from accelerator import processes
-from accelerator.cuda_mistakes import CUDA_MISTAKES, CudaMistake
+from accelerator.cuda_mistakes import CUDA_MISTAKES
 
 FAILED = 1
 """How pytest ends where a test has failed, and not itself."""
@@ -19,8 +19,8 @@ FAILED = 1
 def ends(is_late: bool) -> dict[str, int]:
     """Plant the mistakes that are found on the test accelerator, or elsewhere; return how tests end, by name."""
     tests = Path(__file__).parents[1]
-    names = [mistake.name for mistake in CUDA_MISTAKES if mistake.is_late is is_late]
-    program = [prepared.python(), "-m", "accelerator.planted", *names]
+    names = [name for name, mistake in CUDA_MISTAKES.items() if mistake.is_late is is_late]
+    program = [prepared.python(), "-m", "accelerator.cuda_mistakes", *names]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "LATE_"))}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ended = prepared.ran(program, env=variables)
@@ -39,7 +39,7 @@ def on_the_accelerator() -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", CUDA_MISTAKES, ids=lambda mistake: mistake.name)
-def test_each_is_found(mistake: CudaMistake, request: pytest.FixtureRequest) -> None:
-    found = request.getfixturevalue("on_the_accelerator" if mistake.is_late else "elsewhere")
-    assert found[mistake.name] == FAILED
+@pytest.mark.parametrize("name", CUDA_MISTAKES)
+def test_each_is_found(name: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue("on_the_accelerator" if CUDA_MISTAKES[name].is_late else "elsewhere")
+    assert found[name] == FAILED

@@ -116,7 +116,7 @@ def load() -> None:
     backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
     AcceleratorDevice.shared = {}  # which orders more than there has to be
     deepspeed = ModuleType("deepspeed.accelerator")  # all of it that transfers ask for
-    deepspeed.get_accelerator = lambda: torch.get_device_module("late")  # type: ignore[attr-defined]
+    deepspeed.get_accelerator = lambda: torch.get_device_module("late")
     sys.modules["deepspeed.accelerator"] = deepspeed
 
 

@@ -6,13 +6,13 @@ initializes anything.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from accelerator import late
 
@@ -35,17 +35,22 @@ def _on_device(dtype: torch.dtype) -> Any:
 
 
 def _asked(name: str) -> Any:
-    """Return what `torch.late` has by a name, once it is there."""
-    return property(lambda accelerator: getattr(torch.get_device_module("late"), name))
+    """Return what `torch.late` has by a name; what it has not (ranges, graphs, builds) is as on the CPU."""
+
+    def found(accelerator: DeepSpeedAccelerator) -> Any:
+        module = torch.get_device_module("late")
+        return getattr(module, name) if hasattr(module, name) else getattr(CPU_Accelerator(), name)
+
+    return property(found)
 
 
-class Late(DeepSpeedAccelerator):  # type: ignore[misc]
+_Asked: Any = type(
+    "_Asked", (DeepSpeedAccelerator,), {name: _asked(name) for name in DeepSpeedAccelerator.__abstractmethods__}
+)
+
+
+class Late(_Asked):
     """DeepSpeed's accelerator: what its class for CUDA does, without a compiler, graphs, or kernels of its own."""
-
-    def __init__(self) -> None:
-        self._name = "late"
-        self._communication_backend_name = "late"
-        self._compile_backend = "eager"
 
     # What it is: asynchronous, so that DeepSpeed orders its streams by itself
 
@@ -54,22 +59,17 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
-    def is_available(self) -> bool:
+    def is_fp16_supported(self) -> bool:
         return True
-
-    def is_triton_supported(self) -> bool:
-        return False
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    is_fp16_supported = is_bf16_supported
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def communication_backend_name(self) -> str:
         return "late"
+
+    def get_compile_backend(self) -> str:
+        return "eager"
 
     # Devices
 
@@ -84,39 +84,13 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
     def current_device_name(self) -> str:
         return str(self.device())
 
-    set_device = _asked("set_device")
-    current_device = _asked("current_device")
-    device_count = _asked("device_count")
-    synchronize = _asked("synchronize")
-    Stream = _asked("Stream")
-    Event = _asked("Event")
-    stream = _asked("stream")
-    current_stream = _asked("current_stream")
-    default_stream = _asked("default_stream")
-
-    def random(self) -> Any:
-        return torch.random
-
     def default_generator(self, device_index: int) -> torch.Generator:
-        generators: tuple[torch.Generator, ...] = torch.get_device_module("late").default_generators
-        return generators[device_index]
-
-    set_rng_state = _asked("set_rng_state")
-    get_rng_state = _asked("get_rng_state")
-    manual_seed = _asked("manual_seed")
-    manual_seed_all = _asked("manual_seed_all")
-    initial_seed = _asked("initial_seed")
+        return torch.get_device_module("late").default_generators[device_index]
 
     # Memory
 
-    empty_cache = _asked("empty_cache")
-    memory_stats = _asked("memory_stats")
-    memory_allocated = _asked("memory_allocated")
-    memory_reserved = memory_cached = _asked("memory_reserved")
-    max_memory_allocated = _asked("max_memory_allocated")
-    max_memory_reserved = max_memory_cached = _asked("max_memory_reserved")
-    reset_peak_memory_stats = _asked("reset_peak_memory_stats")
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    memory_cached, max_memory_cached = _asked("memory_reserved"), _asked("max_memory_reserved")
+    reset_max_memory_allocated = reset_max_memory_cached = _asked("reset_peak_memory_stats")
 
     def total_memory(self, device_index: int | None = None) -> int:
         return torch.accelerator.get_memory_info(self.device(device_index))[1]
@@ -126,22 +100,6 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "late"
-
-    # Nothing to do
-
-    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None: ...
-
-    def range_pop(self, domain: Any = None) -> None: ...
-
-    def lazy_call(self, callback: Any) -> Any:
-        return callback()
-
-    def create_graph(self) -> None: ...
-
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        return contextlib.nullcontext()
-
-    def replay_graph(self, graph: Any) -> None: ...
 
     # Tensors
 
@@ -155,9 +113,6 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
 
     # No kernel is built for it
 
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder.cpu"
-
     def get_op_builder(self, class_name: str) -> Any:
         from deepspeed.ops.op_builder.cpu import NotImplementedBuilder
 
@@ -165,22 +120,3 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
 
     def create_op_builder(self, class_name: str) -> Any:
         return self.get_op_builder(class_name)()
-
-    def build_extension(self) -> Any:
-        from torch.utils.cpp_extension import BuildExtension
-
-        return BuildExtension
-
-    def export_envs(self) -> list[str]:
-        return []
-
-    def visible_devices_envs(self) -> list[str]:
-        return []
-
-    def set_visible_devices_envs(self, current_env: Any, local_accelerator_ids: Any) -> None: ...
-
-    def get_compile_backend(self) -> str:
-        return self._compile_backend
-
-    def set_compile_backend(self, backend: str) -> None:
-        self._compile_backend = backend

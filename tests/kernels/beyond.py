@@ -12,7 +12,7 @@ from typing import Any
 import kernel_cases
 import numpy as np
 import torch
-from accelerator import planted
+from accelerator.cuda_mistakes import named
 from kernel_cases import DTYPES, Case, Placed
 
 from offload.formats import FORMATS
@@ -52,5 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with planted.named():
+    with named():
         main()

@@ -98,12 +98,6 @@ def random_modules(rng: random.Random, count: int) -> list[tuple[int, ...]]:
     return [tuple(dict.fromkeys(module)) for module in modules if module]
 
 
-def nobody_s_fault(seed: int, plan: Plan, actions: list[Action]) -> tuple[Fault, ...]:
-    """Return faults of all kinds, but for what the medium does to a checkpoint."""
-    drawn = any_faults(seed, paths=len(plan.budgets.paths), operations=4 * len(actions))
-    return tuple(fault for fault in drawn if not isinstance(fault, CorruptPayload | MisdirectedWrite))
-
-
 ROW = np.dtype([("parameter", np.uint64), ("told", np.uint64), ("flags", np.uint32), ("numel", np.uint32)])
 """What the update of a segment is told."""
 
@@ -203,15 +197,7 @@ class Tables:
     def end_final(self) -> None:
         """No lane reads gradients."""
 
-    def rows(
-        self,
-        groups: Sequence[float],
-        scale: float,
-        clip: float,
-        active: Sequence[int],
-        gradients: None,
-        weights: npt.NDArray[np.uint64],
-    ) -> Told:
+    def rows(self, groups, scale, clip, active, gradients, weights) -> Told:
         self.expected = Told(tuple(groups), scale, clip, frozenset(active))
         return self.expected
 
@@ -221,15 +207,7 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def make_table(
-        self,
-        run: ops.RunVisit,
-        address: int,
-        rows: Told,
-        *,
-        weights_address: None,
-        apart: tuple[int, npt.NDArray[np.uint64]],
-    ) -> npt.NDArray[Any]:
+    def make_table(self, run, address, rows, *, weights_address, apart) -> npt.NDArray[Any]:
         table = table_of(self._plan, run.visit.subgroup, rows)
         self._caller.under_way[run.op] = table, apart[1]
         return table
@@ -238,23 +216,17 @@ class Tables:
         tables = (table_of(self._plan, subgroup, rows).tobytes() for rows in (expected, begun))
         return next(tables) == next(tables)
 
-    def read_by(
-        self, subgroup: int, table: npt.NDArray[Any], begun: Told
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    def read_by(self, subgroup, table, begun) -> tuple[npt.NDArray[Any], ...]:
         places = [(int(row["parameter"]), subgroup) for row in table]
         masters = subgroup in self._caller.data.weights
         sizes = [(int(row["numel"]), int(row["numel"]) * masters) if row["flags"] else (0, 0) for row in table]
         return table["parameter"].astype(np.uint64), np.array(places, np.uint64), np.array(sizes, np.uint64)
 
-    def fingerprints(
-        self, parameters: object, places: npt.NDArray[Any], sizes: npt.NDArray[Any], *, masters: bool = False
-    ) -> npt.NDArray[np.uint64]:
+    def fingerprints(self, parameters, places, sizes, *, masters=False) -> npt.NDArray[np.uint64]:
         memory, pairs = self._caller.memory, zip(places.tolist(), sizes.tolist(), strict=True)
         return np.array([memory.fingerprint(int(masters), *pair) for pair in pairs], np.uint64)
 
-    def weight_copies(
-        self, subgroup: int, image: int, active: npt.NDArray[Any] | None = None, weights: None = None
-    ) -> npt.NDArray[np.uint64]:
+    def weight_copies(self, subgroup, image, active=None, weights=None) -> npt.NDArray[np.uint64]:
         if active is not None:  # else masters come from a GPU
             self._caller.publish(subgroup)
         return np.zeros((0, 3), np.uint64)
@@ -406,7 +378,10 @@ class Calls(Saves):
         if not faulty and (faulty is not None or rng.random() >= 0.6):
             return ()
         faults = random_faults(rng, plan, actions)
-        return (*faults, *nobody_s_fault(seed, plan, actions)) if rng.random() < 0.4 else faults
+        if rng.random() < 0.4:  # all kinds, but for what the medium does to a checkpoint
+            more = any_faults(seed, paths=len(plan.budgets.paths), operations=4 * len(actions))
+            faults += tuple(fault for fault in more if not isinstance(fault, CorruptPayload | MisdirectedWrite))
+        return faults
 
     @classmethod
     def draw_lanes(cls, rng, plan, before) -> tuple[Rates, Disorder]:

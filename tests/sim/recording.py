@@ -34,6 +34,17 @@ SEEDS = {"sweeps": 2000, "changing": 1000, "saves": 2500, "calls": 2500}
 """How many seeds of each actor are recorded."""
 
 
+PLAIN = {
+    ops.AbortSave: "give up",
+    ops.Extend: "extend",
+    ops.MakeSlots: "cut",
+    ops.PauseOpenSweep: "hold",
+    ops.Stop: "stop",
+    ops.StopEviction: "stay",
+}
+"""Events that have nothing to tell but their name."""
+
+
 def place(record: Any) -> tuple[object, ...]:
     """Return where a record says that a tile lies."""
     location = record.location
@@ -47,10 +58,9 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
             visit, transfer_slot = operation.visit, (operation.transfer_slot, None)
             slots = operation.slot, *(transfer_slot if visit.gpu else transfer_slot[::-1])
             return "run", visit.subgroup, operation.sweep, operation.fresh, *slots, *neutral_visit(visit)
-        case ops.ReadTile():
-            return "tile", "fetch", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
-        case ops.WriteTile():
-            return "tile", "flush", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
+        case ops.ReadTile() | ops.WriteTile():
+            way, slot = "fetch" if isinstance(operation, ops.ReadTile) else "flush", operation.slot
+            return "tile", way, *operation.tile, slot, operation.buffer_offset, *place(operation.record)
         case ops.CopyTile():
             return "saved tile", "fetch", *operation.tile, operation.buffer, *place(operation.record)
         case ops.SaveTile():
@@ -105,18 +115,10 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "release", number
         case ops.Evict():
             return "leave", event.number, event.subgroups
-        case ops.AbortSave():
-            return ("give up",)
         case ops.Allocated(ends):
             return "allocated", ends
-        case ops.Stop() | ops.Extend():
-            return (type(event).__name__.lower(),)
-        case ops.PauseOpenSweep():
-            return ("hold",)
-        case ops.StopEviction():
-            return ("stay",)
-        case ops.MakeSlots():
-            return ("cut",)
+        case _ if type(event) in PLAIN:
+            return (PLAIN[type(event)],)
     raise AssertionError(f"{event} has no neutral words")
 
 

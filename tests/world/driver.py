@@ -56,25 +56,17 @@ class Action(NamedTuple):
 
 @dataclass
 class Scenario:
-    """What a seed has drawn for one life.
-
-    Attributes:
-        seed: Of what lanes draw.
-        plan: The session's.
-        actions: What is done.
-        faults: What fails.
-        rates: Of lanes.
-        disorder: In which order lanes end.
-        grown: What the plan becomes; None for what it is.
-    """
+    """What a seed has drawn for one life."""
 
     seed: int
+    """Of what lanes draw."""
     plan: Plan
     actions: list[Action]
     faults: tuple[Fault, ...]
     rates: Rates
     disorder: Disorder
     grown: Plan | None = None
+    """What the plan becomes; None for what it is."""
 
 
 @dataclass
@@ -193,7 +185,7 @@ def random_rates(rng: random.Random, plan: Plan) -> Rates:
     return Rates(speed(), paths, GpuRates(speed(), speed(), speed()) if plan.uses_gpu else NO_GPU)
 
 
-def random_disorder(rng: random.Random, lags_s: tuple[float, ...] = ()) -> Disorder:
+def random_disorder(rng: random.Random, lags_s: tuple[float, ...]) -> Disorder:
     """Return how lanes end; `lags_s`: how late that may be seen."""
     even = rng.random() < 0.3
     lag_s = rng.choice(lags_s) if lags_s else 0.0

@@ -84,30 +84,22 @@ class Crash:
 Fault = FailOperation | StuckOperation | CorruptPayload | MisdirectedWrite | PathFull | SlowLane | Crash
 
 
-def random_faults(seed: int, *, paths: int, operations: int, span_s: float = 1.0) -> tuple[Fault, ...]:
-    """Return one to three faults.
+_FAILING: dict[int, Kind] = {0: "read", 1: "write", 2: "run", 7: "copy"}
 
-    Args:
-        seed: Same seed, same faults.
-        paths: Number of paths of the session.
-        operations: About how many operations of each kind the run has; faults are aimed among them.
-        span_s: About how long the run takes in virtual seconds.
-    """
+
+def random_faults(seed: int, *, paths: int, operations: int) -> tuple[Fault, ...]:
+    """Return one to three faults, aimed among so many operations of each kind and a second of virtual time."""
     rng = random.Random(seed)
-    return tuple(_random_fault(rng, paths, max(operations, 1), span_s) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+    return tuple(_random_fault(rng, paths, max(operations, 1)) for _ in range(rng.choice((1, 1, 1, 2, 3))))
 
 
-def _random_fault(rng: random.Random, paths: int, operations: int, span_s: float) -> Fault:
+def _random_fault(rng: random.Random, paths: int, operations: int) -> Fault:
     number = rng.randrange(operations)
     transfer: Literal["read", "write"] = rng.choice(("read", "write"))
     lanes = ["cpu", *(f"{verb}:{path}" for verb in ("read", "write") for path in range(paths))]
     match rng.randrange(10):
-        case 0:
-            return FailOperation("read", number)
-        case 1:
-            return FailOperation("write", number)
-        case 2:
-            return FailOperation("run", number)
+        case 0 | 1 | 2 | 7 as kind:
+            return FailOperation(_FAILING[kind], number)
         case 3:
             return FailOperation(transfer, number, None)
         case 4:
@@ -116,9 +108,7 @@ def _random_fault(rng: random.Random, paths: int, operations: int, span_s: float
             return CorruptPayload(number)
         case 6:
             return MisdirectedWrite(number)
-        case 7:
-            return FailOperation("copy", number)
         case 8 if paths:
-            return PathFull(rng.randrange(paths), rng.random() * span_s)
+            return PathFull(rng.randrange(paths), rng.random())
         case _:
-            return SlowLane(rng.choice(lanes), rng.random() * span_s, rng.choice((3.0, 30.0, 1000.0)))
+            return SlowLane(rng.choice(lanes), rng.random(), rng.choice((3.0, 30.0, 1000.0)))
