@@ -33,8 +33,9 @@ from world.driver import (
     everything,
     random_faults,
     random_plan,
+    with_room,
 )
-from world.executor import Disorder, SimExecutor
+from world.executor import SimExecutor
 from world.faults import CorruptPayload, FailOperation, Fault, MisdirectedWrite, PathFull
 from world.faults import random_faults as any_faults
 
@@ -49,7 +50,7 @@ from offload.errors import (
     StepAbortedError,
     TierError,
 )
-from offload.plan import Plan, Rates, visit_order
+from offload.plan import Plan, visit_order
 from offload.protocols import SECTOR_BYTES, SegmentFlag
 from offload.schedule import operations as ops
 from offload.schedule.loop import pump
@@ -272,6 +273,7 @@ class Calls(Saves):
     checked = AskedLanes
     lanes = FailingLanes
     memory = Data
+    keeps_lanes = False
     twins = CallsTwin
     data: Data
     executor: AskedLanes
@@ -346,14 +348,11 @@ class Calls(Saves):
             plan = random_plan(rng)
         plan = replace(plan, budgets=replace(plan.budgets, checkpoints=keep if rng.random() < 0.9 else 0))
         versions = plan.state_bytes + SECTOR_BYTES * sum(len(s.tiles) for s in plan.layout.subgroups)
-        paths = list(plan.budgets.paths)
         tiles = [nbytes for s in plan.layout.subgroups for _, _, nbytes in (*s.tiles, *s.weight_tiles)]
-        for number, path in enumerate(paths):  # what is left at the end of each may be too short for a tile
-            paths[number] = replace(path, available_bytes=path.available_bytes + 2 * (max(tiles) + SECTOR_BYTES))
+        plan = with_room(plan, 2 * (max(tiles) + SECTOR_BYTES))  # the end of a path may be too short for a tile
         for room in (plan.checkpoint_bytes, int(versions * rng.choice((0.0, 0.3, 0.6, 1.0, 2.0)))):
-            chosen = rng.randrange(len(paths))
-            paths[chosen] = replace(paths[chosen], available_bytes=paths[chosen].available_bytes + room)
-        return replace(plan, budgets=replace(plan.budgets, paths=tuple(paths), speculates=rng.random() < 0.8))
+            plan = with_room(plan, room, rng.randrange(len(plan.budgets.paths)))
+        return replace(plan, budgets=replace(plan.budgets, speculates=rng.random() < 0.8))
 
     @classmethod
     def draw_actions(cls, rng: random.Random, plan: Plan) -> list[Action]:
@@ -382,10 +381,6 @@ class Calls(Saves):
             more = any_faults(seed, paths=len(plan.budgets.paths), operations=4 * len(actions))
             faults += tuple(fault for fault in more if not isinstance(fault, CorruptPayload | MisdirectedWrite))
         return faults
-
-    @classmethod
-    def draw_lanes(cls, rng, plan, before) -> tuple[Rates, Disorder]:
-        return super().draw_lanes(rng, plan, None)
 
     @classmethod
     def draw(cls, seed, rng, plan, faulty, before=None) -> Scenario:

@@ -17,7 +17,7 @@ import numpy as np
 
 from offload.errors import InfeasiblePlanError
 from offload.layout import Parameter, extend_layout
-from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
+from offload.plan import Budgets, Home, Plan, make_plan, visit_order
 from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, ScratchKind, ScratchOwner, TileId
 from offload.schedule import operations as ops
@@ -43,7 +43,6 @@ from world.driver import (
     tight,
     with_room,
 )
-from world.executor import Disorder
 from world.faults import (
     CorruptPayload,
     Crash,
@@ -190,9 +189,7 @@ class Changing(Sweeps):
         # Room for what is added, on one of the paths.
         room = 2 * sum(nbytes + SECTOR_BYTES for s in layout.subgroups[len(plan.homes) :] for _, _, nbytes in s.tiles)
         room += len(plan.budgets.paths) * (max(s.tile_numel for s in layout.subgroups) * 4 + SECTOR_BYTES)
-        paths, chosen = list(plan.budgets.paths), rng.randrange(len(plan.budgets.paths))
-        paths[chosen] = replace(paths[chosen], available_bytes=paths[chosen].available_bytes + room)
-        wider = replace(plan, budgets=replace(plan.budgets, paths=tuple(paths)))
+        wider = with_room(plan, room, rng.randrange(len(plan.budgets.paths)))
         try:
             grown = make_plan(layout, wider.budgets, kept=wider, placements=placements)
         except InfeasiblePlanError:
@@ -207,6 +204,7 @@ class Saves(Driver):
     asks: tuple[str, ...] = ("sweep", "sweep", "save", "save", "wait")
     """What is asked for between the first sweep and the last wait, each as often as it is here."""
     most = 9
+    keeps_lanes = True
 
     def __init__(self, *drawn: Any, **more: Any) -> None:
         super().__init__(*drawn, **more)
@@ -227,10 +225,6 @@ class Saves(Driver):
     def draw_actions(cls, rng: random.Random, plan: Plan) -> list[Action]:
         asked = [Action(rng.choice(cls.asks), rng.random() < 0.3) for _ in range(rng.randrange(3, cls.most))]
         return [Action("sweep"), *asked, Action("wait")]
-
-    @classmethod
-    def draw_lanes(cls, rng: random.Random, plan: Plan, before: Scenario | None) -> tuple[Rates, Disorder]:
-        return (before.rates, before.disorder) if before else super().draw_lanes(rng, plan, before)
 
     @classmethod
     def lives(cls, rng: random.Random, least: int) -> Iterator[int]:

@@ -97,10 +97,7 @@ def _rubbish(nbytes: int, count: int = 1) -> list[State]:
 class SimData:
     """Memory and stores of one simulated session.
 
-    Args:
-        plan: Says which memory there is.
-        update: What a run does to a subgroup's state.
-        pushed: Told of pushed weights when they are on the GPU.
+    A run does `update` to its state; `pushed` is told of pushed weights when they are on the GPU.
 
     A read, a write and a copy take what is at their source at the last moment, when they end.
     """

@@ -131,10 +131,12 @@ def tight(
     return plan([stop - start for start, stop in zip([0, *cuts], [*cuts, demand], strict=True)])
 
 
-def with_room(plan: Plan, nbytes: int) -> Plan:
-    """Return a plan whose paths have more room, each."""
-    paths = (replace(path, available_bytes=path.available_bytes + nbytes) for path in plan.budgets.paths)
-    return replace(plan, budgets=replace(plan.budgets, paths=tuple(paths)))
+def with_room(plan: Plan, nbytes: int, only: int | None = None) -> Plan:
+    """Return a plan whose paths have more room, each; or one of them."""
+    more = [nbytes if only in (None, number) else 0 for number in range(len(plan.budgets.paths))]
+    pairs = zip(plan.budgets.paths, more, strict=True)
+    paths = tuple(replace(path, available_bytes=path.available_bytes + room) for path, room in pairs)
+    return replace(plan, budgets=replace(plan.budgets, paths=paths))
 
 
 def random_sweep(rng: random.Random, plan: Plan) -> tuple[Visit, ...]:
@@ -260,11 +262,7 @@ class Twin:
 class Driver:
     """What a session does with machine and executor, in short; an actor draws what that is.
 
-    Args:
-        scenario: What has been drawn.
-        rng: Draws what is drawn on the way.
-        wrong: Classes that are wrong on purpose, in the place of those that they inherit from.
-        self_check: Whether the machine looks at its own invariants.
+    It gets the scenario that was drawn, what draws the rest on the way, and what `run_seed` is given.
     """
 
     lanes: type[SimExecutor] = SimExecutor
@@ -272,6 +270,8 @@ class Driver:
     memory: type[SimData] = SimData
     twins: type[Twin] = Twin
     lags_s: tuple[float, ...] = ()
+    keeps_lanes = False
+    """Whether all lives have the lanes of the first."""
 
     def __init__(
         self, scenario: Scenario, rng: random.Random, wrong: tuple[type, ...] = (), *, self_check: bool = True
@@ -313,18 +313,17 @@ class Driver:
         return random_faults(rng, plan, actions)
 
     @classmethod
-    def draw_lanes(cls, rng: random.Random, plan: Plan, before: Scenario | None) -> tuple[Rates, Disorder]:
-        return random_rates(rng, plan), random_disorder(rng, cls.lags_s)
-
-    @classmethod
     def draw(
         cls, seed: int, rng: random.Random, plan: Plan, faulty: bool | None, before: Scenario | None = None
     ) -> Scenario:
         """Return what a life does; `faulty`: whether lanes fail, None for now and then; `before`: the last life."""
         actions = cls.draw_actions(rng, plan)
         faults = cls.draw_faults(seed, rng, plan, actions, faulty)
-        number = seed if before is None else before.seed + 1
-        return Scenario(number, plan, actions, faults, *cls.draw_lanes(rng, plan, before))
+        if before is not None and cls.keeps_lanes:
+            lanes = before.rates, before.disorder
+        else:
+            lanes = random_rates(rng, plan), random_disorder(rng, cls.lags_s)
+        return Scenario(seed if before is None else before.seed + 1, plan, actions, faults, *lanes)
 
     @classmethod
     def lives(cls, rng: random.Random, least: int) -> Iterator[int]:
