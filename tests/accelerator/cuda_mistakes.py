@@ -117,18 +117,14 @@ def table_filled_while_read(self: Any, used: Any) -> Any:
 @found_by("accelerator/test_training.py::test_nothing_but_reports_waits_for_lanes[True]", is_late=True)
 @in_device("follow")
 def lanes_wait_on_the_host(right: Any, self: Any, lane: Any, mark: Any) -> None:
-    """A lane follows a mark by waiting for it on the host: nothing overlaps, and a step takes two or three times as
-    long.
-    """
+    """A lane follows a mark by waiting for it on the host: nothing overlaps, and steps take twice as long."""
     mark.wait()
 
 
 @found_by("unit/test_cuda_row.py::test_who_waits_for_an_event_sleeps")
 @in_cuda_row("event")
 def events_spin(device: Any, timed: bool) -> Any:
-    """Events are made without the flag by which who waits for them sleeps: each reporter spins on a core, which the
-    CPU's update loses.
-    """
+    """Who waits for an event does not sleep: each reporter spins on a core, which the CPU's update loses."""
     return backends.cuda.Event(enable_timing=timed)
 
 
@@ -171,9 +167,7 @@ def reads_beyond() -> AbstractContextManager[None]:
 @found_by("unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them", is_late=True)
 @around(accelerator._Event, "__init__")
 def event_recorded_again(right: Any, self: Any, *arguments: Any, **options: Any) -> None:
-    """An event is recorded anew while a mark still stands for its last record: whoever waits for the mark waits for
-    other work, or is told of a time after it.
-    """
+    """An event is recorded anew while a mark stands for its last record: who waits for it waits for other work."""
     right(self, *arguments, **options)
     self.unused.appendleft(self.event)
 
@@ -187,18 +181,14 @@ def sums_are_fused() -> AbstractContextManager[None]:
 @found_by("unit/test_accelerator.py::test_what_is_launched_has_been_compiled")
 @instead(gpu, "_programs_at")
 def pieces_begin_anywhere(words: int) -> int:
-    """A table's second part begins at any word, where kernels are compiled for multiples of 16 bytes: a misaligned
-    address, with an odd number of words alone.
-    """
+    """A table's second part begins at any word, where kernels are compiled for 16 bytes: a misaligned address."""
     return words
 
 
 @found_by("unit/test_accelerator.py::test_memory_is_unpinned_while_it_is_there", is_late=True)
 @instead(GpuLanes, "free_arena")
 def unpinned_when_gone(self: Any, arena: Any) -> None:
-    """An arena is unmapped before it is unpinned: an error that nobody sees, and a registration of addresses that
-    belong to somebody else next.
-    """
+    """An arena is unmapped before it is unpinned: a registration of addresses that are somebody else's next."""
     arena.close()
     self.pinned.unpin(arena)
 
@@ -212,9 +202,7 @@ def captures_are_broken() -> None:
 @found_by("unit/test_cuda_row.py::test_what_goes_first_has_the_greater_priority[strict]")
 @in_cuda_row("stream")
 def last_in_the_queue(device: Any, first: bool) -> Any:
-    """Streams of updates have the least priority in the place of the greatest: updates wait for forward's kernels,
-    and everything waits for updates.
-    """
+    """Updates' streams have the least priority in the place of the greatest: all wait for forward's kernels."""
     return backends.cuda.Stream(device, priority=int(first))
 
 
@@ -223,9 +211,7 @@ def last_in_the_queue(device: Any, first: bool) -> Any:
 )
 @in_device("return_borrowed")
 def borrowed_and_still_leaving(right: Any, self: Any) -> None:
-    """Borrowed memory is given back without a word for the lane on which state leaves it: forward writes to it before
-    state has left.
-    """
+    """Borrowed memory is given back while state leaves it on lane D2H: forward writes to it before."""
     streams = {lane: stream for lane, stream in self._streams.items() if lane is not accelerator.DeviceLane.D2H}
     with replaced(self, "_streams", streams):
         right(self)

@@ -129,14 +129,22 @@ def end_rank() -> NoReturn:
 # -- What tests set
 
 
-def hold(stream: torch.Stream) -> None:
-    """Let no work of a stream start until it is released. What runs already goes on."""
-    _native.hold(stream)
+def _forwarded(name: str) -> Any:
+    """Return what calls a function of the native module, which is there once it has been loaded."""
+    return lambda *arguments: getattr(_native, name)(*arguments)
 
 
-def release(stream: torch.Stream) -> None:
-    """Let a stream that was held go on."""
-    _native.release(stream)
+hold = _forwarded("hold")
+"""(stream) Let no work of a stream start until it is released. What runs already goes on."""
+
+release = _forwarded("release")
+"""(stream) Let a stream that was held go on."""
+
+is_waited_for = _forwarded("is_waited_for")
+"""(stream) Return whether a thread of the host waits for a stream's work now."""
+
+forget_errors = _forwarded("forget_errors")
+"""() Let devices on which a task has failed work again, and let nothing fail that has not failed yet."""
 
 
 @contextlib.contextmanager
@@ -147,11 +155,6 @@ def held(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         release(stream)
-
-
-def is_waited_for(stream: torch.Stream) -> bool:
-    """Return whether a thread of the host waits for a stream's work now."""
-    return bool(_native.is_waited_for(stream))
 
 
 def last(stream: torch.Stream, is_last: bool = True) -> None:
@@ -201,35 +204,23 @@ def fail(name: str, after: int = 0) -> None:
     _native.fail(name, after)
 
 
-def forget_errors() -> None:
-    """Let devices on which a task has failed work again, and let nothing fail that has not failed yet."""
-    _native.forget_errors()
-
-
 # -- What a driver offers
 
 
-def pin(address: int, nbytes: int) -> None:
-    """Register host memory, so that copies from and to it need not wait, as `cudaHostRegister` does.
+pin = _forwarded("pin")
+"""(address, nbytes) Register host memory, so that copies from and to it need not wait, as `cudaHostRegister` does.
 
-    Raises:
-        RuntimeError: Some of it is pinned already.
-    """
-    _native.pin(address, nbytes)
+It raises `RuntimeError` if some of it is registered already.
+"""
 
+unpin = _forwarded("unpin")
+"""(address) Take a registration back, after all work that uses the memory.
 
-def unpin(address: int) -> None:
-    """Take a registration back, after all work that uses the memory.
+It raises `RuntimeError` if there is none at this address.
+"""
 
-    Raises:
-        RuntimeError: It was not registered at this address.
-    """
-    _native.unpin(address)
-
-
-def registered() -> list[int]:
-    """Return the addresses of all host memory that is registered now."""
-    return _native.registered()
+registered = _forwarded("registered")
+"""() Return the addresses of all host memory that is registered now."""
 
 
 def launch(function: Callable[[], object], name: str = "launch", stream: torch.Stream | None = None) -> None:
@@ -243,19 +234,14 @@ def launch(function: Callable[[], object], name: str = "launch", stream: torch.S
 # -- What has happened
 
 
-def counts() -> dict[str, Any]:
-    """Return how often operators ran later ("asynchronous"), and by name those that the host waited for."""
-    return _native.counts()
+counts = _forwarded("counts")
+"""() Return how often operators ran later ("asynchronous"), and by name those that the host waited for."""
 
+host_waits = _forwarded("host_waits")
+"""() Return how often threads of the host have waited for work that was not done, by the system's name for each."""
 
-def host_waits() -> dict[int, int]:
-    """Return how often threads of the host have waited for work that was not done, by the system's name for each."""
-    return _native.host_waits()
-
-
-def streams() -> list[tuple[int, int, int, int]]:
-    """Return (device, id, tasks put, tasks done) of all streams that have been used."""
-    return _native.list_streams()
+streams = _forwarded("list_streams")
+"""() Return (device, id, tasks put, tasks done) of all streams that have been used."""
 
 
 # -- What torch asks of a device's module

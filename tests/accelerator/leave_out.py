@@ -25,25 +25,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 REPORT = Path(__file__).with_name("left_out.json")
 SEEDS = range(9)
-FIRST = (
-    "transfers",
-    "held-streams",
-    "held-gpu",
-    "kept-cpu",
-    "departing-gpu",
-    "two-streams",
-    "forward",
-    "dropped",
-    "saved",
-    "elsewhere-single",
-    "forward-home",
-    "given",
-    "borrowing-departing",
-    "borrowing",
-    "backward-kept",
-)
-"""Trainings that are tried first: together they find most."""
-
 NAMES = {"follow": 2, "record_use": 1, "record_stream": 1}
 """What is left out, with the number of arguments: other things are called the same."""
 
@@ -90,16 +71,12 @@ ACTIVE = "_left_out"
 
 
 class Call:
-    """One call.
-
-    Attributes:
-        place: Path and line.
-        key: The function and the call's text.
-    """
+    """One call."""
 
     def __init__(self, path: Path, function: str, node: ast.Expr) -> None:
         self.place = f"{path.relative_to(ROOT)}:{node.lineno}"
         self.key = f"{function}: {ast.unparse(node)}"
+        """Which call it is, wherever it stands."""
 
 
 class _Finder(ast.NodeTransformer):
@@ -195,7 +172,8 @@ def main(report: Path, explained: bool) -> None:
 
     told = json.loads(report.read_text()) if report.exists() else {}
     found: dict[str, list[Any] | None] = told.get("calls", {})
-    everything, order = calls(), list(told.get("workloads", FIRST))
+    # Trainings that found something, the last one first: together they find most.
+    everything, order = calls(), told.get("workloads", [])
 
     def tasks() -> Iterator[runner.Task]:
         from accelerator import workloads

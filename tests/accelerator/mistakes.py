@@ -216,18 +216,14 @@ def in_marks(name: str) -> Callable[[Callable[..., Any]], Plant]:
 @found_by("kept-gpu")
 @in_device("mark")
 def marks_on_another_lane(right: Any, self: Any, lane: DeviceLane, **timed: bool) -> Any:
-    """The mark after copies to the host is recorded on the stream of copies to the device: host memory is taken for
-    complete while it is written.
-    """
+    """The mark after copies to the host is on lane H2D: host memory is taken for complete while it is written."""
     return right(self, H2D if lane is D2H else lane, **timed)
 
 
 @found_by("two-streams")
 @in_device("mark_caller")
 def marks_the_newest_caller(right: Any, self: Any, caller: Any) -> Any:
-    """A bucket that leaves later marks the stream that is current then, not the one that made its gradients: those
-    made on a user's stream leave before they are there.
-    """
+    """A bucket that leaves later marks the stream that is current then: it leaves before its gradients are there."""
     return self.mark(CALLER, timed=False)
 
 
@@ -249,9 +245,7 @@ def never_timed(right: Any, self: Any, lane: DeviceLane, *, timed: bool = True) 
 @found_by("kept-gpu", quick=True)
 @in_device("report")
 def reports_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int) -> None:
-    """The end of an operation is posted before its mark is reached: host state is updated, written to disk or sent
-    on before it has come.
-    """
+    """An operation's end is posted before its mark is reached: host state is updated, or sent on, before it comes."""
     queue.post(op)
 
 
@@ -289,9 +283,7 @@ def norm_read_early(right: Any, self: Any) -> None:
 @found_by("times", Shows.TIMES)
 @in_device("rebase")
 def keeps_the_old_time(right: Any, self: Any) -> None:
-    """Times are counted from a newer event with the older event's time: a timeline that is off by as long as the
-    session runs, and plans made from it.
-    """
+    """Times are counted from a newer event with the older event's time: a timeline that is off, and plans from it."""
     event, base_s = self.base
     self.base = event, -math.inf  # so that it is old
     right(self)
@@ -304,18 +296,14 @@ def keeps_the_old_time(right: Any, self: Any) -> None:
 @found_by("kept-gpu")
 @in_device("stream")
 def copies_on_the_current_stream(right: Any, self: Any, lane: DeviceLane) -> Any:
-    """State is copied to the device on the stream that is current on the engine thread: updates do not wait for it,
-    as they follow lane H2D.
-    """
+    """State is copied to the device on the engine thread's current stream: updates do not wait for it."""
     return right(self, CALLER if lane is H2D and is_within("AcceleratorDevice.copy") else lane)
 
 
 @found_by("kept-gpu")
 @in_device("stream")
 def updates_on_the_current_stream(right: Any, self: Any, lane: DeviceLane) -> Any:
-    """Updates are put on the stream that is current on the engine thread: state is copied out, and weights are read,
-    before they are updated.
-    """
+    """Updates are put on the engine thread's current stream: state leaves, and weights are read, before them."""
     return right(self, CALLER if lane is UPDATE and is_within("AcceleratorDevice.update") else lane)
 
 
@@ -374,18 +362,14 @@ def drops_gradients_in_transit(right: Any, self: Any, *arguments: Any, **options
 @found_by("departing-cpu")
 @around(Departure, "on_lane")
 def follows_nothing(right: Any, self: Any) -> Any:
-    """Gradients are handed back behind a bucket that has not left, which no stream can follow: backward uses their
-    memory again before they have left.
-    """
+    """Gradients are handed back behind a bucket that no stream can follow yet: backward uses their memory."""
     return self if is_within("GpuGradients.drop_oldest_when_read") else right(self)
 
 
 @found_by("added")
 @in_device("allocate")
 def allocates_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
-    """Memory for the lanes is taken without waiting for the stream that the allocator orders it by: whoever had it
-    before still writes to it.
-    """
+    """Memory for lanes is taken without waiting for the allocator's stream: whoever had it still writes to it."""
     impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=lambda: None))
     with replaced(self, "backend", impatient):
         return int(right(self, nbytes, caller))
@@ -394,9 +378,7 @@ def allocates_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = Non
 @found_by("borrowing-departing")
 @in_device("allocate")
 def borrows_out_of_order(right: Any, self: Any, nbytes: int, caller: Any = None) -> int:
-    """Memory is borrowed in the order of another stream than that which lanes are made to follow: it is filled when
-    state is there.
-    """
+    """Memory is borrowed in the order of another stream than lanes follow: it is filled when state is there."""
     return int(right(self, nbytes, None if caller is None else self.stream(PIECES)))
 
 
@@ -429,9 +411,7 @@ def closes_at_once() -> Iterator[None]:
 @found_by("departing-cpu", quick=True)
 @in_marks("wait")
 def added_before_they_come(right: Any, self: Any) -> None:
-    """Gradients of further passes are added before their copy to a pinned buffer has come: those of the buffer's last
-    user are.
-    """
+    """Gradients of further passes are added before they have come to a pinned buffer: its last user's are."""
     if not is_within("offload.gradients.additions"):
         right(self)
 
@@ -455,9 +435,7 @@ def reports_pushes_at_once(right: Any, self: Any, mark: Any, queue: Any, op: int
 @found_by("forward-cpu")
 @in_device("mark")
 def scattered_unseen(right: Any, self: Any, lane: DeviceLane, **timed: bool) -> Any:
-    """Whoever reads new weights follows their copy, and not the kernel that scatters the small ones: forward reads
-    small weights of the step before.
-    """
+    """Who reads new weights follows their copy, not the kernel that scatters: forward reads old small weights."""
     return right(self, H2D if lane is PIECES and is_within("GpuLanes.send_weights") else lane, **timed)
 
 
@@ -468,9 +446,7 @@ def scattered_unseen(right: Any, self: Any, lane: DeviceLane, **timed: bool) -> 
 @in_device("current")
 @contextlib.contextmanager
 def leaves_the_device_alone(right: Any, self: Any) -> Iterator[None]:
-    """Work for the second device is asked for while the first one is current: CUDA launches kernels on the first, at
-    an illegal address.
-    """
+    """Work for the second device is asked for while the first is current: CUDA would launch on the first."""
     yield
 
 
@@ -520,9 +496,7 @@ def stream_ends_early(stream: Any) -> Iterator[None]:
 @found_by("host", quick=True)
 @instead(Host, "used_on")
 def used_on_another_stream(*_: Any) -> None:
-    """A tensor is dropped while another stream uses it, without record_stream: its memory is somebody else's before
-    it has been read.
-    """
+    """A tensor is dropped while another stream uses it, without record_stream: its memory is somebody else's."""
 
 
 @found_by("host", quick=True)

@@ -31,15 +31,7 @@ _NOBODY = (str(Path(torch.__file__).parent), typing_extensions.__file__, threadi
 
 
 class Collective(NamedTuple):
-    """One collective as a rank has issued it.
-
-    Attributes:
-        group: The group's name, the same on all of its ranks.
-        ranks: Which these are.
-        name: What it is.
-        thread: Which has issued it.
-        callers: Who has called it.
-    """
+    """One collective as a rank has issued it, of a group whose name is the same on all of its ranks."""
 
     group: str
     ranks: tuple[int, ...]
@@ -82,11 +74,7 @@ def _callers() -> tuple[str, ...]:
 
 
 def broken(issued: Sequence[Sequence[Collective]]) -> list[str]:
-    """Return where ranks have not issued collectives in one order.
-
-    Args:
-        issued: By rank, what it has.
-    """
+    """Return where ranks have not issued collectives in one order; by rank, what each has."""
     found = []
     for rank, all_of_it in enumerate(issued):
         strange = [number for number, each in enumerate(all_of_it) if each.thread not in (PROGRAM, TORCH)]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,7 +58,6 @@ USERS = ("first", "second")
 
 STREAMS: tuple[DeviceLane | str, ...] = (DeviceLane.CALLER, *LANES, *USERS)
 
-
 DEVICES = 2
 
 
@@ -67,12 +66,7 @@ class Wrong(Exception):
 
 
 class Pace:
-    """Who dawdles, by a seed.
-
-    Attributes:
-        dawdling: Streams that do nothing before somebody waits for them.
-        device: Whose streams.
-    """
+    """Who dawdles, by a seed: streams that do nothing before somebody waits for them."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.device = device
@@ -170,19 +164,13 @@ def working(stream: Any) -> AbstractContextManager[Any]:
 
 @dataclass
 class Run:
-    """One training under way.
-
-    Attributes:
-        workload: Which.
-        pace: Who dawdles; None on the CPU.
-        folder: For paths.
-        found: What it ends with, by name.
-    """
+    """One training under way; on the CPU nobody dawdles (`pace` is None)."""
 
     workload: Workload
     pace: Pace | None
     folder: Path
     found: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What it ends with, by name."""
     blocks: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     @property
@@ -716,8 +704,6 @@ WORKLOADS = {
     )
 }
 
-_references: dict[str, dict[str, torch.Tensor]] = {}
-
 
 def _trained(workload: Workload, pace: Pace | None) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
@@ -738,27 +724,20 @@ def _current(pace: Pace | None) -> Any:
     return torch.accelerator.current_device_index(), torch.accelerator.current_stream(pace.device)
 
 
-def reference(workload: Workload) -> dict[str, torch.Tensor]:
+@cache
+def reference(name: str) -> dict[str, torch.Tensor]:
     """Return what a training ends with on the CPU."""
-    if workload.name not in _references:
-        _references[workload.name] = _trained(workload, None)
-    return _references[workload.name]
+    return _trained(WORKLOADS[name], None)
 
 
 def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
-    """Run a training on the device.
-
-    Args:
-        name: Of the workload.
-        seed: Says who dawdles.
-        plant: Makes a mistake meanwhile.
+    """Run a training on the device; `plant` makes a mistake meanwhile.
 
     Raises:
         Wrong: It has ended otherwise than on the CPU.
         Exception: It has not ended well.
     """
     workload = WORKLOADS[name]
-    wanted = reference(workload)
     pace = Pace(seed, workload.device)
     torch.accelerator.empty_cache()
     late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
@@ -769,7 +748,7 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
             stack.enter_context(plant())
         stack.callback(pace.end)
         found = _trained(workload, pace)
-    for key, tensor in wanted.items():
+    for key, tensor in reference(name).items():
         other = found[key]
         if other.shape != tensor.shape or other.dtype != tensor.dtype:
             raise Wrong(f"bits of {key}: {other.shape} {other.dtype}")

@@ -17,15 +17,10 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from accelerator import late
 
 
-def use(seed: int, most_us: int = 300) -> None:
-    """Have DeepSpeed, and offload, run on the device from now on.
-
-    Args:
-        seed: Of the streams' delays.
-        most_us: The longest of them, before each task.
-    """
+def use(seed: int) -> None:
+    """Have DeepSpeed, and offload, run on the device from now on; the seed is of its streams' delays."""
     late.load()
-    late.delays(0, most_us, seed)
+    late.delays(0, 300, seed)
     late.tell_offload()
     set_accelerator(Late())
 

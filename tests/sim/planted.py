@@ -11,7 +11,7 @@ be written over: the stores find all of them in one way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,22 @@ from offload.schedule.staging import Phase
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
 from offload.session.thread import EngineThread, nothing
+
+PLANTED: dict[type, tuple[str, str]] = {}
+"""Each with the actor that finds it, and what finds it first: a rule, or what a test says."""
+
+
+def found_by(choice: str, says: str, method: Callable[..., Any] | None = None) -> Callable[[Any], type]:
+    """Plant a class; or a function, as the one method of a class that is wrong."""
+
+    def planted(wrong: Any) -> type:
+        if method is not None:
+            base = globals()[method.__qualname__.split(".")[0]]
+            wrong = type(wrong.__name__, (base,), {method.__name__: wrong})
+        PLANTED[wrong] = choice, says
+        return wrong
+
+    return planted
 
 
 def begun(event):
@@ -48,6 +64,8 @@ class Filtered(Machine):
         """What is under way, by its id outside."""
         self.sweep = ops.Sweep(0, 0, ())
         """The one that has begun last."""
+        self.open = ops.Sweep(0, -1, ())
+        """The last open sweep."""
         self.noted: dict[Any, Any] = {}
         """What a bug remembers."""
         self._given = 0
@@ -75,6 +93,10 @@ class Filtered(Machine):
         """Return the operations of a kind that the machine waits for."""
         return [operation for operation in self.asked.values() if isinstance(operation, kind)]
 
+    def is_beside(self, operation: Any) -> bool:
+        """Return whether an operation is a write of the last open sweep, whose versions are beside the live ones."""
+        return isinstance(operation, ops.WriteTile) and operation.record.step == self.open.step
+
     def handle(self, event: ops.Event) -> None:
         operation = None
         if isinstance(event, ops.Done | ops.Failed):
@@ -84,6 +106,7 @@ class Filtered(Machine):
             event = replace(event, op=operation.op)
         if (sweep := begun(event)) is not None:
             self.sweep = sweep
+            self.open = sweep if sweep.is_open else self.open
         for heard in self.hears(event, operation):
             self.tell(heard)
 
@@ -139,12 +162,13 @@ class Overwrites(Filtered):
 # Sweeps: the machine
 
 
-class WritesInPlace(Overwrites):
-    def places(self, write):
-        record = self.index.get(write.tile)
-        return () if record is None else (record.location,)
+@found_by("sweeps", "was written to a slot nobody claimed", Overwrites.places)
+def writes_in_place(self, write):
+    record = self.index.get(write.tile)
+    return () if record is None else (record.location,)
 
 
+@found_by("sweeps", "rule 2:")
 class CommitsTileByTile(Overwrites):
     """The version before of a tile goes when that tile has been written, and others of its subgroup have not."""
 
@@ -160,6 +184,7 @@ class CommitsTileByTile(Overwrites):
         return (place for places in self.noted.values() for place in places)
 
 
+@found_by("sweeps", "rule 4:")
 class GoesOnAfterBreaking(Filtered):
     """What is fatal is seen when nothing else is under way."""
 
@@ -174,38 +199,38 @@ class GoesOnAfterBreaking(Filtered):
             yield self.fatal
 
 
-class SkipsAVisit(Filtered):
+@found_by("sweeps", "rule 5:", Filtered.asks)
+def skips_a_visit(self, operation):
     """It counts as done, and is never started."""
-
-    def asks(self, operation):
-        plain = isinstance(operation, ops.RunVisit) and operation.transfer_slot is None
-        if plain and operation.visit == self.sweep.visits[-1]:
-            self.tell(ops.Done(operation.op))
-        else:
-            yield operation
-
-
-class FlushesWhileRunning(Filtered):
-    def asks(self, operation):
+    plain = isinstance(operation, ops.RunVisit) and operation.transfer_slot is None
+    if plain and operation.visit == self.sweep.visits[-1]:
+        self.tell(ops.Done(operation.op))
+    else:
         yield operation
-        if isinstance(operation, ops.RunVisit) and operation.slot is not None:
-            tile, offset, nbytes = self.plan.layout.subgroups[operation.visit.subgroup].tiles[0]
-            yield ops.WriteTile(0, tile, operation.slot, offset, TileRecord(Location(0, 1 << 40, nbytes), 0, 0))
 
 
-class FetchesIntoWrongPlace(Filtered):
-    def asks(self, operation):
-        if isinstance(operation, ops.ReadTile) and operation.tile.tensor:
-            operation = replace(operation, buffer_offset=operation.buffer_offset - operation.record.location.nbytes)
-        return (operation,)
+@found_by("sweeps", "rule 2:", Filtered.asks)
+def flushes_while_running(self, operation):
+    yield operation
+    if isinstance(operation, ops.RunVisit) and operation.slot is not None:
+        tile, offset, nbytes = self.plan.layout.subgroups[operation.visit.subgroup].tiles[0]
+        yield ops.WriteTile(0, tile, operation.slot, offset, TileRecord(Location(0, 1 << 40, nbytes), 0, 0))
 
 
-class TakesStateForFresh(Filtered):
-    def asks(self, operation):
-        wrong = isinstance(operation, ops.RunVisit) and operation.sweep > 1
-        return (replace(operation, fresh=True) if wrong else operation,)
+@found_by("sweeps", "rule 2:", Filtered.asks)
+def fetches_into_wrong_place(self, operation):
+    if isinstance(operation, ops.ReadTile) and operation.tile.tensor:
+        operation = replace(operation, buffer_offset=operation.buffer_offset - operation.record.location.nbytes)
+    return (operation,)
 
 
+@found_by("sweeps", "rule 5:", Filtered.asks)
+def takes_state_for_fresh(self, operation):
+    wrong = isinstance(operation, ops.RunVisit) and operation.sweep > 1
+    return (replace(operation, fresh=True) if wrong else operation,)
+
+
+@found_by("sweeps", "rule 2:")
 class SharesASlot(Filtered):
     """A fetch goes to the slot of a subgroup in a certain phase."""
 
@@ -219,6 +244,7 @@ class SharesASlot(Filtered):
         return (operation,)
 
 
+@found_by("sweeps", "rule 2:")
 class SharesAGpuSlot(Filtered):
     what = "state"
 
@@ -229,10 +255,12 @@ class SharesAGpuSlot(Filtered):
         return (replace(operation, transfer_slot=0) if shares else operation,)
 
 
+@found_by("sweeps", "rule 2:")
 class SharesAWeightSlot(SharesAGpuSlot):
     what = "weights"
 
 
+@found_by("changing", "a sweep sees wrong bytes")
 class ForgetsOwnersWhenThePlanGrows(SharesASlot):
     """A slot of unsaved state counts as free from then on."""
 
@@ -247,18 +275,19 @@ class ForgetsOwnersWhenThePlanGrows(SharesASlot):
         return super().asks(operation) if self.grown else (operation,)
 
 
-class WritesBeyondTheLimit(Overwrites):
-    def places(self, write):
-        place = write.record.location
-        return (replace(place, offset=self.index.limit_bytes(place.path) & ~4095),)
+@found_by("sweeps", "rule 3:", Overwrites.places)
+def writes_beyond_the_limit(self, write):
+    place = write.record.location
+    return (replace(place, offset=self.index.limit_bytes(place.path) & ~4095),)
 
 
-class WritesOverItsNeighbour(Overwrites):
-    def places(self, write):
-        place = write.record.location
-        return (replace(place, offset=place.offset - 4096),) if place.offset >= 4096 else ()
+@found_by("sweeps", "rule 2:", Overwrites.places)
+def writes_over_its_neighbour(self, write):
+    place = write.record.location
+    return (replace(place, offset=place.offset - 4096),) if place.offset >= 4096 else ()
 
 
+@found_by("sweeps", "was written over")
 class IndexOfOldVersions(TileIndex):
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -272,6 +301,7 @@ class IndexOfOldVersions(TileIndex):
         return self._before.get(tile)
 
 
+@found_by("changing", "it broke for too little")
 class IndexThatLosesSlotsWhenReshared(TileIndex):
     """Slots that are free then are claimed, by nobody."""
 
@@ -298,57 +328,56 @@ class IndexThatLosesSlotsWhenReshared(TileIndex):
 # State that leaves memory
 
 
-class GivesMemoryBackBeforeTheLastTile(EndsEarly):
-    def hits(self, operation):
-        is_home = isinstance(operation, ops.WriteTile) and operation.slot is None
-        return is_home and operation.tile == self.plan.layout.subgroups[operation.tile.subgroup].tiles[-1][0]
+@found_by("parks", "rule 2:", EndsEarly.hits)
+def gives_memory_back_before_the_last_tile(self, operation):
+    is_home = isinstance(operation, ops.WriteTile) and operation.slot is None
+    return is_home and operation.tile == self.plan.layout.subgroups[operation.tile.subgroup].tiles[-1][0]
 
 
 # Saves
 
 
-class ReleasesTooEarly(Filtered):
+@found_by("saves", "was written over", Filtered.hears)
+def releases_too_early(self, event, operation):
     """What a checkpoint holds goes when the next sweep begins."""
-
-    def hears(self, event, operation):
-        if isinstance(event, ops.BeginSweep):
-            return (*map(ops.ReleaseSave, self.saver.held_records), event)
-        return () if isinstance(event, ops.ReleaseSave) else (event,)
+    if isinstance(event, ops.BeginSweep):
+        return (*map(ops.ReleaseSave, self.saver.held_records), event)
+    return () if isinstance(event, ops.ReleaseSave) else (event,)
 
 
-class IgnoresFailedSaves(Filtered):
-    def hears(self, event, operation):
-        fails = isinstance(event, ops.Failed) and isinstance(operation, ops.SaveTile)
-        return (ops.Done(event.op),) if fails else (event,)
+@found_by("saves", "is lost or torn", Filtered.hears)
+def ignores_failed_saves(self, event, operation):
+    fails = isinstance(event, ops.Failed) and isinstance(operation, ops.SaveTile)
+    return (ops.Done(event.op),) if fails else (event,)
 
 
-class SavesFromTheWrongPlace(Filtered):
-    def asks(self, operation):
-        if isinstance(operation, ops.SaveTile) and operation.source_offset:
-            operation = replace(operation, source_offset=0)
-        return (operation,)
+@found_by("saves", "is of another moment", Filtered.asks)
+def saves_from_the_wrong_place(self, operation):
+    if isinstance(operation, ops.SaveTile) and operation.source_offset:
+        operation = replace(operation, source_offset=0)
+    return (operation,)
 
 
-class WritesOverWhatIsHeld(Overwrites):
-    def places(self, write):
-        return (record.location for records in self.saver.held_records.values() for record in records.values())
+@found_by("saves", "rule 2:", Overwrites.places)
+def writes_over_what_is_held(self, write):
+    return (record.location for records in self.saver.held_records.values() for record in records.values())
 
 
-class TakesUpAnotherVersion(Filtered):
+@found_by("saves", "was written over", Filtered.hears)
+def takes_up_another_version(self, event, operation):
     """What a checkpoint holds passes for older than it is."""
-
-    def hears(self, event, operation):
-        if isinstance(event, ops.TakeOver):
-            held = {
-                n: {t: replace(r, step=r.step - 1) for t, r in each.items()} for n, each in event.held_records.items()
-            }
-            event = replace(event, held_records=held)
-        return (event,)
+    if isinstance(event, ops.TakeOver):
+        held = {
+            n: {t: replace(r, step=r.step - 1) for t, r in each.items()} for n, each in event.held_records.items()
+        }
+        event = replace(event, held_records=held)
+    return (event,)
 
 
 # Callers that go on
 
 
+@found_by("calls", "weights are not the last step's")
 class WritesGradientsAtOnce(Calls):
     """Backward writes to a gradient slot that a deferred visit has still to read."""
 
@@ -356,6 +385,7 @@ class WritesGradientsAtOnce(Calls):
         pass
 
 
+@found_by("calls", "rule 5:")
 class EndsAVisitBeforeItsPush(Filtered):
     """A module is let on when the update has run, and its weights are not on the GPU."""
 
@@ -369,11 +399,13 @@ class EndsAVisitBeforeItsPush(Filtered):
         self.ended_visits[:] = dict.fromkeys(self.ended_visits)
 
 
+@found_by("calls", "rule 5:")
 class WaitsForOneSubgroupOnly(PendingStep):
     def wait_for(self, subgroups):
         super().wait_for([*subgroups][:1])
 
 
+@found_by("calls", "rule 5:")
 class LetsOnWhoComesAgain(PendingStep):
     left = None
     """Visits that have not ended."""
@@ -392,6 +424,7 @@ class LetsOnWhoComesAgain(PendingStep):
             super().wait_for(subgroups)
 
 
+@found_by("calls", "and the caller was told of")
 class AsksBeforeItWasTold(EngineThread):
     """A request takes the place of the sweep that nobody has waited for, and its failure is gone."""
 
@@ -400,6 +433,7 @@ class AsksBeforeItWasTold(EngineThread):
             super().finish_pending()
 
 
+@found_by("calls", "rule 5:")
 class BeginsAmidASweep(AsksBeforeItWasTold):
     """A request waits for nothing: neither its caller nor the engine does."""
 
@@ -407,6 +441,7 @@ class BeginsAmidASweep(AsksBeforeItWasTold):
         return self._parts.executor.requests > 0
 
 
+@found_by("calls", "rule 5:")
 class AnswersBeforeTheSweepHasEnded(EngineThread):
     """What is not to go on behind its caller does."""
 
@@ -418,6 +453,7 @@ class AnswersBeforeTheSweepHasEnded(EngineThread):
             self.pending = None
 
 
+@found_by("calls", "a visit of a sweep of nobody")
 class EndsTheRequestThatGoesOn(EngineThread):
     """An answer ends the request: what its visits work with is taken away."""
 
@@ -429,70 +465,51 @@ class EndsTheRequestThatGoesOn(EngineThread):
         super().request(begin, applied, meanwhile if pending is None else ends, pending, seals=seals)
 
 
-class VisitsTheLastFirst(Filtered):
-    def hears(self, event, operation):
-        if isinstance(event, ops.BeginSweep):
-            event = ops.BeginSweep(replace(event.sweep, visits=event.sweep.visits[::-1]))
-        return (event,)
+@found_by("calls", "rule 6:", Filtered.hears)
+def visits_the_last_first(self, event, operation):
+    if isinstance(event, ops.BeginSweep):
+        event = ops.BeginSweep(replace(event.sweep, visits=event.sweep.visits[::-1]))
+    return (event,)
 
 
-class RunsTheLastFirst(Filtered):
-    def arrange(self, operations):
-        last_first = (operation for operation in reversed(operations) if isinstance(operation, ops.RunVisit))
-        return [next(last_first) if isinstance(each, ops.RunVisit) else each for each in operations]
+@found_by("calls", "rule 6:", Filtered.arrange)
+def runs_the_last_first(self, operations):
+    last_first = (operation for operation in reversed(operations) if isinstance(operation, ops.RunVisit))
+    return [next(last_first) if isinstance(each, ops.RunVisit) else each for each in operations]
 
 
-class LosesFlushesOfTheForwardPass(Filtered):
+@found_by("calls", "rule 2:", Filtered.hears)
+def loses_flushes_of_the_forward_pass(self, event, operation):
     """What is being flushed when a sweep begins counts as flushed."""
-
-    def hears(self, event, operation):
-        if isinstance(event, ops.BeginSweep):
-            yield from [ops.Done(write.op) for write in self.under_way(ops.WriteTile)]
-        yield event
+    if isinstance(event, ops.BeginSweep):
+        yield from [ops.Done(write.op) for write in self.under_way(ops.WriteTile)]
+    yield event
 
 
 # Open sweeps
 
 
-class BesideTheLive(Filtered):
-    """Knows the writes of versions beside the live ones."""
-
-    def is_beside(self, operation):
-        """Return whether that is a write of the last open sweep."""
-        return isinstance(operation, ops.WriteTile) and operation.record.step == self.open.step
-
-    open = ops.Sweep(0, -1, ())
-
-    def handle(self, event):
-        if isinstance(event, ops.BeginSweep) and event.sweep.is_open:
-            self.open = event.sweep
-        super().handle(event)
-
-
-class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
+@found_by("calls", "rule 9:", Overwrites.places)
+def frees_the_live_version_early(self, write):
     """Its slots go when the version beside it has been written."""
-
-    def places(self, write):
-        written = {*self.speculative_versions} - {
-            operation.tile.subgroup for operation in self.under_way(ops.WriteTile)
-        }
-        return self.live(*sorted(written)) if written else ()
+    written = {*self.speculative_versions} - {operation.tile.subgroup for operation in self.under_way(ops.WriteTile)}
+    return self.live(*sorted(written)) if written else ()
 
 
-class TakesOverWhatIsWrittenAtOnce(BesideTheLive):
+@found_by("calls", "rule 9:", Filtered.hears)
+def takes_over_what_is_written_at_once(self, event, operation):
     """A speculative version is the newest as soon as it is on storage."""
-
-    def hears(self, event, operation):
-        if isinstance(event, ops.Done) and self.is_beside(operation):
-            number = operation.tile.subgroup
-            self.noted.setdefault(number, []).append((operation.tile, operation.record))
-            if sum(write.tile.subgroup == number for write in self.under_way(ops.WriteTile)) == 1:
-                for tile, record in self.noted.pop(number):
-                    self.index.commit(tile, record)
-        yield event
+    if isinstance(event, ops.Done) and self.is_beside(operation):
+        number = operation.tile.subgroup
+        self.noted.setdefault(number, []).append((operation.tile, operation.record))
+        if sum(write.tile.subgroup == number for write in self.under_way(ops.WriteTile)) == 1:
+            for tile, record in self.noted.pop(number):
+                self.index.commit(tile, record)
+    yield event
 
 
-class SavesWhatWasRevoked(BesideTheLive):
+@found_by("calls", "rule 10:")
+class SavesWhatWasRevoked(Filtered):
     """A checkpoint names revoked versions."""
 
     def hears(self, event, operation):
@@ -510,29 +527,29 @@ class SavesWhatWasRevoked(BesideTheLive):
         return (operation,)
 
 
-class GivesASecondSlot(BesideTheLive):
+@found_by("calls", "is lost or torn", Filtered.hears)
+def gives_a_second_slot(self, event, operation):
     """A subgroup whose revoked version is still being written is fetched beside that."""
-
-    def hears(self, event, operation):
-        if (sweep := begun(event)) is not None and not sweep.is_open:
-            yield from [ops.Done(write.op) for write in self.under_way(ops.WriteTile) if self.is_beside(write)]
-        yield event
+    if (sweep := begun(event)) is not None and not sweep.is_open:
+        yield from [ops.Done(write.op) for write in self.under_way(ops.WriteTile) if self.is_beside(write)]
+    yield event
 
 
-class RunsAfterHold(Filtered):
-    def hears(self, event, operation):
-        return () if isinstance(event, ops.PauseOpenSweep) else (event,)
+@found_by("calls", "rule 8:", Filtered.hears)
+def runs_after_hold(self, event, operation):
+    return () if isinstance(event, ops.PauseOpenSweep) else (event,)
 
 
-class WritesUnderTheLiveStep(BesideTheLive):
-    def asks(self, operation):
-        if self.is_beside(operation):
-            live = self.index.get(operation.tile)
-            operation = replace(operation, record=replace(operation.record, step=live.step))
-        return (operation,)
+@found_by("calls", "rule 7:", Filtered.asks)
+def writes_under_the_live_step(self, operation):
+    if self.is_beside(operation):
+        live = self.index.get(operation.tile)
+        operation = replace(operation, record=replace(operation.record, step=live.step))
+    return (operation,)
 
 
-class ConfirmsWhatIsHalfWritten(BesideTheLive):
+@found_by("calls", "is of another moment")
+class ConfirmsWhatIsHalfWritten(Filtered):
     """Of a version that is confirmed, tiles that are still being written then stay what they were."""
 
     late = frozenset()
@@ -557,11 +574,13 @@ class ConfirmsWhatIsHalfWritten(BesideTheLive):
         return (event,)
 
 
+@found_by("calls", "rule 9:")
 class TakesRoomOfCheckpoints(TileIndex):
     def missing_bytes(self, slot_counts, *, lent=False):
         return super().missing_bytes(slot_counts)
 
 
+@found_by("calls", "rule 8:")
 class PublishesEarly(Speculation):
     """As soon as a version has been made."""
 
@@ -571,6 +590,7 @@ class PublishesEarly(Speculation):
             self._publish(subgroup)
 
 
+@found_by("calls", "weights are not the last step's")
 class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
@@ -583,6 +603,7 @@ class ConfirmsWithOtherRows(Speculation):
             tables.step_rows = step_rows
 
 
+@found_by("calls", "rule 8:")
 class ConfirmsWhenABatchIsSkipped(Speculation):
     """And for any other request."""
 
@@ -598,11 +619,13 @@ class ConfirmsWhenABatchIsSkipped(Speculation):
             super().revoke()
 
 
+@found_by("calls", "rule 8:")
 class VisitsWhatWasConfirmed(Speculation):
     def seal(self, confirmed, rest):
         super().seal(confirmed, replace(rest, visits=(*rest.visits, *map(ops.Visit, confirmed))))
 
 
+@found_by("calls", "rule 7:")
 class UsesANumberAgain(Calls):
     """A step's versions have the number of those that were made before it was sealed, and revoked."""
 
@@ -618,88 +641,33 @@ def of_scratch(operation: Any, kind: Any, scratch: str) -> bool:
     return isinstance(operation, kind) and operation.owner is not None and operation.owner.kind == scratch
 
 
-class VisitsWithOtherGradients(Filtered):
-    def asks(self, operation):
-        if isinstance(operation, ops.RunVisit) and operation.visit.reads and self.plan.gradient_buffers > 1:
-            buffer = (operation.gradient_buffer + 1) % self.plan.gradient_buffers
-            operation = replace(operation, gradient_buffer=buffer)
-        return (operation,)
+@found_by("fills", "rule 2:", Filtered.asks)
+def visits_with_other_gradients(self, operation):
+    if isinstance(operation, ops.RunVisit) and operation.visit.reads and self.plan.gradient_buffers > 1:
+        buffer = (operation.gradient_buffer + 1) % self.plan.gradient_buffers
+        operation = replace(operation, gradient_buffer=buffer)
+    return (operation,)
 
 
-class ReadsTheFirstGradientsAgain(Filtered):
+@found_by("fills", "rule 2:", Filtered.asks)
+def reads_the_first_gradients_again(self, operation):
     """What is read is what was written first."""
-
-    def asks(self, operation):
-        if of_scratch(operation, ops.WriteTile, "gradients"):
-            self.noted.setdefault(operation.tile, operation.record.location)
-        if of_scratch(operation, ops.ReadTile, "gradients"):
-            record = replace(operation.record, location=self.noted[operation.tile])
-            operation = replace(operation, record=record)
-        return (operation,)
+    if of_scratch(operation, ops.WriteTile, "gradients"):
+        self.noted.setdefault(operation.tile, operation.record.location)
+    if of_scratch(operation, ops.ReadTile, "gradients"):
+        record = replace(operation.record, location=self.noted[operation.tile])
+        operation = replace(operation, record=record)
+    return (operation,)
 
 
 # Activations that pass through buffers
 
 
-class ReadsActivationsTooEarly(EndsEarly):
-    def hits(self, operation):
-        return of_scratch(operation, ops.ReadTile, "activations")
+@found_by("packs", "rule 2:", EndsEarly.hits)
+def reads_activations_too_early(self, operation):
+    return of_scratch(operation, ops.ReadTile, "activations")
 
 
-class WritesActivationsOverState(Overwrites):
-    def places(self, write):
-        return self.live() if of_scratch(write, ops.WriteTile, "activations") else ()
-
-
-PLANTED: dict[type, tuple[str, str]] = {
-    WritesInPlace: ("sweeps", "was written to a slot nobody claimed"),
-    CommitsTileByTile: ("sweeps", "rule 2:"),
-    GoesOnAfterBreaking: ("sweeps", "rule 4:"),
-    SkipsAVisit: ("sweeps", "rule 5:"),
-    FlushesWhileRunning: ("sweeps", "rule 2:"),
-    FetchesIntoWrongPlace: ("sweeps", "rule 2:"),
-    TakesStateForFresh: ("sweeps", "rule 5:"),
-    SharesASlot: ("sweeps", "rule 2:"),
-    SharesAGpuSlot: ("sweeps", "rule 2:"),
-    SharesAWeightSlot: ("sweeps", "rule 2:"),
-    WritesBeyondTheLimit: ("sweeps", "rule 3:"),
-    WritesOverItsNeighbour: ("sweeps", "rule 2:"),
-    IndexOfOldVersions: ("sweeps", "was written over"),
-    ForgetsOwnersWhenThePlanGrows: ("changing", "a sweep sees wrong bytes"),
-    IndexThatLosesSlotsWhenReshared: ("changing", "it broke for too little"),
-    ReleasesTooEarly: ("saves", "was written over"),
-    IgnoresFailedSaves: ("saves", "is lost or torn"),
-    SavesFromTheWrongPlace: ("saves", "is of another moment"),
-    WritesOverWhatIsHeld: ("saves", "rule 2:"),
-    TakesUpAnotherVersion: ("saves", "was written over"),
-    GivesMemoryBackBeforeTheLastTile: ("parks", "rule 2:"),
-    VisitsWithOtherGradients: ("fills", "rule 2:"),
-    ReadsTheFirstGradientsAgain: ("fills", "rule 2:"),
-    ReadsActivationsTooEarly: ("packs", "rule 2:"),
-    WritesActivationsOverState: ("packs", "is lost or torn"),
-    WritesGradientsAtOnce: ("calls", "weights are not the last step's"),
-    EndsAVisitBeforeItsPush: ("calls", "rule 5:"),
-    WaitsForOneSubgroupOnly: ("calls", "rule 5:"),
-    LetsOnWhoComesAgain: ("calls", "rule 5:"),
-    BeginsAmidASweep: ("calls", "rule 5:"),
-    AnswersBeforeTheSweepHasEnded: ("calls", "rule 5:"),
-    AsksBeforeItWasTold: ("calls", "and the caller was told of"),
-    EndsTheRequestThatGoesOn: ("calls", "a visit of a sweep of nobody"),
-    VisitsTheLastFirst: ("calls", "rule 6:"),
-    RunsTheLastFirst: ("calls", "rule 6:"),
-    LosesFlushesOfTheForwardPass: ("calls", "rule 2:"),
-    FreesTheLiveVersionEarly: ("calls", "rule 9:"),
-    TakesOverWhatIsWrittenAtOnce: ("calls", "rule 9:"),
-    SavesWhatWasRevoked: ("calls", "rule 10:"),
-    GivesASecondSlot: ("calls", "is lost or torn"),
-    RunsAfterHold: ("calls", "rule 8:"),
-    WritesUnderTheLiveStep: ("calls", "rule 7:"),
-    ConfirmsWhatIsHalfWritten: ("calls", "is of another moment"),
-    TakesRoomOfCheckpoints: ("calls", "rule 9:"),
-    PublishesEarly: ("calls", "rule 8:"),
-    ConfirmsWithOtherRows: ("calls", "weights are not the last step's"),
-    ConfirmsWhenABatchIsSkipped: ("calls", "rule 8:"),
-    VisitsWhatWasConfirmed: ("calls", "rule 8:"),
-    UsesANumberAgain: ("calls", "rule 7:"),
-}
-"""Each with the actor that finds it, and what finds it first: a rule, or what a test says."""
+@found_by("packs", "is lost or torn", Overwrites.places)
+def writes_activations_over_state(self, write):
+    return self.live() if of_scratch(write, ops.WriteTile, "activations") else ()

@@ -125,7 +125,7 @@ def test_a_seed_is_a_run(choice: str) -> None:
 
 def test_violation_tells_the_story() -> None:
     with pytest.raises(InternalError, match="rule 5") as caught:
-        run_seed(Sweeps, 0, planted.SkipsAVisit, self_check=False, faulty=False)
+        run_seed(Sweeps, 0, planted.skips_a_visit, self_check=False, faulty=False)
     (story,) = caught.value.__notes__
     assert "BeginSweep(" in story
     assert "RunVisit(" in story
