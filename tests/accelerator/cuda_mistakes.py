@@ -15,10 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,15 +36,8 @@ VARIABLE = "OFFLOAD_PLANTED"
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class CudaMistake:
-    """One that no training shows.
-
-    Attributes:
-        plant: Makes it.
-        found_by: The test that finds it.
-        is_late: Whether that runs on the test accelerator.
-    """
+class CudaMistake(NamedTuple):
+    """One that no training shows; the test that finds it, and whether that runs on the test accelerator."""
 
     plant: Plant
     found_by: str

@@ -21,11 +21,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,21 +94,14 @@ class Host:
         return float(tensor.flatten()[0].cpu())
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """One that a training finds.
-
-    Attributes:
-        plant: Makes it.
-        workload: Which training.
-        shows: How it gives itself away here.
-        quick: Whether `make test` looks for it.
-    """
+class Mistake(NamedTuple):
+    """One that a training finds, and how it gives itself away."""
 
     plant: Plant
     workload: str
     shows: Shows
     quick: bool
+    """Whether `make test` looks for it."""
 
 
 MISTAKES: dict[str, Mistake] = {}
