@@ -63,7 +63,6 @@ PYBIND11_MODULE(_late, module) {
   module.def("device_count", &device_count);
   module.def("set_device_bytes",
              [](int device, std::size_t nbytes) { set_device_bytes(c10::DeviceIndex(device), nbytes); });
-  module.def("real", [](std::uint64_t address) { return reinterpret_cast<std::uint64_t>(real(pointer(address))); });
   module.def("pin", [](std::uint64_t address, std::size_t nbytes) { pin(pointer(address), nbytes); });
   module.def("unpin", [](std::uint64_t address) { unpin(pointer(address)); });
   module.def("registered", &registered);
