@@ -46,7 +46,7 @@ def mix64(values: Any) -> npt.NDArray[np.uint64]:
     The last stage of splitmix64 with the constants of D. Stafford's variant 13 (G. Steele, D. Lea, C. Flood, "Fast
     Splittable Pseudorandom Number Generators", OOPSLA 2014, section 4).
     """
-    z = np.atleast_1d(np.asarray(values, np.uint64))
+    z: npt.NDArray[np.uint64] = np.atleast_1d(np.asarray(values, np.uint64))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
