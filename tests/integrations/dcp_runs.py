@@ -7,33 +7,30 @@ Saves every second step and at a SIGTERM, and keeps two checkpoints. Prints one 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import dying
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from small import SETTINGS, digest, options, say
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import offload
 
-SETTINGS = {"host_memory": 0, "subgroup_numel": 1024, "staging_memory": "256KiB", "threads": 1}
 
-
-def main(folder: Path, steps: int, options: dict[str, str]) -> None:
+def main(folder: Path, steps: int, told: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     path = folder / "path"
     path.mkdir(exist_ok=True, parents=True)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1))
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    config = {**SETTINGS, "paths": [path], "mirror": options.get("mirror"), "checkpoints_kept": 2}
+    config = {**SETTINGS, "subgroup_numel": 1024, "paths": [path], "checkpoints_kept": 2}
+    config["mirror"] = told.get("mirror")
     optimizer = offload.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
     losses: list[float] = []
 
@@ -54,11 +51,11 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
                 shutil.rmtree(each)
 
     optimizer.commit_on_sigterm(save)
-    if "resume" in options:
+    if "resume" in told:
         state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=options["resume"])
+        dcp.load(state, checkpoint_id=told["resume"])
         model.load_state_dict(state["model"])
-        optimizer.load_checkpoint(Path(options["resume"]) / "optimizer")
+        optimizer.load_checkpoint(Path(told["resume"]) / "optimizer")
     for step in range(int(optimizer.metrics()["step"]), steps):
         dying.step(step)
         draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -74,15 +71,10 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
     if config["mirror"]:
         optimizer.wait_mirror()
         dying.end(optimizer.metrics())
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        digest.update(local.detach().numpy().tobytes())
     optimizer.close()
-    line = json.dumps({"losses": losses, "weights": digest.hexdigest()})
-    os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
+    say(losses=losses, weights=digest(model.parameters()))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), dict(option.split("=", 1) for option in sys.argv[3:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), options(sys.argv[3:]))

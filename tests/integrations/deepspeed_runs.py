@@ -3,7 +3,7 @@
 Stock DeepSpeed is given an optimizer that computes what `loop.py` says, so everything else being equal (reductions,
 norms, clipping, loss scale, schedules) the two agree bit for bit.
 
-    python deepspeed_runs.py FOLDER STEPS [resume] [stage=N] [mirror=DIR] [checkpoint=JSON]
+    python deepspeed_runs.py FOLDER STEPS [resume] [mirror=DIR] [checkpoint=JSON]
 
 As a program it trains one in ranks, saves every second step, keeps two tags, and prints one line of JSON.
 """
@@ -11,8 +11,6 @@ As a program it trains one in ranks, saves every second step, keeps two tags, an
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -23,6 +21,7 @@ from typing import Any
 
 import dying
 import torch
+from small import digest, options, say
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -204,7 +203,7 @@ ADAM = {"lr": 3e-3, "weight_decay": 0.1}
 
 
 @contextlib.contextmanager
-def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None) -> Iterator[Any]:
+def training(case: Case, *, ours: bool = True, optimizer: Any = None, model: Any = None) -> Iterator[Any]:
     """Yield a DeepSpeed engine for a case.
 
     Args:
@@ -329,15 +328,15 @@ def assert_equals_stock(
     return seen[1][0]
 
 
-def main(folder: Path, steps: int, options: dict[str, str]) -> None:
+def main(folder: Path, steps: int, told: dict[str, Any]) -> None:
     path, tags = folder / "path", folder / "tags"
     path.mkdir(exist_ok=True, parents=True)
-    settings = {"commit_on_sigterm": str(tags), **json.loads(options.get("checkpoint", "{}"))}
-    config = {"paths": [str(path)], "mirror": options.get("mirror"), "checkpoint": settings}
-    case = Case(int(options.get("stage", 2)), offload=config)
+    settings = {"commit_on_sigterm": str(tags), **told.get("checkpoint", {})}
+    config = {"paths": [str(path)], "mirror": told.get("mirror"), "checkpoint": settings}
+    case = Case(2, offload=config)
     deepspeed.init_distributed("gloo", verbose=False)
-    with training(case, ours=True) as engine:
-        if "resume" in options:
+    with training(case) as engine:
+        if "resume" in told:
             engine.load_checkpoint(str(tags))
         found = []
         for step in range(engine.global_steps, steps):
@@ -350,9 +349,7 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
         engine.optimizer.wait_checkpoint()
         engine.optimizer.shard.engine.checkpoints.wait_mirror()
         dying.end(engine.optimizer.metrics())
-    digest = hashlib.sha256(b"".join(weights[name].float().numpy().tobytes() for name in sorted(weights)))
-    line = json.dumps({"losses": [(loss, norm) for loss, norm, *_ in found], "weights": digest.hexdigest()})
-    os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
+    say(losses=[(loss, norm) for loss, norm, *_ in found], weights=digest(map(weights.get, sorted(weights))))
     torch.distributed.destroy_process_group()
 
 
@@ -366,8 +363,4 @@ def delete_old(tags: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        int(sys.argv[2]),
-        {name: value for name, _, value in (a.partition("=") for a in sys.argv[3:])},
-    )
+    main(Path(sys.argv[1]), int(sys.argv[2]), options(sys.argv[3:]))

@@ -1,12 +1,12 @@
-"""Kills one of two ranks that save inside DeepSpeed at random moments, and goes on from what `latest` names.
+"""Kills ranks that save inside DeepSpeed at random moments, and goes on from what `latest` names.
 
     python tests/integrations/deepspeed_torture.py --kills 200 --json FILE
 
-Each life loads the tag that `latest` names into two new processes, compares every bit of weights, masters and moments
+Each life loads the tag that `latest` names into new processes, compares every bit of weights, masters and moments
 with what they were when it was saved, and the model's file with the model; then it trains, and saves after every
-step, behind training, until one of the two is killed. The other one has to end, by an error that it raises, or to say
-what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3. What has been done is in `--folder`: with
-the same one, a campaign that was interrupted goes on.
+step, behind training, until one of the processes is killed, or all are. One that is left has to end, by an error that
+it raises, or to say what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3 in two ranks, and some
+of these in one. What has been done is in `--folder`: with the same one, a campaign that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_checks import digest, wide
-from deepspeed_runs import Case, deepspeed, train, training
+from deepspeed_checks import wide
+from deepspeed_runs import Case, deepspeed, state_of, train, training
+from small import digest
 
 import offload
 from offload.integrations.deepspeed import behind
@@ -36,18 +37,22 @@ from offload.integrations.deepspeed import behind
 sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
 from torture import BEGINS, COLLECTIVE_S, MISMATCH, PEER_LOST, begin, codes_of, has_ended, options, report, silence
 
-WAYS = [(layout, stage) for layout in ("stock", "in_place") for stage in (1, 2, 3)]
+Way = tuple[str, int, int]
+"""Layout, stage and number of ranks."""
+WAYS = [("stock", 1, 1), ("in_place", 3, 1)]
+WAYS += [(layout, stage, 2) for layout in ("stock", "in_place") for stage in (1, 2, 3)]
 MOST_SILENT_S = 30.0
 LAST_S = 5.0
 """Stands for `behind.LAST_S`: what the end of a rank waits for one that is dead."""
 
 
-def live(root: Path, rank: int, layout: str, stage: int, seed: int, steps: int) -> None:
+def live(root: Path, rank: int, way: Way, seed: int, steps: int) -> None:
     """One rank's part of a life; ends by itself only after `steps` steps, or when the other one has gone."""
+    layout, stage, ranks = way
     torch.set_num_threads(1)
     logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
     logging.getLogger("offload").setLevel(logging.INFO)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     behind.LAST_S, rng = LAST_S, random.Random(seed)
     settings = {"checkpoint": {"wait": False, "layout": layout}, "checkpoints_kept": rng.choice((1, 1, 2))}
@@ -59,17 +64,17 @@ def live(root: Path, rank: int, layout: str, stage: int, seed: int, steps: int) 
             timeout=timedelta(seconds=COLLECTIVE_S),
             init_method=f"file://{root}/rendezvous",
             rank=rank,
-            world_size=2,
+            world_size=ranks,
             verbose=False,
         )
-        with training(case, ours=True, model=wide(100_000)) as engine:
+        with training(case, model=wide(100_000)) as engine:
             logging.warning(BEGINS)  # gloo has connected all, which takes minutes where one is killed before
             (root / "begins").touch()
             first = 0
             if (root / "tags" / "latest").exists():
                 path, client = engine.load_checkpoint(str(root / "tags"))
                 first = client["step"]
-                if client["digest"] != digest(engine) or str(first) != Path(path).parent.name:
+                if client["digest"] != digest(state_of(engine).values()) or str(first) != Path(path).parent.name:
                     logging.critical("%s is not what was saved", path)
                     os._exit(MISMATCH)
                 if stage < 3:
@@ -80,9 +85,8 @@ def live(root: Path, rank: int, layout: str, stage: int, seed: int, steps: int) 
             (root / "trains").touch()
             for step in range(first, first + steps):
                 train(engine, case, step, 1)
-                engine.save_checkpoint(
-                    str(root / "tags"), tag=f"{step + 1}", client_state={"step": step + 1, "digest": digest(engine)}
-                )
+                client = {"step": step + 1, "digest": digest(state_of(engine).values())}
+                engine.save_checkpoint(str(root / "tags"), tag=f"{step + 1}", client_state=client)
                 if rng.random() < 0.2:
                     engine.optimizer.wait_checkpoint()
     except (RuntimeError, offload.OffloadError) as error:  # gloo's, or that of a commit that waited in vain
@@ -100,20 +104,18 @@ def tags(root: Path) -> list[Path]:
     return [path for path in (root / "tags").glob("*") if path.name.isdecimal()]
 
 
-def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict[str, Any]:
-    """Have one life, and kill a rank of it; return figures.
+def life(root: Path, way: Way, seed: int, *, kills: bool) -> dict[str, Any]:
+    """Have one life, and kill a rank of it or all; return figures.
 
     Raises:
         AssertionError: It has loaded other bits, has lost a tag, has failed in another way, or was silent.
     """
-    rng, before = random.Random(seed), newest(root)
+    rng, before, (layout, stage, ranks) = random.Random(seed), newest(root), way
     for name in ("begins", "trains", "rendezvous"):
         (root / name).unlink(missing_ok=True)
     steps = 1_000_000 if kills else 3
-    children = begin(
-        2, lambda rank: live(root, rank, layout, stage, seed, steps), f"{layout}, ZeRO-{stage}, life {seed}"
-    )
-    victim, killed_s = rng.randrange(2), time.time()
+    children = begin(ranks, lambda rank: live(root, rank, way, seed, steps), f"{way}, life {seed}")
+    victims, killed_s = rng.choice([{0}] if ranks == 1 else [{0}, {1}, {0}, {1}, {0, 1}]), time.time()
     if kills:
         comes, writes = root / rng.choice(("begins", *9 * ["trains"])), rng.random() < 0.8
         while not comes.exists() and not any(map(has_ended, children)):
@@ -125,11 +127,14 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
                 time.sleep(0.001)
             time.sleep(0.2 * rng.random())
         killed_s = time.time()
-        os.kill(children[victim], signal.SIGKILL)
+        for victim in victims:
+            os.kill(children[victim], signal.SIGKILL)
     codes = codes_of(children)
-    logs = [(root / f"log-{rank}").read_text(errors="replace")[-2000:] for rank in range(2)]
-    assert codes == ([0, 0] if not kills else [-signal.SIGKILL, PEER_LOST][:: 1 - 2 * victim]), f"{codes}: {logs}"
-    silent_s = silence(root / f"log-{1 - victim}", killed_s, time.time()) if kills else 0.0
+    logs = [(root / f"log-{rank}").read_text(errors="replace")[-2000:] for rank in range(ranks)]
+    expected = [-signal.SIGKILL if rank in victims else PEER_LOST for rank in range(ranks)]
+    assert codes == (expected if kills else [0] * ranks), f"{codes}: {logs}"
+    left = {*range(ranks)} - victims if kills else ()
+    silent_s = sum(silence(root / f"log-{rank}", killed_s, time.time()) for rank in left)
     assert silent_s < MOST_SILENT_S, f"silent for {silent_s:.1f} s: {logs}"
     after = newest(root)
     assert after >= before, f"latest named {before}, and names {after} now"
@@ -139,7 +144,7 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
             shutil.rmtree(tag)
     return {
         "kills": int(kills),
-        f"kills of rank {victim}": int(kills),
+        f"kills of {victims} in {ranks}": int(kills),
         f"kills with {layout}, ZeRO-{stage}": int(kills),
         "with a tag under way": int(under_way and kills),
         "loaded and compared": int(before > 0 and (root / "trains").exists()),
@@ -148,7 +153,7 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
     }
 
 
-def torture(folder: Path, kills: int, seed: int = 0, ways: list[tuple[str, int]] = WAYS) -> dict[str, Any]:
+def torture(folder: Path, kills: int, seed: int = 0, ways: list[Way] = WAYS) -> dict[str, Any]:
     """Have lives until so many ranks have been killed, and a last one of each way; return figures."""
     torch.set_num_threads(1)
     ours = ("offload.integrations.deepspeed.stage3", "offload.integrations.deepspeed.stage12")
@@ -157,12 +162,12 @@ def torture(folder: Path, kills: int, seed: int = 0, ways: list[tuple[str, int]]
     done = folder / "report.json"
     lives = json.loads(done.read_text()) if done.exists() else []
     for number in range(len(lives), kills + len(ways)):
-        layout, stage = ways[number % len(ways)]
-        root = folder / f"{layout}-{stage}"
+        way = ways[number % len(ways)]
+        root = folder / "{}-{}-{}".format(*way)
         root.mkdir(parents=True, exist_ok=True)
-        lives.append(life(root, layout, stage, seed * 100_003 + number, kills=number < kills))
+        lives.append(life(root, way, seed * 100_003 + number, kills=number < kills))
         done.write_text(json.dumps(lives))
-        print(f"life {number}, {layout}, ZeRO-{stage}: at step {newest(root)}", flush=True)
+        print(f"life {number}, {way}: at step {newest(root)}", flush=True)
     figures: Counter[str] = Counter()
     for found in lives:
         figures.update({name: count for name, count in found.items() if name != "silent_s"})

@@ -54,7 +54,8 @@ class Door:
 
     Attributes:
         program: The worker.
-        options: Its arguments behind folder and steps, `{resume}` for the checkpoint to go on from.
+        options: Its arguments behind folder and steps.
+        before: Those between folder and steps.
         resume: What makes it go on; `{}` for a checkpoint.
         folder: Where in the run's folder checkpoints are.
         heard: Number of ranks where a SIGTERM comes.
@@ -66,20 +67,19 @@ class Door:
     before: Sequence[str] = ()
     resume: str = "resume"
     folder: str = "."
-    mirror: str = "mirror={}"
     heard: int = 2
     slow_s: float = 0.01
 
     def arguments(self, run: Path, mirror: Path | None, newest: str, ranks: int) -> list[str]:
         given = [str(HERE / self.program), str(run), *self.before, str(STEPS), *self.options]
-        given += [self.mirror.format(mirror)] if mirror is not None else []
+        given += [f"mirror={mirror}"] if mirror is not None else []
         given += [self.resume.format(run / self.folder / newest)] if newest else []
         return [each.format(ranks=ranks) if each == "ranks={ranks}" else each for each in given]
 
 
 DOORS = {
     "trainer": Door("trainer_runs.py", ["save_total_limit=2"], ["offload_adamw"]),
-    "accelerate": Door("accelerate_runs.py", ["limit=2"], folder="checkpoints", mirror='mirror="{}"'),
+    "accelerate": Door("accelerate_runs.py", ["limit=2"], folder="checkpoints"),
     "lightning": Door(
         "lightning_runs.py",
         ["ranks={ranks}", "save.save_top_k=2", 'save.monitor="step"', 'save.mode="max"'],
@@ -117,7 +117,7 @@ class Session:
 
 
 SeedRun = Callable[[str, int, Path, dict[Any, Session]], Counter[str]]
-"""Runs a seed of a door in a folder, with undisturbed runs, and returns what was met; raises `Failed`."""
+"""Runs a seed of a door in a folder, with undisturbed runs, and returns what was met."""
 
 
 def environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
@@ -210,16 +210,8 @@ def whole_in(folder: Path) -> dict[str, int]:
 
 
 def newest(whole: dict[str, int]) -> str:
-    return max(whole, key=lambda name: (whole[name], name), default="")
-
-
-class Failed(Exception):
-    pass
-
-
-def check(condition: object, what: str) -> None:
-    if not condition:
-        raise Failed(what)
+    """Return the name of the last one: of Lightning's, whose folders lie beside files, that of the file."""
+    return max(whole, key=lambda name: (whole[name], name), default="").partition(".offload-")[0]
 
 
 def undisturbed(door: Door, root: Path, ranks: int) -> Session:
@@ -227,7 +219,7 @@ def undisturbed(door: Door, root: Path, ranks: int) -> Session:
     notes = root / f"undisturbed-{ranks}"
     (notes / "run").mkdir(parents=True)
     session = start(door.arguments(notes / "run", None, "", ranks), notes / "notes", ranks, door.slow_s)
-    check(session.codes == [0] * ranks, f"the undisturbed run ends by {session.codes}: {session.errors[-3000:]}")
+    assert session.codes == [0] * ranks, f"the undisturbed run ends by {session.codes}: {session.errors[-3000:]}"
     shutil.rmtree(notes)
     return session
 
@@ -254,44 +246,40 @@ class Run:
         expected = self._latest(there, self.folder)
         self.starts += 1
         place = self.root / f"start-{self.starts}"
-        arguments = self.door.arguments(self.run, self.mirror, self._resume(there), self.ranks)
+        arguments = self.door.arguments(self.run, self.mirror, newest(there), self.ranks)
         session = start(arguments, place, self.ranks, self.door.slow_s, dies, rank)
         self._check_first(session, there, expected)
         self._count(session, self.copied)
         return session
-
-    def _resume(self, there: dict[str, int]) -> str:
-        name = newest(there)
-        return name.split(".offload-")[0] if name else ""
 
     def _latest(self, there: dict[str, int], folder: Path) -> int:
         """Return the step to go on from: for DeepSpeed that of `latest`, which it writes when a tag is whole."""
         if not (folder / "latest").exists():
             return max(there.values(), default=0)
         tag = (folder / "latest").read_text()
-        check(tag in there, f"latest names {tag}, and {there} are whole")
+        assert tag in there, f"latest names {tag}, and {there} are whole"
         return there[tag]
 
     def _check_first(self, session: Session, there: dict[str, int], expected: int) -> None:
         first = set(session.find("first"))
-        check(first <= {expected}, f"it began with {first}, and {there} are whole: {session.errors[-3000:]}")
+        assert first <= {expected}, f"it began with {first}, and {there} are whole: {session.errors[-3000:]}"
 
     def _count(self, session: Session, copied: Counter[str]) -> None:
         for notes in session.notes:
             ours = [note for note in notes if "copied" in note]
             for note in ours:
                 copied[note["key"]] += note["copied"]
-                check(copied[note["key"]] <= note["total"], f"{note['name']} was copied twice")
+                assert copied[note["key"]] <= note["total"], f"{note['name']} was copied twice"
             counted = [note["mirrored_bytes"] for note in notes if "mirrored_bytes" in note]
             total = sum(note["copied"] for note in ours)
-            check(counted in ([], [total]), f"metrics have {counted} bytes mirrored, and {total} were")
+            assert counted in ([], [total]), f"metrics have {counted} bytes mirrored, and {total} were"
         self.figures["files and batches copied"] += len(session.find("copied"))
 
     def die(self, name: str, steps: int, delay_s: float, rank: int) -> None:
         """Have a rank end by a signal, and look at what is left."""
         before = whole_in(self.mirror)
         session = self.session({"signal": name, "steps": steps, "delay_s": delay_s}, rank)
-        check(session.find("signal"), f"no signal was sent: {session.codes} {session.errors[-3000:]}")
+        assert session.find("signal"), f"no signal was sent: {session.codes} {session.errors[-3000:]}"
         (done,) = session.find("done")
         here, there = whole_in(self.folder), whole_in(self.mirror)
         last, mirrored = (max(found.values(), default=0) for found in (here, there))
@@ -299,12 +287,10 @@ class Run:
         self.figures[f"{name}: with a copy under way"] += bool(begun)
         if name == "SIGTERM":
             expected = (done + 1, done + 2)
-            check(
-                self._latest(here, self.folder) == last in expected,
-                f"it came in step {done + 1}, and {here} are whole: {session.errors[-4000:]}",
-            )
-            check(mirrored == last, f"the mirror has {there}, and not {last}: {session.errors[-3000:]}")
-        check(mirrored >= max(before.values(), default=0), f"the mirror had {before}, and has {there}")
+            durable = self._latest(here, self.folder)
+            assert durable == last in expected, f"it came in step {done + 1}: {here}, {session.errors[-4000:]}"
+            assert mirrored == last, f"the mirror has {there}, and not {last}: {session.errors[-3000:]}"
+        assert mirrored >= max(before.values(), default=0), f"the mirror had {before}, and has {there}"
 
     def elsewhere(self, number: int) -> None:
         """Go on on a machine that has nothing but the mirror."""
@@ -316,19 +302,19 @@ class Run:
         with (world / "said").open("w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = cli.main(["fetch", str(world / "mirror"), str(target)])
         if not there:
-            check(status == 1, "something that is not whole was fetched")
+            assert status == 1, "something that is not whole was fetched"
             self.figures["nothing whole yet"] += 1
             return
-        check(status == 0, f"it was not fetched: {(world / 'said').read_text()}")
+        assert status == 0, f"it was not fetched: {(world / 'said').read_text()}"
         name = find_whole(str(world / "mirror"))[-1]
-        check(there[name] == max(there.values()), f"{name} is taken for the last of {there}")
-        check(whole_in(target) == {name: there[name]}, f"{whole_in(target)} was fetched of {there}")
-        arguments = self.door.arguments(run, world / "mirror", self._resume(whole_in(target)), self.ranks)
+        assert there[name] == max(there.values()), f"{name} is taken for the last of {there}"
+        assert whole_in(target) == {name: there[name]}, f"{whole_in(target)} was fetched of {there}"
+        arguments = self.door.arguments(run, world / "mirror", newest(whole_in(target)), self.ranks)
         session = start(arguments, world / "notes", self.ranks, self.door.slow_s)
         self._check_first(session, {name: there[name]}, there[name])
         self._check_end(session, there[name])
         again = {note for note in session.find("name") if name == Path(note).name or f"/{name}/" in f"{note}/"}
-        check(not again, f"what was fetched is copied to its mirror again: {again}")
+        assert not again, f"what was fetched is copied to its mirror again: {again}"
         self._count(session, Counter())
         self.figures["fetched and gone on with"] += 1
         shutil.rmtree(world)
@@ -338,23 +324,21 @@ class Run:
         first = self._latest(whole_in(self.folder), self.folder)
         self._check_end(self.session(), first)
         here, mirrored = whole_in(self.folder), whole_in(self.mirror)
-        check(
-            max(mirrored.values()) == max(here.values()), f"at the end the mirror has {mirrored}, and the run {here}"
-        )
+        assert max(mirrored.values()) == max(here.values()), f"the mirror has {mirrored}, and the run {here}"
         self.figures["left in the mirror"] += len(mirrored.keys() - here.keys())
 
     def _check_end(self, session: Session, first: int) -> None:
-        check(session.codes == [0] * self.ranks, f"it ended by {session.codes}: {session.errors[-5000:]}")
-        check(len(session.said) == self.ranks, "a rank says nothing")
+        assert session.codes == [0] * self.ranks, f"it ended by {session.codes}: {session.errors[-5000:]}"
+        assert len(session.said) == self.ranks, "a rank says nothing"
         for name in ("weights", "losses"):
             expected = [rank[name] for rank in self.whole.said]
             found = [rank[name] for rank in session.said]
             if name == "losses":
                 expected = [losses[first - STEPS :] if first < STEPS else [] for losses in expected]
                 found = [losses[first - STEPS :] if first < STEPS else [] for losses in found]
-                check(all(len(losses) == STEPS - first for losses in found), "it has taken other steps")
+                assert all(len(losses) == STEPS - first for losses in found), "it has taken other steps"
             order = [sorted(map(str, values)) for values in (expected, found)]
-            check(order[0] == order[1], f"other {name} from step {first} on")
+            assert order[0] == order[1], f"other {name} from step {first} on"
 
 
 def run_seed(
@@ -370,7 +354,7 @@ def run_seed(
         most_ranks: Number of ranks, where the door does not need fewer.
 
     Raises:
-        Failed: Something is not as it has to be.
+        AssertionError: Something is not as it has to be.
     """
     door, rng = DOORS[name], random.Random(f"{name} {seed}")
     ways = ["SIGTERM", "SIGKILL"]
@@ -431,7 +415,7 @@ def run_seeds(about: str | None, names: Sequence[str], run: SeedRun) -> int:
                 try:
                     outcome: dict[str, Any] = {"is_well": True, **run(name, seed, root, wholes)}
                 except Exception as failure:
-                    said = str(failure) if isinstance(failure, Failed) else traceback.format_exc()
+                    said = str(failure) if isinstance(failure, AssertionError) else traceback.format_exc()
                     outcome = {"is_well": False, "failure": said}
                     failed += 1
                     print(f"again: {sys.argv[0]} --out FILE --doors {name} --seed {seed} --count 1\n{said}")

@@ -10,8 +10,6 @@ two at the second checkpoint. Prints one line of JSON.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import signal
 import sys
@@ -23,11 +21,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
+from small import SETTINGS, die, digest, options, say
 
 import offload
 from offload.integrations.lightning import OffloadCallback
-
-SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
 
 def rows(number: int) -> torch.Tensor:
@@ -82,7 +79,7 @@ class Kill(Callback):
 class KillingIO(TorchCheckpointIO):
     """Kills the process while checkpoints are written or deleted."""
 
-    def __init__(self, when: str) -> None:
+    def __init__(self, when: str | int | None) -> None:
         super().__init__()
         self.when, self.left = when, 2 if when != "removed" else 1
 
@@ -98,16 +95,13 @@ class KillingIO(TorchCheckpointIO):
     def reached(self, place: str) -> None:
         self.left -= place == self.when
         if place == self.when and self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 def main(folder: str, optim: str, steps: int, *rest: str) -> None:
-    options = {name: value for name, _, value in (each.partition("=") for each in rest)}
-    resume, kill = options.pop("resume", None), options.pop("kill", "never")
-    term = int(options.pop("term", 0))
-    ranks, kept = int(options.pop("ranks", 1)), json.loads(options.pop("kept", "null"))
-    mirror = options.pop("mirror", None)
-    values = {name: json.loads(value) for name, value in options.items()}
+    values = options(rest)
+    resume, kill, kept, mirror = (values.pop(name, None) for name in ("resume", "kill", "kept", "mirror"))
+    term, ranks = values.pop("term", 0), values.pop("ranks", 1)
     saving = {name.removeprefix("save."): values.pop(name) for name in [*values] if name.startswith("save.")}
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True, parents=True)
@@ -134,7 +128,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         callbacks=[
             *([OffloadCallback()] if optim == "offload" else []),
             ModelCheckpoint(Path(folder) / "run", **{"filename": "{step}", "every_n_train_steps": 2, **saving}),
-            *([Kill(int(kill))] if kill.isdigit() else []),
+            *([Kill(kill)] if isinstance(kill, int) else []),
             *([Kill(term, signal.SIGTERM), OnExceptionCheckpoint(folder, "ended")] if term else []),
             *([Kill(-1), OnExceptionCheckpoint(Path(folder) / "run", "ended")] if dying.WISH else []),
             Logged(),
@@ -147,10 +141,8 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     if mirror:
         trainer.optimizers[0].wait_mirror()
         dying.end(trainer.optimizers[0].metrics())
-    digest = hashlib.sha256(b"".join(p.detach().float().numpy().tobytes() for p in module.parameters())).hexdigest()
     rate = trainer.optimizers[0].param_groups[0]["lr"]
-    line = json.dumps({"losses": module.losses, "weights": digest, "lr": rate, "logged": found[-1:]})
-    os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
+    say(losses=module.losses, weights=digest(module.parameters()), lr=rate, logged=found[-1:])
 
 
 if __name__ == "__main__":

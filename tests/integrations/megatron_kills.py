@@ -24,7 +24,7 @@ from typing import Any
 
 import folder_kills
 import torch
-from folder_kills import Session, check
+from folder_kills import Session
 from megatron_saving import whole_in
 
 PROGRAM = Path(__file__).with_name("megatron_saving.py")
@@ -63,7 +63,7 @@ class Run:
         arguments = [str(PROGRAM), str(self.folder), str(STEPS), json.dumps(plan)]
         session = folder_kills.start(arguments, self.root / f"start-{self.starts}", RANKS, 0.0, dies, rank)
         first = set(session.find("first"))
-        check(first <= {at}, f"it began with {first}, and {[*there]} are whole: {session.errors[-3000:]}")
+        assert first <= {at}, f"it began with {first}, and {[*there]} are whole: {session.errors[-3000:]}"
         self.took_s = max([self.took_s, *session.find("took_s")])
         return session
 
@@ -75,12 +75,12 @@ class Run:
         dies_at = self.rng.choice([*saves])
         delay_s, rank = self.rng.random() * 1.2 * self.took_s, self.rng.choice((0, 1, None))
         session = self.session(saves, {"signal": "SIGKILL", "steps": dies_at, "delay_s": delay_s}, rank)
-        check(session.find("signal"), f"no signal was sent: {session.codes} {session.errors[-3000:]}")
+        assert session.find("signal"), f"no signal was sent: {session.codes} {session.errors[-3000:]}"
         self._dead += session.find("pid")
         if self.rng.random() < 0.5:
             self.end_forks()
         there, saved = max(self.there, default=0), max(session.find("saved"), default=0)
-        check(there >= max(at, saved), f"{at} was whole, {saved} was saved, and {there} is the newest")
+        assert there >= max(at, saved), f"{at} was whole, {saved} was saved, and {there} is the newest"
         begun = (self.folder / "checkpoints" / f"iter_{dies_at:07}").exists()
         self.figures["killed with a save begun and not whole"] += begun and there < dies_at
         self.figures["killed with it whole"] += there >= dies_at
@@ -101,12 +101,12 @@ class Run:
         drawn = [step for step in range(at + 1, STEPS) if self.whole is not None and self.rng.random() < 0.2]
         last = {step: self.rng.random() < 0.5 for step in drawn}
         session = self.session(last)
-        check(session.codes == [0] * RANKS, f"it ended by {session.codes}: {session.errors[-5000:]}")
-        check({*last} <= {*session.find("saved")}, f"of the saves {last} only {session.find('saved')} have ended")
+        assert session.codes == [0] * RANKS, f"it ended by {session.codes}: {session.errors[-5000:]}"
+        assert {*last} <= {*session.find("saved")}, f"of the saves {last} only {session.find('saved')} have ended"
         if self.whole is not None:
             for said, expected in zip(by_rank(session), by_rank(self.whole), strict=True):
-                check(said["losses"] == expected["losses"][at:], f"other losses from step {at} on")
-                check(said["weights"] == expected["weights"], f"other weights or state, from step {at} on")
+                assert said["losses"] == expected["losses"][at:], f"other losses from step {at} on"
+                assert said["weights"] == expected["weights"], f"other weights or state, from step {at} on"
         return session
 
 
@@ -125,7 +125,7 @@ def run_seed(name: str, seed: int, root: Path, wholes: dict[Any, Session], kills
         kills: How many.
 
     Raises:
-        Failed: Something is not as it has to be.
+        AssertionError: Something is not as it has to be.
     """
     rng = random.Random(f"{name} {seed}")
     cut = rng.choice((1, RANKS))

@@ -10,19 +10,19 @@ case and rank. The processes that Megatron starts to write a checkpoint import t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
+from small import SETTINGS, digest, say
 
-SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
+sys.path.append(str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Case:
         steps: How many.
         passes: Backward passes a step.
         tp: Ranks among which weights are cut.
+        pp: Stages of the model, each in ranks of its own; passes are in Megatron's schedule of stages (1F1B) then.
         fp16: In the place of bf16; its loss scale begins so high that steps are skipped.
         scale: A constant loss scale.
         clip: Norm to clip to.
@@ -63,6 +64,7 @@ class Case:
     steps: int = 8
     passes: int = 1
     tp: int = 1
+    pp: int = 1
     fp16: bool = False
     scale: float | None = None
     clip: float = 1.0
@@ -137,8 +139,9 @@ class Training:
         self.case, self.kind, self.reads, self.undo = case, kind, 0, contextlib.ExitStack()
         import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE = case.te
         self.parallel.destroy_model_parallel()
-        apart = {"expert_model_parallel_size": case.experts or 1}
-        self.parallel.initialize_model_parallel(tensor_model_parallel_size=case.tp, **apart)
+        apart = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
+        apart["expert_model_parallel_size"] = case.experts or 1
+        self.parallel.initialize_model_parallel(**apart)
         torch.manual_seed(1234)
         dtype = torch.float16 if case.fp16 else torch.bfloat16
         types = {"params_dtype": dtype, "bf16": not case.fp16, "fp16": case.fp16}
@@ -151,7 +154,6 @@ class Training:
             pipeline_dtype=dtype,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            tensor_model_parallel_size=case.tp,
             num_moe_experts=case.experts or None,
             moe_token_dispatcher_type="allgather",
             **apart,
@@ -159,8 +161,16 @@ class Training:
             **{f"{name}_fusion": False for name in fused},
         )
         layers = specs.get_gpt_layer_local_spec(num_experts=case.experts or None)
-        tied = {"share_embeddings_and_output_weights": case.tied}
-        gpt = gpts.GPTModel(config, layers, vocab_size=128, max_sequence_length=32, **tied).to(dtype).cuda()
+        gpt = gpts.GPTModel(
+            config,
+            layers,
+            vocab_size=128,
+            max_sequence_length=32,
+            share_embeddings_and_output_weights=case.tied,
+            pre_process=self.parallel.is_pipeline_first_stage(),
+            post_process=self.parallel.is_pipeline_last_stage(),
+        )
+        gpt = gpt.to(dtype).cuda()
         first = "embedding.", "decoder.layers.0."  # of the stage that begins with the embedding
         for name, parameter in gpt.named_parameters() if case.frozen and gpt.pre_process else ():
             parameter.requires_grad_(not name.startswith(first))
@@ -169,7 +179,6 @@ class Training:
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=20000, **gathered
         )
         self.model = distributed.DistributedDataParallel(config, ddp, gpt)
-        self.finalize = distributed.finalize_model_grads
         self.door = door = import_module("offload.integrations.megatron")
         ours = {}
         if kind == "offload":
@@ -198,6 +207,8 @@ class Training:
             **ours,
         )
         self.optimizer = optimizers.get_megatron_optimizer(optimizer_config, [self.model])
+        config.no_sync_func, config.grad_scale_func = self.model.no_sync, self.optimizer.scale_loss
+        config.finalize_model_grads_func = self._finalize
         self.members = self.optimizer.chained_optimizers
         self.engines = [inner.engine for inner in door.inner_optimizers(self.optimizer)]
         self.figures: Counter[str] = Counter()
@@ -218,6 +229,7 @@ class Training:
             wd_incr_style="constant",
         )
         self.said: list[Any] = []
+        self.queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
         self.meta = {"distrib_optim_sharding_type": case.sharding}
 
     def _take_our_rule(self) -> None:
@@ -266,12 +278,13 @@ class Training:
         kind.start_grad_sync = start_after_others
         self.undo.callback(setattr, kind, "start_grad_sync", before)
 
-    def _note_versions(self) -> None:
-        """Count what has been made in backward, before Megatron has waited for reductions."""
+    def _finalize(self, *given: Any, **named: Any) -> None:
+        """Have Megatron wait for reductions; count before what has been made in backward."""
         from settling import settle
 
-        for engine in self.engines:
+        for engine in self.engines if self.case.hides else ():
             self.figures["made in backward"] += settle(engine)
+        import_module("megatron.core.distributed").finalize_model_grads(*given, **named)
 
     def step(self, number: int) -> None:
         """Make a step, and note what Megatron says of it."""
@@ -280,20 +293,28 @@ class Training:
         rank = self.parallel.get_data_parallel_rank()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        mask = (torch.ones(1, 1, 32, 32).tril() < 0.5).cuda()
-        losses = []
-        for micro_step in range(self.case.passes):
-            seed = 1000 * number + 10 * micro_step + rank
-            tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(seed)).cuda()
-            last = micro_step + 1 == self.case.passes
-            with contextlib.nullcontext() if last else self.model.no_sync():
-                places = torch.arange(32).expand(4, 32).cuda()
-                loss = self.model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
-                self.optimizer.scale_loss(loss).backward()
-            losses.append(loss.item())
-        if self.case.hides:
-            self._note_versions()
-        self.finalize([self.model])
+        mask, places = (torch.ones(1, 1, 32, 32).tril() < 0.5).cuda(), torch.arange(32).expand(4, 32).cuda()
+
+        def forward(windows: Any, model: Any) -> Any:
+            tokens = next(windows)
+
+            def loss_of(output: Any) -> Any:
+                loss = output.float().mean()
+                return loss, loss.detach().clone()  # Megatron changes the first one in place
+
+            return model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]), loss_of
+
+        seeds = (torch.Generator().manual_seed(1000 * number + 10 * each + rank) for each in range(self.case.passes))
+        windows = [torch.randint(0, 128, (4, 33), generator=seed).cuda() for seed in seeds]
+        losses = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(windows),
+            model=[self.model],
+            num_microbatches=self.case.passes,
+            seq_length=32,
+            micro_batch_size=4,
+            forward_only=False,
+        )
         if number == self.case.skipped:
             return
         took, norm, zeros = self.optimizer.step()
@@ -302,7 +323,7 @@ class Training:
                 self.figures[name] += int(engine.metrics()[f"speculation/{name}"])
         if took:
             self.schedule.step(increment=1)
-        self.said.append([*losses, took, None if norm is None else float(norm), zeros])
+        self.said.append([*map(float, losses), took, None if norm is None else float(norm), zeros])
 
     def sharded(self, loading: bool) -> dict[str, Any]:
         """Return Megatron's own state dict for `dist_checkpointing`."""
@@ -317,17 +338,24 @@ class Training:
         kind = getattr(found, f"FullyParallel{verb}StrategyWrapper")
         return kind(strategy, self.parallel.get_data_parallel_group(with_context_parallel=True))
 
-    def options(self, behind: bool) -> dict[str, Any]:
-        """Return what `dist_checkpointing.save` is told."""
-        found = {"async_sharded_save": behind, "content_metadata": self.meta}
-        strategies = import_module("megatron.core.dist_checkpointing.strategies.torch")
-        # Releases after 0.16.1 save behind training by a package of its own where nothing is said.
-        return {**found, "async_strategy": "mcore"} if hasattr(strategies, "get_async_strategy") else found
+    def begin_save(self, folder: str, behind: bool, saved: Callable[[], None] = lambda: None) -> None:
+        """Save, or begin to where that is done behind training and `queue` knows its end; `saved` is called then."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        checkpoints = import_module("megatron.core.dist_checkpointing")
+        options = {"async_sharded_save": behind, "content_metadata": self.meta}
+        if hasattr(import_module("megatron.core.dist_checkpointing.strategies.torch"), "get_async_strategy"):
+            # Releases after 0.16.1 save behind training by a package of its own where nothing is said.
+            options["async_strategy"] = "mcore"
+        strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
+        request = checkpoints.save(self.sharded(False), folder, strategy, **options)
+        if behind:
+            request.add_finalize_fn(saved)
+            self.queue.schedule_async_request(request)
+        else:
+            saved()
 
     def save(self, folder: str) -> None:
         """Save, and go on for two steps where that is done behind; count how often state is read for it."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        checkpoints = import_module("megatron.core.dist_checkpointing")
         reads: list[Any] = []
 
         def counted(read: Any) -> Any:
@@ -335,16 +363,10 @@ class Training:
 
         for engine in self.engines:
             engine.state.read = counted(engine.state.read)
-        queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
-        options = self.options(self.case.behind)
-        strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
-        request = checkpoints.save(self.sharded(False), folder, strategy, **options)
-        if self.case.behind:
-            queue.schedule_async_request(request)
-            del request
-            for number in range(2):
-                self.step(self.case.at + self.case.steps + number)
-            queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        self.begin_save(folder, self.case.behind)
+        for number in range(2 if self.case.behind else 0):
+            self.step(self.case.at + self.case.steps + number)
+        self.queue.maybe_finalize_async_calls(blocking=True)
         self.reads = len(reads)
 
     def _make_loadable(self, member: Any) -> None:
@@ -451,12 +473,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             plans = [engine.plan for engine in training.engines]
             answers["names"] = [parameter.name for plan in plans for parameter in plan.layout.parameters]
         training.close()
-    digest = hashlib.sha256()
-    for name in sorted(states[-1]):
-        digest.update(states[-1][name].contiguous().view(torch.uint8).numpy().tobytes())
-    answers["digest"] = digest.hexdigest()
+    answers["digest"] = digest(states[-1][name] for name in sorted(states[-1]))
     tied = [weight for weight in training.model.parameters() if getattr(weight, "shared_embedding", False)]
-    answers["tied"] = [hashlib.sha256(weight.detach().cpu().view(torch.uint8).numpy()).hexdigest() for weight in tied]
+    answers["tied"] = [digest([weight]) for weight in tied]
     answers["state"] = sum(1 for name in states[0] if " " in name)
     if len(states) == 2:
         answers["differing"] = differing(*states)
@@ -475,9 +494,7 @@ def main(folder: Path, cases: list[dict[str, Any]], device: str = "cpu") -> None
     torch.distributed.init_process_group(backends)
     torch.set_num_threads(1)
     for fields in cases:
-        answers = run(Case(**fields), folder)
-        sys.stdout.write(json.dumps(answers) + "\n")  # at once: ranks write to one pipe
-        sys.stdout.flush()
+        say(**run(Case(**fields), folder))
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -10,18 +10,17 @@ step. The processes that Megatron starts to write a checkpoint import this modul
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron_runs import Case, Training, play_cuda
+from small import digest, say
 
 MARK = "metadata.json"
 """Megatron's, in a checkpoint that is whole."""
@@ -33,31 +32,16 @@ def whole_in(folder: Path) -> dict[int, Path]:
 
 
 class Saving(Training):
-    """A training that saves to a folder for each save, behind it or not."""
+    """A training that saves to a folder for each save, behind it or not, and notes it when that is whole."""
 
     def __init__(self, case: Case, folder: Path, keep: int) -> None:
         super().__init__(case, "offload", folder / "paths")
         self.folder, self.keep = folder / "checkpoints", keep
-        self.queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
 
     def begin(self, done: int, behind: bool) -> None:
         """Save what so many steps have made."""
         import torch
 
-        folder, saved = self.folder / f"iter_{done:07}", self._saved(done)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
-        checkpoints = import_module("megatron.core.dist_checkpointing")
-        strategy = self._on_all("Save", checkpoints.serialization.get_default_save_sharded_strategy())
-        request = checkpoints.save(self.sharded(False), str(folder), strategy, **self.options(behind))
-        if behind:
-            request.add_finalize_fn(saved)
-            self.queue.schedule_async_request(request)
-        else:
-            saved()
-
-    def _saved(self, done: int) -> Callable[[], None]:
-        """Return what is called when a save that begins now is whole."""
         began_s, note = time.monotonic(), import_module("dying").note
 
         def saved() -> None:
@@ -67,7 +51,8 @@ class Saving(Training):
                 for old in sorted(there)[: -self.keep]:
                     shutil.rmtree(there[old])
 
-        return saved
+        torch.distributed.barrier()
+        self.begin_save(str(self.folder / f"iter_{done:07}"), behind, saved)
 
 
 def main(folder: Path, steps: int, plan: dict[str, Any]) -> None:
@@ -91,12 +76,9 @@ def main(folder: Path, steps: int, plan: dict[str, Any]) -> None:
             training.begin(number, saves[str(number)])
         training.step(number)
     training.queue.maybe_finalize_async_calls(blocking=True)
-    digest, state = hashlib.sha256(), training.state()
-    for name in sorted(state):
-        digest.update(name.encode() + state[name].contiguous().view(torch.uint8).numpy().tobytes())
-    said = {"rank": torch.distributed.get_rank(), "weights": digest.hexdigest(), "losses": training.said}
-    sys.stdout.write(json.dumps(said) + "\n")
-    sys.stdout.flush()
+    state = training.state()
+    weights = [*state], digest(state.values())
+    say(rank=torch.distributed.get_rank(), weights=weights, losses=training.said)
     training.close()
     torch.distributed.destroy_process_group()
 

@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from accelerate_runs import SETTINGS
+from small import SETTINGS
 
 import offload
 from offload.checkpoint.marker import Mark, mark_begun, mark_of

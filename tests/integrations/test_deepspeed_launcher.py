@@ -18,7 +18,6 @@ pytest.importorskip("deepspeed")
 
 LAUNCHER = ("-m", "offload.integrations.deepspeed")
 SCRIPT = Path(__file__).with_name("deepspeed_script.py")
-IN_CODE = Path(__file__).with_name("deepspeed_in_code.py")
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
 OFFLOADED, STOCK = "OffloadedStage3", "DeepSpeedZeroOptimizer_Stage3"
@@ -108,7 +107,7 @@ def trained(folder: Path, name: str, *arguments: str, ranks: int = 2, status: in
     offload = {"host_memory": 0, "paths": [str(folder)], "subgroup_numel": 1024, "threads": 1}
     (folder / "config.json").write_text(json.dumps({**CONFIG, "multi_tier_offload": offload}))
     script = [argument.format(script=SCRIPT) for argument in arguments]
-    extra = [str(folder / "config.json"), str(folder / name)]
+    extra = [str(folder / name), str(folder / "config.json")]
     place = script.index(str(SCRIPT) if str(SCRIPT) in script else SCRIPT.stem) + 1
     command = [*script[:place], *extra, *script[place:]]
     program = (*prepared.torchrun(ranks), *command)
@@ -123,11 +122,11 @@ def trained(folder: Path, name: str, *arguments: str, ranks: int = 2, status: in
 def test_a_script_that_cannot_be_edited_is_offloaded(tmp_path: Path) -> None:
     """Without the call or the launcher the object is ignored; with either of them losses are the same."""
     (stock,) = trained(tmp_path, "stock", "{script}", ranks=1)
-    assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
+    assert stock["optimizers"] == {"actor": STOCK}
     assert stock["said"] == []  # nothing of ours is there to say it
-    forgot = trained(tmp_path, "forgot", "{script}", "--forget")
+    forgot = trained(tmp_path, "forgot", "{script}", "--import")
     for rank, found in enumerate(forgot):
-        assert found["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
+        assert found["optimizers"] == {"actor": STOCK}
         assert [text.count("multi_tier_offload, which DeepSpeed ignores") for text in found["said"]] == [1] * (
             not rank
         )
@@ -135,9 +134,9 @@ def test_a_script_that_cannot_be_edited_is_offloaded(tmp_path: Path) -> None:
     launched = trained(tmp_path, "launched", *LAUNCHER, "{script}")
     assert [rank["losses"] for rank in launched] == [rank["losses"] for rank in edited]
     for rank in (*edited, *launched):
-        assert (rank["optimizer"], rank["resident"]) == ("OffloadedStage3", 0)
+        assert (rank["optimizers"], rank["resident"]) == ({"actor": OFFLOADED}, 0)
         assert not any("ignores" in text for text in rank["said"])
-    assert launched[0]["argv"] == [str(SCRIPT), str(tmp_path / "config.json"), str(tmp_path / "launched")]
+    assert launched[0]["argv"] == [str(SCRIPT), str(tmp_path / "launched"), str(tmp_path / "config.json")]
 
 
 @pytest.mark.slow
@@ -149,7 +148,7 @@ def test_deepspeeds_launcher_puts_its_rank_before_the_program(tmp_path: Path) ->
     assert not found["early"]  # the launcher itself imports nothing that reads the environment
     assert found["local_rank"] == 0
     assert found["argv"][1] == "--local_rank=0"
-    assert found["optimizer"] == "OffloadedStage3"
+    assert found["optimizers"] == {"actor": OFFLOADED}
 
 
 def recipe(language: str) -> str:
@@ -169,9 +168,17 @@ def test_a_config_that_is_built_in_code_gets_the_object(tmp_path: Path) -> None:
     (tmp_path / "offload.json").write_text(json.dumps(given))
     launcher, *command = shlex.split(recipe("sh"))
     assert (launcher, command.pop()) == ("torchrun", "ARGUMENTS")
-    command[command.index("train.py")] = str(IN_CODE)
+    command[command.index("train.py")] = str(SCRIPT)
     ranks = int(command[command.index("--nproc-per-node") + 1])
-    arguments = ("-m", "torch.distributed.run", "--standalone", *command, str(tmp_path), "--object", json.dumps(own))
+    arguments = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *command,
+        str(tmp_path / "seen"),
+        "--object",
+        json.dumps(own),
+    )
     done = python(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(ranks):
@@ -182,7 +189,7 @@ def test_a_config_that_is_built_in_code_gets_the_object(tmp_path: Path) -> None:
         assert seen["losses"]["actor"] == seen["losses"]["own"]
         assert seen["paths"] == [str(tmp_path / f"rank-{rank}")]
         assert seen["config"], "the program's own dictionary has changed"
-        assert seen["argv"] == [str(IN_CODE), *arguments[-3:]]
+        assert seen["argv"] == [str(SCRIPT), *arguments[-3:]]
         assert seen["variable"] == str(tmp_path / "offload.json")
     assert done.stderr.count("has its own multi_tier_offload, which is used") == 1
     assert done.stderr.count("an optimizer stays DeepSpeed's") == 1
@@ -193,7 +200,7 @@ def test_with_the_variable_an_import_is_enough(tmp_path: Path) -> None:
     """Whatever has started the program; without the import nothing is known of it."""
     (tmp_path / "offload.json").write_text(json.dumps({"host_memory": 0, "paths": [str(tmp_path)]}))
     for extra, expected in (((), STOCK), (("--import",), OFFLOADED)):
-        command = (*prepared.torchrun(1), str(IN_CODE), str(tmp_path), *extra)
+        command = (*prepared.torchrun(1), str(SCRIPT), str(tmp_path / "seen"), *extra)
         done = python(*command, cwd=tmp_path, **{VARIABLE: "offload.json"})
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads((tmp_path / "seen-0.json").read_text())["optimizers"]["actor"] == expected

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -489,9 +488,7 @@ def test_a_trainers_checkpoint_comes_back_from_a_bucket(tmp_path: Path, s3: S3Se
         (tmp_path / folder).mkdir(exist_ok=True)
         program = str(Path(__file__).with_name("trainer_runs.py"))
         command = [prepared.python(), program, str(tmp_path / folder), "offload_adamw", "6", *rest]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
-        assert done.returncode == 0, done.stderr
+        done = prepared.ran(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
     whole = trained("whole")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import SETTINGS
 
 import offload
 from offload import cli
@@ -21,7 +22,6 @@ RECIPES = {
         r"\*\*(.+?)\.\*\* [^`]*.*?```sh\n(.*?)\n```\n\n```\n(.*?)```", SECTION, re.DOTALL
     )
 }
-SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 DTYPES = [torch.float32, torch.bfloat16]
 
 

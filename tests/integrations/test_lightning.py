@@ -22,7 +22,8 @@ pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
-from lightning_runs import SETTINGS, Module, rows
+from lightning_runs import Module, rows
+from small import SETTINGS
 
 import offload
 from offload.checkpoint.manifest import RELEASED_NAME

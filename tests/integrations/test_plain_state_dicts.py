@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from limited import limited
+from small import SETTINGS
 
 import offload
-
-SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
-
 
 AllLarge = limited(offload.AdamW, large_copy_bytes=0)
 """Hands out all state in files, however small it is."""

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -320,15 +319,8 @@ def test_a_verl_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
 def run(folder: Path, steps: int, *rest: str) -> list[dict[str, Any]]:
     """Return what two ranks say."""
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *prepared.torchrun(2), str(PROGRAM), str(folder), str(steps), *rest],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-W", "ignore", *prepared.torchrun(2), str(PROGRAM), str(folder), str(steps), *rest]
+    done = prepared.ran(command, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"losses')]
     return sorted(lines, key=lambda line: int(line["rank"]))
 

@@ -25,8 +25,9 @@ import transformers.training_args
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from small import SETTINGS
 from torch.distributed.fsdp import FSDPModule
-from trainer_runs import SETTINGS, Tokens
+from trainer_runs import Tokens
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

@@ -8,8 +8,6 @@ Prints one line of JSON: losses, gradient norms and a digest of the weights.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import signal
 import sys
@@ -18,12 +16,11 @@ from typing import Any
 
 import dying
 import torch
+from small import SETTINGS, die, digest, options, say
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import offload.integrations.transformers as offload_transformers
 from offload.optim import folders
-
-SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -51,7 +48,7 @@ class Kill(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if state.global_step == self.kill:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         control.should_training_stop |= state.global_step == self.stop
 
 
@@ -62,19 +59,16 @@ def model() -> LlamaForCausalLM:
 
 
 def main(folder: str, optim: str, steps: int, *rest: str) -> None:
-    options = dict(each.split("=") for each in rest if "=" in each)
-    named = options.pop("resume", None)
-    kill, stop, term, killed = (int(options.pop(name, 0)) for name in ("kill", "stop", "term", "kill_saving"))
+    told = options(rest)
+    resume, mirror, activations = (told.pop(name, None) for name in ("resume", "mirror", "activations"))
+    kill, stop, term, killed = (told.pop(name, 0) for name in ("kill", "stop", "term", "kill_saving"))
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True)
-    config = {**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")}
-    if mirror := options.pop("mirror", None):
-        config["mirror"] = mirror
-    activations = options.pop("activations", None)
+    config = {**SETTINGS, "paths": [path], "overlap": told.pop("overlap", "off"), "mirror": mirror}
     hears = term > 0 or bool(dying.WISH)
     offload_transformers.enable(config, activation_memory=activations, commit_on_sigterm=hears)
     end = folders.mark_whole
-    folders.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(f"-{killed}") else end(at)
+    folders.mark_whole = lambda at: die() if at.endswith(f"-{killed}") else end(at)
     args = TrainingArguments(
         output_dir=folder,
         optim=optim,
@@ -89,30 +83,26 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         use_cpu=True,
         disable_tqdm=True,
         seed=1,
-        **{name: json.loads(value) for name, value in options.items()},
+        **told,
     )
     trained = model()
     callbacks = [Kill(kill, stop, term)] if kill or stop or hears else None
     trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=named or "resume" in rest or None)
+    trainer.train(resume_from_checkpoint=resume)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if mirror:
         optimizer.wait_mirror()
         dying.end(optimizer.metrics())
-    line = json.dumps(
-        {
-            "losses": [entry["loss"] for entry in history],
-            "norms": [entry["grad_norm"] for entry in history],
-            "weights": digest,
-            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            "rank": trainer.args.process_index,
-            "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
-            "hidden_in": str(getattr(getattr(optimizer, "plan", None), "hidden_in", "")),
-        }
+    say(
+        losses=[entry["loss"] for entry in history],
+        norms=[entry["grad_norm"] for entry in history],
+        weights=digest(trained.parameters()),
+        optimizer=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+        rank=trainer.args.process_index,
+        evaluated=[entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        hidden_in=str(getattr(getattr(optimizer, "plan", None), "hidden_in", "")),
     )
-    os.write(1, f"\n{line}\n".encode())  # at once: ranks share what they write to
 
 
 if __name__ == "__main__":

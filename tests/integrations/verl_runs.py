@@ -13,7 +13,6 @@ line of JSON for each rank.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from importlib import import_module
@@ -23,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small import SETTINGS, digest, say
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SETTINGS = {"host_memory": "64KiB", "subgroup_numel": 2048, "staging_memory": "256KiB", "threads": 1}
+OURS = {**SETTINGS, "host_memory": "64KiB", "subgroup_numel": 2048}
 
 
 def play_a_device(strategy: str) -> None:
@@ -63,7 +62,7 @@ def configured(impl: str, strategy: str, folder: Path, phases: bool) -> list[Any
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
     ]
     if impl == "offload":
-        text = json.dumps({"offload": {**SETTINGS, "paths": [str(folder)]}}).replace('"', "")
+        text = json.dumps({"offload": {**OURS, "paths": [str(folder)]}}).replace('"', "")
         lines.append(f"actor_rollout_ref.actor.optim.override_optimizer_config={text}")
     place = Path(str(import_module("verl").__file__)).parent / "trainer" / "config"
     with hydra.initialize_config_dir(str(place), version_base=None):
@@ -137,15 +136,9 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
         if step + 1 >= int(options.get("save", steps + 1)):
             keep = int(options["keep"]) if "keep" in options else None
             engine.save_checkpoint(str(folder / f"global_step_{step + 1}"), global_step=step, max_ckpt_to_keep=keep)
-    digest = hashlib.sha256()
-    for parameter in engine.module.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        digest.update(local.detach().numpy().tobytes())
-    kept = engine.optimizer.engine.checkpoints.kept if impl == "offload" else []
-    found = {"losses": losses, "norms": norms, "parked": parked, "weights": digest.hexdigest()}
-    found |= {"kept": [str(Path(path).parent.name) for path in kept], "rank": rank}
-    sys.stdout.write(json.dumps(found) + "\n")  # at once: ranks write to one pipe
-    sys.stdout.flush()
+    there = engine.optimizer.engine.checkpoints.kept if impl == "offload" else []
+    kept, weights = [Path(path).parent.name for path in there], digest(engine.module.parameters())
+    say(losses=losses, norms=norms, parked=parked, weights=weights, kept=kept, rank=rank)
     dist.barrier()
     if impl == "offload":
         engine.optimizer.close()

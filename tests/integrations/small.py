@@ -1,0 +1,46 @@
+"""What the programs here share that train a small model under a framework.
+
+It imports nothing large: processes that Megatron starts to write a checkpoint import it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
+
+
+def options(arguments: Iterable[str]) -> dict[str, Any]:
+    """Return what the end of a command line says: `name=value`, which is JSON or text, or `name`, which is True."""
+    found: dict[str, Any] = {}
+    for name, is_said, value in (each.partition("=") for each in arguments):
+        try:
+            found[name] = json.loads(value) if is_said else True
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def digest(tensors: Iterable[Any]) -> str:
+    """Return what tells tensors' bits, in their order, from others; of a DTensor those of this rank's part."""
+    import torch
+
+    found = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def say(**found: Any) -> None:
+    """Print a line of JSON, at once: ranks share what they write to."""
+    os.write(1, f"\n{json.dumps(found)}\n".encode())
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
