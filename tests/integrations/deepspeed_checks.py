@@ -89,11 +89,11 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
     return function
 
 
-def paths(folder: Path) -> dict[str, Any]:
-    """Return settings that keep all state in files below `folder`, and where it is updated."""
+def paths(folder: Path, is_placed: bool = True) -> dict[str, Any]:
+    """Return settings that keep all state in files below `folder`, and, if that is asked for, where it is updated."""
     found: dict[str, Any] = {"host_memory": 0, "paths": [str(folder)]}
     placement = os.environ.get("PLACEMENT", "auto")
-    if placement != "auto":  # a word that the Hugging Face Trainer wants to replace
+    if is_placed and placement != "auto":  # a word that the Hugging Face Trainer wants to replace
         found["placement"] = float(placement) if placement[0].isdigit() else placement
     return found
 
@@ -113,12 +113,8 @@ PAIRWISE += [(2, "fp32", 1, 0.3), (1, "bf16", 3, 0.0), (1, "fp16", 1, 0.3), (1, 
 
 
 def matrix(folder: Path, cases: list[tuple[int, str, int, float]], steps: int) -> None:
-    for stage, dtype, accumulation, clip in cases:
-        case = Case(stage, dtype, accumulation, clip, steps=steps, offload=paths(folder))
-        try:
-            assert_equals_stock(case)
-        except AssertionError as error:
-            raise AssertionError(f"{stage, dtype, accumulation, clip}: {error}") from error
+    for case in cases:
+        assert_equals_stock(Case(*case, steps=steps, offload=paths(folder)))
 
 
 @check
@@ -224,8 +220,7 @@ def noting_pending_steps() -> Iterator[list[bool]]:
 @check
 def gradients_on_paths_change_nothing(folder: Path) -> None:
     """Gradients that leave host memory as they are reduced: the bits of those that stay, and of stock."""
-    leaving = {**paths(folder), "gradient_memory": 0}
-    leaving.pop("placement", None)  # the CPU updates then
+    leaving = {**paths(folder, is_placed=False), "gradient_memory": 0}  # the CPU updates then
     assert_equals_stock(Case(3, "bf16", 2, 0.3, steps=6, offload=leaving))
     for stage, dtype, accumulation in ((3, "bf16", 2), (3, "fp32", 1), (2, "fp16", 2), (1, "bf16", 1)):
         seen = []
@@ -386,9 +381,7 @@ def model_variants_equal_stock(folder: Path) -> None:
         Case(2, net={"recompute": True}),
         Case(3, zero={"offload_param": {"device": "cpu"}}, dtype="fp16"),
         Case(3, net={"tied": False}, zero={"stage3_param_persistence_threshold": 0}),
-        Case(3, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
-        Case(2, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
-        Case(1, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        *(Case(stage, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}) for stage in (1, 2, 3)),
         Case(2, accumulation=3, config=ALL_FP32),
         Case(1, config=ALL_FP32, zero={"reduce_scatter": False}),
         Case(3, accumulation=3, config=ALL_FP32),
@@ -396,14 +389,9 @@ def model_variants_equal_stock(folder: Path) -> None:
         Case(3, zero={"reduce_scatter": False, "contiguous_gradients": True, "overlap_comm": True}),
         Case(3, zero={"sub_group_size": 1e9, "reduce_bucket_size": 1e6}),
     ]
-    for number, case in enumerate(cases):
-        try:
-            offload = paths(folder)
-            if "DELAYS" in os.environ and "offload_param" in case.zero:
-                offload.pop("placement", None)  # weights are not on the accelerator then
-            assert_equals_stock(dataclasses.replace(case, offload=offload))
-        except Exception as error:
-            raise AssertionError(f"case {number}: {error}") from error
+    for case in cases:
+        is_placed = "offload_param" not in case.zero  # else weights are not on the accelerator
+        assert_equals_stock(dataclasses.replace(case, offload=paths(folder, is_placed)))
 
 
 @check
@@ -447,28 +435,27 @@ def zero_init_equals_stock(folder: Path) -> None:
 @check
 def utilities_read_and_write_state(folder: Path) -> None:
     """deepspeed.utils.safe_get_* and safe_set_*; of local parts padding is nobody's business."""
+    as_written = ("full_fp32_param", "full_optimizer_state")  # by stock, too
+
+    def multiply(what: str, weight: Any, factor: float, *key: str) -> Any:
+        """Write a multiple of what is read; return what was."""
+        read, write = (getattr(utils, f"safe_{verb}_{what}") for verb in ("get", "set"))
+        before = read(weight, *key)
+        write(weight, before * factor, *key)
+        assert what not in as_written or torch.equal(read(weight, *key), before * factor), what
+        return before
 
     def act(engine: Any) -> Any:
         train(engine, case, 0, 2)
-        parameters = dict(engine.module.named_parameters())
-        weight = parameters["body.0.weight"]
-        master = utils.safe_get_full_fp32_param(weight)
-        utils.safe_set_full_fp32_param(weight, master + 0.25)
-        moment = utils.safe_get_full_optimizer_state(weight, "exp_avg_sq")
-        utils.safe_set_full_optimizer_state(weight, moment * 2, "exp_avg_sq")
-        assert torch.equal(utils.safe_get_full_fp32_param(weight), master + 0.25)
-        assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg_sq"), moment * 2)
+        weight, other = (engine.module.body[number].weight for number in range(2))
+        multiply("full_fp32_param", weight, 1.25)
+        multiply("full_optimizer_state", weight, 2, "exp_avg_sq")
         engine.backward(engine(micro_batch(engine, 7, 0)))
-        gradient = utils.safe_get_full_grad(weight)
-        utils.safe_set_full_grad(weight, gradient * 0.5)
+        gradient = multiply("full_grad", weight, 0.5)
         if case.stage == 3:
-            local = utils.safe_get_local_fp32_param(weight)
-            utils.safe_set_local_fp32_param(weight, local * 0.5)
-            local = utils.safe_get_local_optimizer_state(weight, "exp_avg")
-            utils.safe_set_local_optimizer_state(weight, local * 0.5, "exp_avg")
-            other = parameters["body.1.weight"]
-            local = utils.safe_get_local_grad(other)
-            utils.safe_set_local_grad(other, local * 2)
+            multiply("local_fp32_param", weight, 0.5)
+            multiply("local_optimizer_state", weight, 0.5, "exp_avg")
+            multiply("local_grad", other, 2)
         engine.step()
         return gradient.float().tolist()
 
@@ -602,6 +589,7 @@ def in_file(folder: Path, **more: Any) -> dict[str, Any]:
     return {"offload_param": {"device": "nvme", "nvme_path": str(folder)}, **more}
 
 
+GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
 IN_MEMORY = {"offload_param": {"device": "cpu"}}
 
 
@@ -650,8 +638,7 @@ def weights_in_files_change_nothing(folder: Path) -> None:
     for given, is_made_there in cases:
         seen = []
         for place in (IN_MEMORY, in_file(folder)):
-            offload = {**paths(folder), **given.offload}
-            offload.pop("placement", None)  # weights are not on the accelerator
+            offload = {**paths(folder, is_placed=False), **given.offload}  # weights are not on the accelerator
             case = dataclasses.replace(given, zero={**given.zero, **place}, offload=offload)
             model = None
             if is_made_there:
@@ -672,14 +659,11 @@ def weights_in_files_change_nothing(folder: Path) -> None:
 @check
 def weights_in_files_are_saved_as_any(folder: Path) -> None:
     """Checkpoints go both ways between weights in files and in memory, whole and weights alone."""
-    places, found = (IN_MEMORY, in_file(folder)), []
-    gathering = {"stage3_gather_16bit_weights_on_model_save": True}
-    cases = [
-        Case(3, freeze="body.1", zero={**place, **gathering}, offload={**paths(folder), "overlap": "forward"})
-        for place in places
-    ]
+    found = []
+    settings = {**paths(folder, is_placed=False), "overlap": "forward"}
+    zeros = [{**place, **GATHERS} for place in (IN_MEMORY, in_file(folder))]
+    cases = [Case(3, freeze="body.1", zero=zero, offload=settings) for zero in zeros]
     for number, case in enumerate(cases):
-        case.offload.pop("placement", None)
         with training(case) as engine:
             train(engine, case, 0, 3)
             engine.save_checkpoint(str(folder), tag=str(number))
@@ -695,11 +679,8 @@ def weights_in_files_are_saved_as_any(folder: Path) -> None:
             assert_same_runs(found[0], trained(engine, case, 3, 3))
             alone = {"load_module_only": True, "load_optimizer_states": False}
             engine.load_checkpoint(str(folder), tag=str(number), **alone)
-            weights = {name: weight for name, weight in state_of(engine).items() if name.endswith(" weight")}
-            saved = {
-                f"{name} weight": weight for name, weight in models[number].items() if f"{name} weight" in weights
-            }
-            assert_same(weights, saved)
+            state, saved = state_of(engine), {f"{name} weight": each for name, each in models[number].items()}
+            assert_same(state, {name: saved[name] for name in saved.keys() & state})  # of tied ones one is there
 
 
 @check
@@ -714,8 +695,7 @@ def weights_that_have_no_file_are_refused_before_anything_changes(folder: Path) 
             raise OSError(errno.ENOSPC, "full")
         reserve(descriptor, offset, nbytes)
 
-    offload_ = {name: value for name, value in paths(folder).items() if name != "placement"}
-    case = Case(3, zero=in_file(folder), offload=offload_)
+    case = Case(3, zero=in_file(folder), offload=paths(folder, is_placed=False))
     before, model = case.model().to(torch.bfloat16), case.model()
     with unittest.mock.patch("os.posix_fallocate", full):
         with refused, training(case, model=model):
@@ -801,6 +781,20 @@ def save_at_once(engine: Any, place: Path, tag: str = "waits", **more: Any) -> N
     type(engine).save_checkpoint(engine, str(place), tag=tag, save_latest=False, **more)
 
 
+def wait_for_all(engine: Any) -> None:
+    """Wait until what all ranks save behind training is whole."""
+    engine.optimizer.wait_checkpoint()
+    torch.distributed.barrier()
+
+
+def assert_same_files(found: Path, expected: Path, *more: str) -> None:
+    """Check that a tag has the files of another one, byte for byte, and some more."""
+    names = sorted(file.name for file in expected.iterdir())
+    assert sorted([*names, *more]) == sorted(file.name for file in found.iterdir())
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
 def load_latest(engine: Any, place: Path, tag: str) -> None:
     """Load what `latest` names, which is this tag."""
     assert engine.load_checkpoint(str(place))[0].startswith(str(place / tag))
@@ -830,7 +824,6 @@ def on_first_rank(act: Callable[[], object]) -> None:
 @check
 def saves_behind_training_are_those_that_wait(folder: Path) -> None:
     """Byte for byte, while training goes on; `latest` follows when all is whole; what is loaded goes on exactly."""
-    rank = torch.distributed.get_rank()
     for stage, dtype, format in (
         (1, "bf16", "exact"),
         (2, "fp32", "exact"),
@@ -845,13 +838,9 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
             engine.save_checkpoint(str(place), tag="behind", client_state={"epoch": 3})
             save_at_once(engine, place, client_state={"epoch": 3})
             whole = trained(engine, case, 3, 3)
-            engine.optimizer.wait_checkpoint()
-            torch.distributed.barrier()
+            wait_for_all(engine)
             assert (place / "latest").read_text() == "behind"
-            names = sorted(file.name for file in (place / "waits").iterdir())
-            assert sorted([*names, WHOLE]) == sorted(file.name for file in (place / "behind").iterdir())
-            for name in names[rank :: torch.distributed.get_world_size()]:
-                assert (place / "behind" / name).read_bytes() == (place / "waits" / name).read_bytes(), name
+            assert_same_files(place / "behind", place / "waits", WHOLE)
             engine.save_checkpoint(str(place), tag="again")  # and loaded at once
             load_latest(engine, place, "again")
             assert_same(state_of(engine), whole[1])
@@ -864,6 +853,11 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
 
 def model_file(engine: Any, place: Path, tag: str) -> Path:
     return Path(engine._get_ckpt_name(str(place), tag))
+
+
+def assert_same_model(engine: Any, place: Path, tag: str) -> None:
+    """Check that a tag has the model's file of one that was waited for, byte for byte."""
+    assert model_file(engine, place, tag).read_bytes() == model_file(engine, place, "waits").read_bytes()
 
 
 @check
@@ -902,12 +896,9 @@ def weights_that_masters_give_are_written_behind(folder: Path) -> None:
             engine.module.body[0].weight.data.zero_()  # as one who swaps weights does: they are saved by then
             train(engine, case, 3, 1)
             goes_on.set()
-            engine.optimizer.wait_checkpoint()
-            torch.distributed.barrier()
-            waits = model_file(engine, place, "waits")
-            assert file.read_bytes() == waits.read_bytes()
-            assert not file.parent.joinpath(behind.PARTIAL).exists()
-            assert not waits.parent.joinpath(behind.PARTIAL).exists()
+            wait_for_all(engine)
+            assert_same_model(engine, place, "behind")
+            assert not [*place.glob(f"*/{behind.PARTIAL}")]
             load_latest(engine, place, "behind")
             assert_same(state_of(engine), whole)
             on_first_rank(lambda file=file, place=place: file.rename(place / "away"))
@@ -937,11 +928,6 @@ def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: P
     for layout in ("stock", "in_place"):
         place = below(folder, layout)
         goes_on.set()
-
-        def same_as_at_once(tag: str, place: Path = place) -> bool:
-            waits, file = (model_file(engine, place, each) for each in ("waits", tag))
-            return file.read_bytes() == waits.read_bytes()
-
         case = Case(2, offload={**paths(place), "checkpoint": {"wait": False, "layout": layout}})
         with training(case) as engine, written_after(goes_on.wait):
             for step, change in enumerate((counted, uncounted, elsewhere, master)):
@@ -956,9 +942,8 @@ def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: P
                 else:
                     engine.module.embed.weight.data.zero_()
                 goes_on.set()
-                engine.optimizer.wait_checkpoint()
-                torch.distributed.barrier()
-                assert same_as_at_once(tag)
+                wait_for_all(engine)
+                assert_same_model(engine, place, tag)
                 torch.distributed.barrier()
             train(engine, case, 4, 1)
             engine.module.body[0].weight.data.view(-1)[7] += 1.0
@@ -969,7 +954,7 @@ def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: P
             assert not model_file(engine, place, "fails").exists()
             save_at_once(engine, place)
             save_and_wait(engine, place, "whole")
-            assert same_as_at_once("whole")
+            assert_same_model(engine, place, "whole")
             load_latest(engine, place, "whole")
 
 
@@ -985,15 +970,9 @@ def ranks_that_share_no_folder_save_as_ever(folder: Path) -> None:
             save_at_once(engine, place)
             engine.save_checkpoint(str(place), tag="behind")
             train(engine, case, 2, 1)
-            engine.optimizer.wait_checkpoint()
-            torch.distributed.barrier()
-            files = {tag: sorted((place / tag).iterdir()) for tag in ("waits", "behind")}
-            is_one = torch.distributed.get_world_size() == 1 and not local
-            assert is_one == (files["behind"][-1].name == WHOLE)  # else nobody has seen the whole
-            files["behind"] = files["behind"][: -1 if is_one else None]
-            assert [file.name for file in files["waits"]] == [file.name for file in files["behind"]]
-            for mine, theirs in zip(files["behind"], files["waits"], strict=True):
-                assert mine.read_bytes() == theirs.read_bytes(), mine.name
+            wait_for_all(engine)
+            is_one = torch.distributed.get_world_size() == 1 and not local  # else nobody has seen the whole
+            assert_same_files(place / "behind", place / "waits", *([WHOLE] if is_one else []))
 
 
 @check
@@ -1034,9 +1013,7 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
             command = shlex.split(export.replace("global_step500", "here").replace("checkpoints", str(place)))
             assert (command[0], offload_main(command[1:])) == ("offload", 0)
         assert f"engine.load_checkpoint({str(place)!r}, tag='exported')" in said.getvalue()
-        assert files == sorted(file.name for file in (place / "exported").iterdir())
-        for name in files:
-            assert (place / "exported" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
+        assert_same_files(place / "exported", place / "stock")
         for tag, out, words in (
             ("here", "exported", "it is there already"),
             ("stock", "other", "DeepSpeed's own layout already"),
@@ -1093,8 +1070,7 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
             assert_same_runs(whole, trained(engine, case, 3, 3))
             for tag in ("next", "last"):
                 engine.save_checkpoint(str(place), tag=tag)
-            engine.optimizer.wait_checkpoint()
-            torch.distributed.barrier()
+            wait_for_all(engine)
             with pytest.raises(CheckpointError, match="checkpoints_kept"):
                 engine.load_checkpoint(str(place), tag="here")
         with training(case) as engine:
@@ -1234,8 +1210,7 @@ def digest(engine: Any) -> dict[str, str]:
 def exports_hold_the_masters(folder: Path) -> None:
     """zero_to_fp32 and save_16bit_model."""
     for stage in (1, 2, 3):
-        zero = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
-        case = Case(stage, offload=paths(folder), zero=zero)
+        case = Case(stage, offload=paths(folder), zero=GATHERS if stage == 3 else {})
         with training(case) as engine:
             train(engine, case)
             state = state_of(engine)
@@ -1635,46 +1610,59 @@ def alone_trainer_killed(folder: Path) -> None:
     (folder / "history.json").write_text(json.dumps({e["step"]: e["loss"] for e in said if "loss" in e}))
 
 
+def universal(folder: Path, **config: Any) -> Iterator[tuple[Any, Case, Path, Path]]:
+    """Yield an engine of each of two stages, its case, the folder of its tags, and a file of what this rank knows."""
+    rank = torch.distributed.get_rank()
+    for stage in (2, 3):
+        case = Case(stage, groups=two_groups, offload=paths(folder), config=config)
+        with training(case) as engine:
+            yield engine, case, folder.parent / f"stage-{stage}", folder.parent / f"state-{stage}-{rank}.pt"
+
+
 @check
 def alone_universal_save(folder: Path) -> None:
     """Leave checkpoints, and what they hold, for `alone_universal_load` at another world size."""
-    for stage in (2, 3):
-        case = Case(stage, groups=two_groups, offload=paths(folder))
-        with training(case) as engine:
-            train(engine, case)
-            engine.save_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native")
-            state = state_of(engine)
-            later = trained(engine, case, case.steps, 3)
-        torch.save((state, later), folder.parent / f"state-{stage}-{torch.distributed.get_rank()}.pt")
+    for engine, case, saved, known in universal(folder):
+        train(engine, case)
+        engine.save_checkpoint(str(saved), tag="native")
+        torch.save((state_of(engine), trained(engine, case, case.steps, 3)), known)
 
 
 @check
 def alone_resume(folder: Path) -> None:
     """Go on from the checkpoint in a fresh process of the same world: exact."""
-    for stage in (2, 3):
-        case = Case(stage, groups=two_groups, offload=paths(folder))
-        saved = folder.parent / f"state-{stage}-{torch.distributed.get_rank()}.pt"
-        losses, state = torch.load(saved)[1]
-        with training(case) as engine:
-            engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native")
-            found = train(engine, case, case.steps, 3)
-            assert [step[:4] for step in found] == [step[:4] for step in losses]
-            assert_same(state_of(engine), state)
+    for engine, case, saved, known in universal(folder):
+        losses, state = torch.load(known)[1]
+        engine.load_checkpoint(str(saved), tag="native")
+        found = train(engine, case, case.steps, 3)
+        assert [step[:4] for step in found] == [step[:4] for step in losses]
+        assert_same(state_of(engine), state)
 
 
 @check
 def alone_refused(folder: Path) -> None:
     """Of another number of ranks: the error says what to do, and training goes on."""
-    for stage in (2, 3):
-        case, saved = Case(stage, groups=two_groups, offload=paths(folder)), folder.parent / f"stage-{stage}"
-        with training(case) as engine:
-            before = state_of(engine)
-            with pytest.raises(CheckpointError, match="universal") as refused:
-                engine.load_checkpoint(str(saved), tag="native")
-            assert_same(state_of(engine), before)
-            if torch.distributed.get_rank() == 0:
-                (saved / "refused").write_text(str(refused.value))
-            train(engine, case, 0, 1)
+    for engine, case, saved, _ in universal(folder):
+        before = state_of(engine)
+        with pytest.raises(CheckpointError, match="universal") as refused:
+            engine.load_checkpoint(str(saved), tag="native")
+        assert_same(state_of(engine), before)
+        if torch.distributed.get_rank() == 0:
+            (saved / "refused").write_text(str(refused.value))
+        train(engine, case, 0, 1)
+
+
+@check
+def alone_universal_load(folder: Path) -> None:
+    for engine, case, saved, known in universal(folder, checkpoint={"load_universal": True}):
+        engine.load_checkpoint(str(saved), tag="native_universal")
+        assert_same(state_of(engine), torch.load(known.with_name(f"state-{case.stage}-0.pt"))[0])
+        groups = engine.optimizer.param_groups
+        assert [group["betas"] for group in groups] == [(0.9, 0.999), (0.8, 0.99)], f"{groups}"
+        assert [group["lr"] for group in groups] == [3e-3, 1e-2]
+        assert set(engine.optimizer.shard.steps().values()) <= {case.steps, 0}
+        assert case.steps in engine.optimizer.shard.steps().values()
+        train(engine, case, case.steps, 1)
 
 
 @check
@@ -1715,22 +1703,6 @@ def a_device_of_none_counts_as_the_cpu(folder: Path) -> None:
             lines = [call.args[0] for call in warning.call_args_list if "counts as" in call.args[0]]
             assert len(lines) == (rank == 0 and given != {"device": "cpu"}), lines
         assert_same_runs(*seen)
-
-
-@check
-def alone_universal_load(folder: Path) -> None:
-    for stage in (2, 3):
-        config = {"checkpoint": {"load_universal": True}}
-        case = Case(stage, groups=two_groups, offload=paths(folder), config=config)
-        with training(case) as engine:
-            engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native_universal")
-            assert_same(state_of(engine), torch.load(folder.parent / f"state-{stage}-0.pt")[0])
-            groups = engine.optimizer.param_groups
-            assert [group["betas"] for group in groups] == [(0.9, 0.999), (0.8, 0.99)], f"{groups}"
-            assert [group["lr"] for group in groups] == [3e-3, 1e-2]
-            assert set(engine.optimizer.shard.steps().values()) <= {case.steps, 0}
-            assert case.steps in engine.optimizer.shard.steps().values()
-            train(engine, case, case.steps, 1)
 
 
 AHEAD = "plain plain plain plain clipped plain plain plain nan plain plain written plain plain rate plain plain"
@@ -1924,39 +1896,27 @@ ON_LATE = (
 )
 
 
-@contextlib.contextmanager
-def lanes_last(engine: Any) -> Iterator[None]:
-    """Let lanes of our engine run only while the accelerator has nothing else to do, or somebody waits for them."""
-    from accelerator import late
-
-    device = engine.optimizer.offload._parts.lanes.device
-    streams = [device.stream(lane) for lane in LANES]
-    for each in streams:
-        late.last(each)
-    try:
-        yield
-    finally:
-        for each in streams:  # torch gives them to others
-            late.last(each, False)
-
-
 @check
 def alone_on_an_accelerator(folder: Path) -> None:
     """Train on what is there; leave all that can be seen, which is the same on each kind of device."""
-    found = []
+    found, is_late = [], "DELAYS" in os.environ
     for number, (stage, dtype, accumulation, clip, placement, zero) in enumerate(ON_LATE):
         own = folder / str(number)
         own.mkdir(exist_ok=True)
-        os.environ["PLACEMENT"] = placement if "DELAYS" in os.environ else "auto"
+        os.environ["PLACEMENT"] = placement if is_late else "auto"
         case = Case(stage, dtype, accumulation, clip, steps=3, zero=zero, offload=paths(own))
         if zero.get("offload_param") == {"device": "nvme"}:
             case.zero, case.offload["gradient_memory"] = in_file(own), 0
         with training(case) as engine, contextlib.ExitStack() as stack:
-            assert engine.optimizer.offload.plan.weights_on_gpu == (
-                "DELAYS" in os.environ and "offload_param" not in zero
-            )
+            assert engine.optimizer.offload.plan.weights_on_gpu == (is_late and "offload_param" not in zero)
             if engine.optimizer.offload.plan.weights_on_gpu and number % 2:
-                stack.enter_context(lanes_last(engine))
+                # Lanes of ours run only while the accelerator has nothing else to do, or somebody waits for them.
+                from accelerator import late
+
+                device = engine.optimizer.offload._parts.lanes.device
+                for stream in map(device.stream, LANES):
+                    late.last(stream)
+                    stack.callback(late.last, stream, False)  # torch gives them to others
             seen = train(engine, case)
             engine.save_checkpoint(str(own), tag="saved")
             seen += train(engine, case, 3, 2)

@@ -320,11 +320,15 @@ def assert_equals_stock(
         model: Makes what to train instead of the case's.
     """
     seen: list[Seen] = []
-    for ours in (False, True):
-        with training(case, ours=ours, model=model and model()) as engine:
-            steps = train(engine, case) if act is None else act(engine)
-            seen.append((steps or [], state_of(engine)))
-    assert_same_runs(*seen)
+    try:
+        for ours in (False, True):
+            with training(case, ours=ours, model=model and model()) as engine:
+                steps = train(engine, case) if act is None else act(engine)
+                seen.append((steps or [], state_of(engine)))
+        assert_same_runs(*seen)
+    except Exception as error:
+        error.add_note(f"of {case}")
+        raise
     return seen[1][0]
 
 

@@ -150,29 +150,29 @@ def start(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children, session = [], Session()
     for number in range(ranks):
-        wish = {
-            "log": str(notes / f"{number}.json"),
-            "slow_s": slow_s,
-            **(dies or {} if rank in (number, None) else {}),
-        }
+        wish = {"log": str(notes / f"{number}.json"), "slow_s": slow_s}
+        wish |= (dies or {}) if rank in (number, None) else {}
         variables = {**environment(store, number, ranks), "DYING": json.dumps(wish)}
         with (notes / f"{number}.out").open("wb") as out, (notes / f"{number}.err").open("wb") as err:
             command = [prepared.python(), "-W", "ignore", *arguments]
             children.append(subprocess.Popen(command, env=variables, stdout=out, stderr=err))
+
+    def tell(what: signal.Signals) -> None:
+        for number, child in enumerate(children):
+            if child.poll() is None and (said := _read(notes / f"{number}.json")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(said[0]["pid"], what)
+
     until_s, told_s = time.monotonic() + LONGEST_S, 0.0
     while any(child.poll() is None for child in children):
         has_ended = [child.returncode for child in children if child.returncode is not None]
         if told_s == 0 and (any(has_ended) or (has_ended and dies)):
             told_s = time.monotonic()
-            for number, child in enumerate(children):
-                if child.poll() is None:
-                    with contextlib.suppress(ProcessLookupError, IndexError):
-                        os.kill(_read(notes / f"{number}.json")[0]["pid"], signal.SIGTERM)
+            tell(signal.SIGTERM)
         if time.monotonic() > min(until_s, told_s + 2 if told_s else until_s):
-            for number, child in enumerate(children if told_s == 0 else ()):
-                if child.poll() is None and (said := _read(notes / f"{number}.json")):
-                    os.kill(said[0]["pid"], signal.SIGUSR1)
-                    time.sleep(1)
+            if told_s == 0:
+                tell(signal.SIGUSR1)  # to say where it is
+                time.sleep(1)
             for child in children:
                 child.kill()
         time.sleep(0.02)
@@ -373,8 +373,7 @@ def run_seed(
             run.die(way, steps, rng.random() * rng.choice((0.05, 0.3)), rng.randrange(ranks))
             run.elsewhere(number)
             run.figures[way] += 1
-            first = max(whole_in(run.folder).values(), default=0) + 1
-            first = min(first, STEPS - 5)
+            first = min(max(whole_in(run.folder).values(), default=0) + 1, STEPS - 5)
         run.end()
         figures += run.figures
     return figures
@@ -405,10 +404,8 @@ def run_seeds(about: str | None, names: Sequence[str], run: SeedRun) -> int:
         Path(os.environ[prepared.FOLDER]).mkdir(exist_ok=True)
         for seed in range(arguments.seed, arguments.seed + arguments.count):
             for name in arguments.doors.split(","):
-                if (
-                    outcomes.get(f"{name} {seed}", {}).get("is_well")
-                    or time.monotonic() - began_s > arguments.seconds
-                ):
+                is_late = time.monotonic() - began_s > arguments.seconds
+                if is_late or outcomes.get(f"{name} {seed}", {}).get("is_well"):
                     continue
                 root = Path(folder) / f"{name}-{seed}"
                 root.mkdir()

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import prepared
 import pytest
 import torch
 
@@ -23,6 +19,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from small import SETTINGS
+from started import end, start
 
 import offload
 from offload.checkpoint.marker import Mark, mark_begun, mark_of
@@ -31,22 +28,13 @@ from offload.integrations.accelerate import enable
 PROGRAM = Path(__file__).with_name("accelerate_runs.py")
 
 
-def run(folder: Path, steps: int, *rest: str, ranks: int = 1, python: str = "") -> list[dict[str, Any]] | None:
+def run(folder: Path, steps: int, *rest: str, ranks: int = 0, python: str = "") -> list[dict[str, Any]] | None:
     """Return what each rank says, None if it was killed."""
-    launcher = prepared.torchrun(ranks) if ranks > 1 else ()
-    done = subprocess.run(
-        [python or prepared.python(), *launcher, str(PROGRAM), str(folder), str(steps), *rest],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = start(PROGRAM, folder, steps, *rest, ranks=ranks, python=python)
     if any(option.startswith("kill") for option in rest):
-        assert done.returncode == (-signal.SIGKILL if ranks == 1 else 1), done.stderr
+        end(process, 1 if ranks else -signal.SIGKILL)
         return None
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return end(process)[0]
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -81,7 +69,7 @@ def test_a_killed_loop_resumes_exactly(tmp_path: Path, rest: list[str], left: li
 @pytest.mark.slow
 def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path) -> None:
     off = run(tmp_path / "off", 6, python=sys.executable)
-    both = run(tmp_path / "both", 6, 'overlap="both"')
+    both = run(tmp_path / "both", 6, "overlap=both")
     assert off is not None
     assert both is not None
     assert both[0].pop("hidden_in") == "forward and backward"

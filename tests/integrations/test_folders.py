@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import folder_kills
-import prepared
 import pytest
 import torch
 from s3_server import BUCKET, S3Server
+from started import end, start
 
 import offload
 from offload import cli
@@ -485,11 +484,9 @@ def test_a_trainers_checkpoint_comes_back_from_a_bucket(tmp_path: Path, s3: S3Se
     mirror = f"s3://{BUCKET}/{tmp_path.name}"
 
     def trained(folder: str, *rest: str) -> dict[str, Any]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        program = str(Path(__file__).with_name("trainer_runs.py"))
-        command = [prepared.python(), program, str(tmp_path / folder), "offload_adamw", "6", *rest]
-        done = prepared.ran(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        program = Path(__file__).with_name("trainer_runs.py")
+        (found,), _ = end(start(program, tmp_path / folder, "offload_adamw", 6, *rest))
+        return found
 
     whole = trained("whole")
     trained("run", "stop=4", f"mirror={mirror}", "save_total_limit=1")

@@ -13,17 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import prepared
 import pytest
 import torch
 
 pytest.importorskip("lightning")
 
+import started
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning_runs import Module, rows
 from small import SETTINGS
+from started import end
 
 import offload
 from offload.checkpoint.manifest import RELEASED_NAME
@@ -32,30 +33,18 @@ from offload.integrations.lightning import OffloadCallback
 PROGRAM = Path(__file__).with_name("lightning_runs.py")
 
 
-def start(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> subprocess.Popen[str]:
-    program = [*(prepared.torchrun(2) if "ranks=2" in rest else ()), str(PROGRAM)]
-    return subprocess.Popen(
-        [python or prepared.python(), "-W", "ignore", *program, str(folder), optim, str(steps), *rest],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def start(folder: Path, *arguments: object, python: str = "") -> subprocess.Popen[str]:
+    return started.start(PROGRAM, folder, *arguments, ranks=2 if "ranks=2" in arguments else 0, python=python)
 
 
-def run(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> list[dict[str, Any]]:
+def run(folder: Path, *arguments: object, python: str = "") -> list[dict[str, Any]]:
     """Return what each rank says."""
-    process = start(folder, optim, steps, *rest, python=python)
-    out, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, out + errors
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return end(start(folder, *arguments, python=python))[0]
 
 
-def kill(folder: Path, optim: str, steps: int, *rest: str) -> list[str]:
+def kill(folder: Path, *arguments: object) -> list[str]:
     """Return the names of what the killed process has left beside its checkpoints."""
-    process = start(folder, optim, steps, *rest)
-    errors = process.communicate(timeout=240)[1]
-    assert process.returncode == (1 if "ranks=2" in rest else -signal.SIGKILL), errors
+    end(start(folder, *arguments), 1 if "ranks=2" in arguments else -signal.SIGKILL)
     return names(folder)
 
 

@@ -22,10 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
-import prepared
 import pytest
 import torch
 from accelerator.processes import needed
+from started import end, start
 
 from offload import CheckpointError, ConfigError, DtypeCode, OffloadConfig, Parameter
 from offload.checkpoint.marker import WHOLE
@@ -56,13 +56,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, of what is not 
 
 def run(folder: Path, ranks: int, cases: list[dict[str, Any]], *device: str) -> dict[str, list[dict[str, Any]]]:
     """Return what ranks say of each case, by its name; on the CPU, or on another device."""
-    folder.mkdir(exist_ok=True)
-    command = [prepared.python(), "-W", "ignore", *prepared.torchrun(ranks), str(PROGRAM), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = prepared.ran([*command, json.dumps(cases), *device], timeout=240, env=environment)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name')]
+    lines, _ = end(start(PROGRAM, folder, json.dumps(cases), *device, ranks=ranks))
     found: dict[str, list[dict[str, Any]]] = {case["name"]: [] for case in cases}
-    for line in sorted(lines, key=lambda line: int(line["rank"])):
+    for line in lines:
         found[line["name"]].append(line)
     assert all(len(said) == ranks for said in found.values())
     return found
@@ -440,8 +436,8 @@ def save_in_place(distributed: SimpleNamespace, place: Path) -> str:
     distributed.shard.decoupled_grad = torch.linspace(-1, 1, 4096)
     distributed.optimizer.step()
     id = uuid.uuid4().hex
-    for end in in_place.begin_saves(str(place), {id: distributed}):
-        end.result()
+    for each in in_place.begin_saves(str(place), {id: distributed}):
+        each.result()
     return id
 
 

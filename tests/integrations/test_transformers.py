@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,13 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import prepared
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import started
+from started import end
 from trainer_runs import Tokens, model
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -32,43 +33,19 @@ from offload.checkpoint.stores import find_stores
 PROGRAM = Path(__file__).with_name("trainer_runs.py")
 
 
-def start(
-    folder: Path, optim: str, steps: int, *rest: str, python: str = "", ranks: int = 0
-) -> subprocess.Popen[str]:
-    folder.mkdir(exist_ok=True)
-    launcher = prepared.torchrun(ranks) if ranks else ()
-    return subprocess.Popen(
-        [python or prepared.python(), *launcher, str(PROGRAM), str(folder), optim, str(steps), *rest],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+start = functools.partial(started.start, PROGRAM)
 
 
-def outcomes(process: subprocess.Popen[str], logged: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return what each rank says; the log goes to `logged`."""
-    out, errors = process.communicate(timeout=240)
-    if logged is not None:
-        logged.append(errors)
-    assert process.returncode == 0, out + errors
-    found = [json.loads(line) for line in out.splitlines() if line.startswith('{"losses"')]
-    return sorted(found, key=lambda rank: rank["rank"])
-
-
-def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
-    (found,) = outcomes(process)
+def run(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> dict[str, Any]:
+    """Return what a program says that one rank runs to its end."""
+    (found,), _ = end(start(folder, optim, steps, *rest, python=python))
     return found
-
-
-def run(folder: Path, optim: str, steps: int, *rest: str) -> dict[str, Any]:
-    return outcome(start(folder, optim, steps, *rest))
 
 
 @pytest.mark.slow
 def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
     stock = run(tmp_path / "stock", "adamw_torch", 6)
-    ours = outcome(start(tmp_path / "ours", "offload_adamw", 6, python=sys.executable))
+    ours = run(tmp_path / "ours", "offload_adamw", 6, python=sys.executable)
     assert ours["optimizer"].endswith("transformers.trainer.AdamW")
     for name in ("losses", "norms"):
         assert ours[name] == pytest.approx(stock[name], rel=1e-5)
@@ -86,8 +63,7 @@ def test_a_trainer_trains_with_muon_and_resumes(tmp_path: Path) -> None:
     assert whole["optimizer"].endswith("transformers.trainer.Muon")
     assert len(set(whole["losses"])) == 6
     killed = start(tmp_path / "killed", "offload_muon", 6, "kill=5")
-    killed.communicate(timeout=240)
-    assert killed.returncode == -signal.SIGKILL
+    end(killed, -signal.SIGKILL)
     resumed = run(tmp_path / "killed", "offload_muon", 6, "resume")
     assert resumed["losses"][-2:] == whole["losses"][-2:]
     assert resumed["weights"] == whole["weights"]
@@ -107,8 +83,7 @@ def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:
     rest = f"save_total_limit={limit}"
     whole = run(tmp_path / "whole", "offload_adamw", 8, rest)
     killed = start(tmp_path / "killed", "offload_adamw", 8, rest, "kill=7")
-    killed.communicate(timeout=240)
-    assert killed.returncode == -signal.SIGKILL
+    end(killed, -signal.SIGKILL)
     folders = sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))
     kept = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert folders == kept[-json.loads(limit) if limit != "null" else 0 :]
@@ -125,7 +100,7 @@ def test_resuming_again_and_again_leaves_one_store(tmp_path: Path) -> None:
     """What the Trainer deletes is released, also where a process was killed, or ended, before it saved again."""
     whole = run(tmp_path / "whole", "offload_adamw", 12, "save_total_limit=2")
     killed = start(tmp_path / "again", "offload_adamw", 12, "save_total_limit=2", "kill=7")
-    killed.communicate(timeout=240)
+    end(killed, -signal.SIGKILL)
     for more in (("stop=10",), ()):
         last = run(tmp_path / "again", "offload_adamw", 12, "save_total_limit=2", "resume", *more)
         (store,) = find_stores(str(tmp_path / "again" / "path"))
@@ -140,19 +115,17 @@ def test_resuming_again_and_again_leaves_one_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_saves_at_a_sigterm(tmp_path: Path, ranks: int) -> None:
     """At the end of that step, by all ranks; then the process ends by the signal, and training goes on exactly."""
-    rest = ("save_total_limit=1",)
-    whole = outcomes(start(tmp_path / "whole", "offload_adamw", 6, *rest, ranks=ranks if ranks > 1 else 0))
+    launched = functools.partial(start, ranks=ranks if ranks > 1 else 0)
+    trained = ("offload_adamw", 6, "save_total_limit=1")
+    whole, _ = end(launched(tmp_path / "whole", *trained))
     assert [rank["rank"] for rank in whole] == [*range(ranks)]
     assert [path.name for path in (tmp_path / "whole").glob("checkpoint-*")] == ["checkpoint-6"]
-    ended = start(tmp_path / "ended", "offload_adamw", 6, *rest, "term=5", ranks=ranks if ranks > 1 else 0)
-    ended.communicate(timeout=240)
-    assert ended.returncode == (-signal.SIGTERM if ranks == 1 else 1)
+    ended = launched(tmp_path / "ended", *trained, "term=5")
+    end(ended, -signal.SIGTERM if ranks == 1 else 1)
     (left,) = (tmp_path / "ended").glob("*checkpoint-*")
     assert left.name == "checkpoint-5"
     assert mark_of(str(left)) is Mark.WHOLE
-    resumed = outcomes(
-        start(tmp_path / "ended", "offload_adamw", 6, *rest, "resume", ranks=ranks if ranks > 1 else 0)
-    )
+    resumed, _ = end(launched(tmp_path / "ended", *trained, "resume"))
     assert {rank["weights"] for rank in (*resumed, *whole)} == {whole[0]["weights"]}
 
 
@@ -162,8 +135,7 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
     whole = run(tmp_path / "whole", "offload_adamw", 6)
     folder = tmp_path / "killed"
     killed = start(folder, "offload_adamw", 6, "save_total_limit=1", "kill_saving=4")
-    killed.communicate(timeout=240)
-    assert killed.returncode == -signal.SIGKILL
+    end(killed, -signal.SIGKILL)
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert cli.main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -172,8 +144,8 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
     ]
     assert cli.main(["verify", str(folder / "checkpoint-4")]) == 1
     process = start(folder, "offload_adamw", 6, "save_total_limit=1", "resume")
-    (last,) = outcomes(process, said := [])
-    assert f"{folder}/incomplete-checkpoint-4 is what an interrupted save has left" in said[0]
+    (last,), said = end(process)
+    assert f"{folder}/incomplete-checkpoint-4 is what an interrupted save has left" in said
     assert last["weights"] == whole["weights"]
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-6", "incomplete-checkpoint-4"]
 
@@ -191,9 +163,9 @@ def test_what_an_interrupted_save_leaves_is_passed_over(tmp_path: Path, missing:
 
     interrupt(newest)
     process = start(tmp_path, "offload_adamw", 6, "resume")
-    (last,) = outcomes(process, said := [])
-    assert f"{newest} is not whole" in said[0]
-    assert f"{missing} is missing): training goes on from {before}" in said[0]
+    (last,), said = end(process)
+    assert f"{newest} is not whole" in said
+    assert f"{missing} is missing): training goes on from {before}" in said
     assert last["weights"] == whole["weights"]
     interrupt(before)
     process = start(tmp_path, "offload_adamw", 6, f"resume={before}")
@@ -210,7 +182,7 @@ def test_what_an_interrupted_save_leaves_is_passed_over(tmp_path: Path, missing:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_torchs_is_gone_on_from(tmp_path: Path) -> None:
-    start(tmp_path, "adamw_torch", 6, "kill=5").communicate(timeout=240)
+    end(start(tmp_path, "adamw_torch", 6, "kill=5"), -signal.SIGKILL)
     whole = run(tmp_path / "whole", "adamw_torch", 6)
     resumed = run(tmp_path, "offload_adamw", 6, "resume")
     assert resumed["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
@@ -236,14 +208,13 @@ def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
     def ranks(folder: str, *rest: str) -> subprocess.Popen[str]:
         return start(tmp_path / folder, "offload_adamw", 6, "save_total_limit=1", *rest, ranks=2)
 
-    whole = outcomes(ranks("whole"))
+    whole, _ = end(ranks("whole"))
     assert [rank["rank"] for rank in whole] == [0, 1]
     assert whole[0]["weights"] == whole[1]["weights"]
     assert [path.name for path in (tmp_path / "whole").glob("checkpoint-*")] == ["checkpoint-6"]
     killed = ranks("killed", "kill=5")
-    errors = killed.communicate(timeout=240)[1]
-    assert killed.returncode == 1, errors
-    resumed = outcomes(ranks("killed", "resume"))
+    end(killed, 1)
+    resumed, _ = end(ranks("killed", "resume"))
     assert {rank["weights"] for rank in resumed} == {whole[0]["weights"]}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
 import re
 import sys
@@ -18,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import prepared
 import pytest
 import torch
+from started import end, start
 
 import offload
 from offload import CheckpointError, ConfigError
@@ -318,11 +317,7 @@ def test_a_verl_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
 
 def run(folder: Path, steps: int, *rest: str) -> list[dict[str, Any]]:
     """Return what two ranks say."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-W", "ignore", *prepared.torchrun(2), str(PROGRAM), str(folder), str(steps), *rest]
-    done = prepared.ran(command, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"losses')]
-    return sorted(lines, key=lambda line: int(line["rank"]))
+    return end(start(PROGRAM, folder, steps, *rest, ranks=2, python=sys.executable))[0]
 
 
 @pytest.mark.slow
