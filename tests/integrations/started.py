@@ -26,7 +26,10 @@ def start(program: Path, folder: Path, *arguments: object, ranks: int = 0, pytho
 
 def end(process: subprocess.Popen[str], status: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Return what ranks have said, by their numbers if they say these, and the log of a program that ends so."""
-    out, errors = process.communicate(timeout=240)
+    try:
+        out, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()  # it has ended, unless it hangs
     assert process.returncode == status, out + errors
     lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"')]
     return sorted(lines, key=lambda line: int(line.get("rank", 0))), errors
