@@ -154,6 +154,7 @@ class InfeasiblePlanError(PlanError):
     def __init__(self, what: str, needed_bytes: int, available_bytes: dict[str, int], advice: str) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = dict(available_bytes)
+        self.advice = advice
         offers = ", ".join(f"{name}: {_exactly(count)}" for name, count in available_bytes.items()) or "nothing"
         super().__init__(f"{what} needs {_exactly(needed_bytes)} but there is {offers}; {advice}")
 

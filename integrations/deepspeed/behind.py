@@ -421,7 +421,7 @@ class SavesBehind:
         """Give the model's file its name, which makes the tag whole, and write `latest`, if it is to name the tag."""
         try:
             if pending.model is not None:
-                _name_file(pending.model.path)
+                name_file(pending.model.path)
             tag_folder = os.path.join(pending.folder, pending.tag)
             if mark_of(tag_folder) is Mark.BEGUN:
                 mark_whole(tag_folder)
@@ -446,10 +446,10 @@ def _name_rank_file(pending: PendingTag) -> None:
     """Make the files in `files_to_sync` and the rank's file durable, then give the rank's file its name."""
     for file in pending.files_to_sync:
         _sync(file)
-    _name_file(pending.file)
+    name_file(pending.file)
 
 
-def _name_file(file: str) -> None:
+def name_file(file: str) -> None:
     """Make a file durable, then move it from its partial name to its final one."""
     _sync(partial_of(file))
     os.rename(partial_of(file), file)

@@ -22,11 +22,18 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, Engine, OffloadConfig
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import BEGUN, Mark, mark_of
 from offload.checkpoint.torch_files import Places, fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
-from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard_partial, partial_of, set_aside
+from offload.integrations.deepspeed.behind import (
+    PendingTag,
+    SavesBehind,
+    discard_partial,
+    name_file,
+    partial_of,
+    set_aside,
+)
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.ranks import exchange_device, max_over_ranks, on_all_ranks
@@ -408,11 +415,12 @@ class OffloadedOptimizer(StepFigures):
             self.finish()
             self._end_lending()
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
-            if self._saves_in_background:
+            can_stream = stream.can_stream(engine.checkpoint_engine)
+            if can_stream:
                 # A tag may be saved again: its old file of state must not lie beside new weights until the new one
                 # is whole.
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
-            if self.flat_weights and stream.can_stream(engine.checkpoint_engine):
+            if self.flat_weights and can_stream:
                 self._save_model_file(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))
             else:
                 self._on_all_ranks(save)
@@ -421,6 +429,8 @@ class OffloadedOptimizer(StepFigures):
             """Replaces `_save_zero_checkpoint`, which saves this rank's state."""
             if self.behind is None or not self._saves_in_background:
                 self._on_all_ranks(lambda: self._save_state_file(save_state, engine, save_path, tag))
+                # What is left of it: the file that it replaces, and the folder, in which other ranks wrote until now.
+                discard_partial(engine._get_zero_ckpt_name(save_path, tag))
             else:
                 self._begin_save_behind(self.behind, save_state, engine, save_path, tag)
 
@@ -524,8 +534,8 @@ class OffloadedOptimizer(StepFigures):
                     raise _other_rank_count_error(folder, saved_ranks, ranks)
                 needed.append(engine._get_zero_ckpt_name(load_dir, tag))
             # Other checkpoint engines may write other files, and a universal checkpoint has others.
-            if stream.can_stream(engine.checkpoint_engine) and not engine.load_universal_checkpoint():
-                self._on_all_ranks(lambda: _check_files(folder, needed))
+            has_files = stream.can_stream(engine.checkpoint_engine) and not engine.load_universal_checkpoint()
+            self._on_all_ranks(lambda: _check_whole(folder, (folder, *needed) if has_files else ()))
             for state_file in needed[1:]:  # this rank's, if its state is loaded
                 self._on_all_ranks(functools.partial(self._check_rule, state_file))
             return load(load_dir, tag, *arguments, **keywords)
@@ -573,7 +583,7 @@ class OffloadedOptimizer(StepFigures):
                 elif is_behind:
                     self._note_unnamed_model(path, places, are_left_out=bool(left_out))
                 else:
-                    os.rename(partial_of(path), path)
+                    name_file(path)
                     discard_partial(path)  # what is left of it: the folder
 
         try:
@@ -591,17 +601,25 @@ class OffloadedOptimizer(StepFigures):
     def _save_state_file(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there.
 
-        Where the file cannot have holes, or they are not found in it, `save` writes it with a copy of the state.
+        Where the file cannot have holes, or they are not found in it, `save` writes it with a copy of the state. The
+        file gets its name when it is whole: with holes it has its full size, and would be loaded as zeros.
         """
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
             return
         path = engine._get_zero_ckpt_name(save_path, tag)
-        starts = self._save_without_state(save, engine, path, save_path, tag)
-        if starts is None:  # no holes were found
-            save(save_path, tag)  # over the file without state
-        else:
-            stream.write_state({path: starts}, self.shard, lambda take, _: self.shard.engine.state.visit(take))
+        partial = partial_of(path)
+        try:
+            with _saving_to_partial(engine, "_get_zero_ckpt_name", path):
+                starts = self._save_without_state(save, engine, partial, save_path, tag)
+                if starts is None:  # no holes were found
+                    save(save_path, tag)  # over the file without state
+                else:
+                    visit = self.shard.engine.state.visit
+                    stream.write_state({partial: starts}, self.shard, lambda take, _: visit(take))
+                name_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written, and the tag is not whole: {error}") from error
 
     def _save_without_state(
         self, save: Callable[[str, str], None], engine: Any, path: str, save_path: str, tag: str
@@ -821,22 +839,29 @@ def _check_stage(folder: str, stage: int) -> None:
         )
 
 
-def _check_files(folder: str, needed: Sequence[str]) -> None:
-    """Raise `CheckpointError` if one of the files that a rank needs of a tag is not there, or the tag's folder."""
+def _check_whole(folder: str, needed: Sequence[str]) -> None:
+    """Raise `CheckpointError` if the save of a tag has not ended, or one of the needed paths is not there."""
 
     def is_there(path: str) -> bool:
         """Return whether a file or folder is there, by its name or by that which old versions gave it."""
         return os.path.exists(path) or os.path.exists(path.replace("_optim_states.pt", "optim_states.pt"))
 
-    missing = next((path for path in (folder, *needed) if not is_there(path)), "")
+    missing = next((path for path in needed if not is_there(path)), "")
+    if not missing and mark_of(folder) is not Mark.BEGUN:
+        return
+    above, own = os.path.split(folder)
+    names = sorted(os.listdir(above)) if os.path.isdir(above) else []
+    whole = [name for name in names if name != own and mark_of(os.path.join(above, name)) is Mark.WHOLE]
+    another = f"another tag; whole ones beside it: {', '.join(whole) or 'none'}"
     if missing:
-        above, own = os.path.split(folder)
-        names = sorted(os.listdir(above)) if os.path.isdir(above) else []
-        whole = [name for name in names if name != own and mark_of(os.path.join(above, name)) is Mark.WHOLE]
         raise CheckpointError(
             f"{missing} is not there; nothing was loaded. Bring it back from a mirror (offload fetch) or a backup, "
-            f"or load another tag; whole ones beside it: {', '.join(whole) or 'none'}"
+            f"or load {another}"
         )
+    raise CheckpointError(
+        f"{folder} is not whole, as its save was interrupted or is under way; nothing was loaded. If it has been "
+        f"saved without offload since, delete {BEGUN} in it, or else load {another}"
+    )
 
 
 def _state_names_in(path: str) -> set[str]:

@@ -202,10 +202,7 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         ConfigError: If the object, or something else that the config asks for, cannot be used.
     """
     settings = check(config[KEY])
-    for section_name, key, harmless, advice in _CONTRADICTING_KEYS:
-        value = _section(config, section_name).get(key)
-        if value is not None and value != harmless:
-            raise ConfigError(f"{section_name}.{key}", value, advice)
+    _refuse_other_ways(config)
     stage = _section(config, "zero_optimization").get("stage", 0)
     if stage not in (1, 2, 3):
         raise ConfigError(
@@ -213,22 +210,35 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         )
     if not reduces_during_backward(config):
         ZERO_1_REDUCES.check(f"{KEY}.overlap", settings.overlap)
-    device = _section(config, OFFLOAD).get("device") or "none"
-    if device not in ("cpu", "none"):
-        allowed = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
-        raise ConfigError(f"{OFFLOAD}.device", device, allowed)
     weights = _section(config, WEIGHTS)
     if weights_folder(config) is not None:
         if stage != 3:
             raise ConfigError(f"{WEIGHTS}.device", "nvme", "use stage 3: others do not shard weights")
-        for key in _SWAPPER_KEYS:
-            if key in weights:
-                allowed = "leave it out: the kernel decides how much of the weights' file stays in memory"
-                raise ConfigError(f"{WEIGHTS}.{key}", weights[key], allowed)
         IMAGES_OF_MAPPED.check(f"{KEY}.overlap", settings.overlap)
     elif (device := weights.get("device", "none")) not in ("none", "cpu"):
         raise ConfigError(f"{WEIGHTS}.device", device, 'use "cpu" or "nvme", or leave it out')
     return settings
+
+
+def _refuse_other_ways(config: Mapping[str, Any]) -> None:
+    """Raise one `ConfigError` about all keys that ask for another way of what this backend does."""
+    found = []
+    for section_name, key, harmless, advice in _CONTRADICTING_KEYS:
+        value = _section(config, section_name).get(key)
+        if value is not None and value != harmless:
+            found.append((f"{section_name}.{key}", value, advice))
+    device = _section(config, OFFLOAD).get("device") or "none"
+    if device not in ("cpu", "none"):
+        advice = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
+        found.append((f"{OFFLOAD}.device", device, advice))
+    weights = _section(config, WEIGHTS)
+    if weights.get("device") == "nvme":
+        advice = "leave it out: the kernel decides how much of the weights' file stays in memory"
+        found += [(f"{WEIGHTS}.{key}", weights[key], advice) for key in _SWAPPER_KEYS if key in weights]
+    if found:
+        (name, value, advice), *others = found
+        too = "".join(f"; nor can {name}: {advice}" for name, _, advice in others)
+        raise ConfigError(name, value, f"{advice}{too}")
 
 
 def weights_folder(config: Mapping[str, Any]) -> str | None:

@@ -375,6 +375,10 @@ def _rounding_unit(budget: int) -> int:
     return next((unit for unit in ROUNDING_UNITS if budget >= 8 * unit), LEAST_BUDGET)
 
 
+NONE_HELP = "no settings help"
+"""How what is said of settings begins where no settings have a model fit."""
+
+
 def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
     """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
 
@@ -388,11 +392,13 @@ def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
             first = next(opened.fitting_answers(scenario, leaves=False))
         except PlanError as error:  # none fits: open more
             lacking = str(error).partition("; ")[0].removeprefix(f"{DOES_NOT_FIT} ")
+            if isinstance(error.__cause__, InfeasiblePlanError):
+                lacking += f"; to have these fit, {in_options(error.__cause__.advice, 'plan')}"
         except ConfigError:
             pass
         else:
             return f"it fits with {' and '.join(switch_texts(scenario, first.scenario, choices))}"
-    return f"no settings help: {lacking}" if lacking else ""
+    return f"{NONE_HELP}: {lacking}" if lacking else ""
 
 
 def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:

@@ -355,7 +355,12 @@ def _misfit(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choi
 
     Also the least host memory that would do, where that is what is lacking.
     """
-    texts = [misfit_text(error), advise.fitting_switches_text(scenario, choices), in_options(str(error), "plan")]
+    switches = advise.fitting_switches_text(scenario, choices)
+    why = str(error)
+    if switches.startswith(advise.NONE_HELP) and any(name.startswith(GPU_NAME) for name in error.available_bytes):
+        # That of the nearest settings is said: this one's may be among them already, as weights in host memory.
+        why = why.removesuffix(f"; {error.advice}")
+    texts = [misfit_text(error), switches, in_options(why, "plan")]
     if not {GPU_NAME, GPU_STAGING_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}:
         texts.append(_least_memory_text(scenario, choices))
     return "; ".join(filter(None, texts))

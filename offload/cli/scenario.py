@@ -533,15 +533,16 @@ def _check_fits_gpu(scenario: Scenario, gpu_memory: int, use: MemoryUse, *, leav
         f"a rank's GPU memory ({uses_text(use.gpu)})",
         use.gpu_bytes,
         {f"{GPU_NAME}{reserve}": room},
-        f"{less}{gpus}, or {STREAMED_WEIGHTS if use.gpu.get('weights') else _fewer_tokens(scenario, use, room)}",
+        f"{less}{gpus}, or {_for_one_gpu(scenario, use, room)}",
     )
 
 
-def _fewer_tokens(scenario: Scenario, use: MemoryUse, room: int) -> str:
-    """Return the advice to take tokens in more micro-steps: in how many, if so a rank uses at most `room` bytes."""
+def _for_one_gpu(scenario: Scenario, use: MemoryUse, room: int) -> str:
+    """Return what would have a rank use at most `room` bytes of its GPU's memory, or less than now."""
     model = scenario.model
+    otherwise = STREAMED_WEIGHTS if use.gpu.get("weights") else FEWER_TOKENS
     if model.shape is None or model.tokens is None:
-        return FEWER_TOKENS
+        return otherwise
     left = room - (use.gpu_bytes - use.gpu.get("activations", 0))
     accumulate = model.accumulate
     while accumulate < model.tokens:
@@ -549,7 +550,7 @@ def _fewer_tokens(scenario: Scenario, use: MemoryUse, room: int) -> str:
         tokens = math.ceil(model.tokens / accumulate)
         if model.shape.activation_bytes(tokens, recompute=model.recompute) <= left:
             return f"take tokens in {accumulate} micro-steps (--accumulate {accumulate})"
-    return FEWER_TOKENS
+    return otherwise
 
 
 DOES_NOT_FIT = "does not fit:"

@@ -1170,6 +1170,41 @@ def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
 
 
 @check
+def what_a_killed_save_leaves_is_refused(folder: Path) -> None:
+    """Of a new tag and of one that is saved again, which `latest` names: as the folder is while state is written."""
+    rank, write_state = torch.distributed.get_rank(), stream.write_state
+    for stage in (2, 3):
+        case, place = Case(stage, offload=paths(folder)), folder / f"{stage}"
+        with training(case) as engine:
+            train(engine, case, 0, 1)
+            for step, tag in enumerate(("again", "again", "new"), 1):
+                left = folder / f"left-{stage}-{step}"
+
+                def write_and_copy(*given: Any, left: Path = left, place: Path = place) -> None:
+                    if rank == 0:
+                        shutil.copytree(place, left)
+                    torch.distributed.barrier()
+                    write_state(*given)
+
+                with unittest.mock.patch.object(stream, "write_state", write_and_copy):
+                    engine.save_checkpoint(str(place), tag=tag)
+                state = state_of(engine)
+                train(engine, case, step, 1)
+                others = state_of(engine)
+                for asked in (tag, None) if step == 2 else (tag,):
+                    with pytest.raises(CheckpointError, match="is not there; nothing was loaded"):
+                        engine.load_checkpoint(str(left), tag=asked)
+                if step > 1:  # files that are there, as another rank's may be
+                    shutil.copytree(place / tag, left / tag, dirs_exist_ok=True) if rank == 0 else None
+                    torch.distributed.barrier()
+                    with pytest.raises(CheckpointError, match="is not whole, as its save was interrupted"):
+                        engine.load_checkpoint(str(left), tag=tag)
+                assert_same(state_of(engine), others)
+                load_latest(engine, place, tag)
+                assert_same(state_of(engine), state)
+
+
+@check
 def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
     """DeepSpeed is lent tensors without memory for a save; a Ctrl-C while they are taken back changes nothing."""
     for stage in (1, 3):

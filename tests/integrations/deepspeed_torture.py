@@ -3,10 +3,11 @@
     python tests/integrations/deepspeed_torture.py --kills 200 --json FILE
 
 Each life loads the tag that `latest` names into new processes, compares every bit of weights, masters and moments
-with what they were when it was saved, and the model's file with the model; then it trains, and saves after every
-step, behind training, until one of the processes is killed, or all are. One that is left has to end, by an error that
-it raises, or to say what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3 in two ranks, and some
-of these in one. What has been done is in `--folder`: with the same one, a campaign that was interrupted goes on.
+with what they were when it was saved, and the model's file with the model. Tags that were begun after that one are
+refused, or whole. Then it trains, and saves after every step, behind training or not, until one of the processes is
+killed, or all are. One that is left has to end, by an error that it raises, or to say what it waits for. Lives take
+turns over both layouts and ZeRO 1, 2 and 3 in two ranks, and some of these in one. What has been done is in
+`--folder`: with the same one, a campaign that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from deepspeed_runs import Case, deepspeed, state_of, train, training
 from small import digest
 
 import offload
-from offload.integrations.deepspeed import behind
+from offload.integrations.deepspeed import behind, stream
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
 from torture import BEGINS, COLLECTIVE_S, MISMATCH, PEER_LOST, begin, codes_of, has_ended, options, report, silence
@@ -46,6 +49,12 @@ LAST_S = 5.0
 """Stands for `behind.LAST_S`: what the end of a rank waits for one that is dead."""
 
 
+def write_slowly(write_state: Callable[..., None], *given: Any) -> None:
+    """Stands for `stream.write_state`: kills come while files have holes where state belongs."""
+    time.sleep(0.1)
+    write_state(*given)
+
+
 def live(root: Path, rank: int, way: Way, seed: int, steps: int) -> None:
     """One rank's part of a life; ends by itself only after `steps` steps, or when the other one has gone."""
     layout, stage, ranks = way
@@ -55,7 +64,9 @@ def live(root: Path, rank: int, way: Way, seed: int, steps: int) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     behind.LAST_S, rng = LAST_S, random.Random(seed)
-    settings = {"checkpoint": {"wait": False, "layout": layout}, "checkpoints_kept": rng.choice((1, 1, 2))}
+    saving = {"wait": rng.random() < 0.3, "layout": layout}
+    settings = {"checkpoint": saving, "checkpoints_kept": rng.choice((1, 1, 2))}
+    stream.write_state = partial(write_slowly, stream.write_state)
     memory = {"host_memory": rng.choice((0, 0, 10**6)), "subgroup_numel": 4096}
     case = Case(stage, offload={"paths": [str(root)], **settings, **memory})
     try:
@@ -71,17 +82,25 @@ def live(root: Path, rank: int, way: Way, seed: int, steps: int) -> None:
             logging.warning(BEGINS)  # gloo has connected all, which takes minutes where one is killed before
             (root / "begins").touch()
             first = 0
-            if (root / "tags" / "latest").exists():
-                path, client = engine.load_checkpoint(str(root / "tags"))
+            begun = sorted((t.name for t in tags(root) if int(t.name) > newest(root)), key=int, reverse=True)
+            for tag in [*begun, *([None] if newest(root) else [])]:
+                try:
+                    path, client = engine.load_checkpoint(str(root / "tags"), tag=tag)
+                except offload.CheckpointError as error:
+                    if tag is None:
+                        raise
+                    logging.warning("refused: %s", error)
+                    continue
                 first = client["step"]
                 if client["digest"] != digest(state_of(engine).values()) or str(first) != Path(path).parent.name:
                     logging.critical("%s is not what was saved", path)
                     os._exit(MISMATCH)
-                if stage < 3:
-                    saved = torch.load(path, weights_only=False)["module"]
-                    if any(not torch.equal(saved[name], t) for name, t in engine.module.state_dict().items()):
-                        logging.critical("the model's file of %s has other weights", path)
-                        os._exit(MISMATCH)
+                break
+            if first and stage < 3:
+                saved = torch.load(path, weights_only=False)["module"]
+                if any(not torch.equal(saved[name], t) for name, t in engine.module.state_dict().items()):
+                    logging.critical("the model's file of %s has other weights", path)
+                    os._exit(MISMATCH)
             (root / "trains").touch()
             for step in range(first, first + steps):
                 train(engine, case, step, 1)
