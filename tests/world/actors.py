@@ -256,6 +256,7 @@ class Saves(Driver):
         if not trial.has_planned_room():
             return False
         self.data.stores, self.data.committed = before.data.stores, dict(committed)
+        self.inner.there = before.inner.there  # the room of what is kept
         self.expected, self.kept = {n: before.expected[n] for n in committed}, list(committed)
         self.saves, self.sweeps = before.saves, before.sweeps
         self.tell(ops.TakeOver(limits, committed, records))
