@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import linecache
 import os
 import sys
@@ -19,7 +20,8 @@ class AtLine:
     """Does something once, at the n-th line that this thread runs of some code.
 
     An interrupt comes at no line of `with`, to which its block returns: no signal comes between the end of that and
-    what gives a lock back, which would be another thread's for good.
+    what gives a lock back, which would be another thread's for good. Nor at a line that CPython 3.13 leaves out of
+    the block's table of exceptions, as where a comprehension begins: what is raised there passes `__exit__` by.
 
     Args:
         nth: From 0 on.
@@ -67,7 +69,13 @@ class AtLine:
 
     @staticmethod
     def _is_with(frame: FrameType) -> bool:
-        return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            return True
+        if sys.version_info < (3, 13):
+            return False
+        at, entries = frame.f_lasti, dis.Bytecode(frame.f_code).exception_entries
+        is_handled = any(entry.start <= at < entry.end for entry in entries)
+        return not is_handled and any(e.start <= at for e in entries) and any(at < e.end for e in entries)
 
 
 def at_every_line(

@@ -57,7 +57,10 @@ def test_a_program_sees_and_says_what_it_does_elsewhere(kind: str, end: str, pyt
     assert ends[0].stdout == ends[1].stdout
     assert ends[0].stderr.splitlines()[:1] == ["nothing is loaded"]
     assert ends[1].stderr.splitlines()[:1] == ["loaded"]
-    assert ends[0].stderr.splitlines()[1:] == ends[1].stderr.splitlines()[1:]
+    said = [end.stderr.splitlines()[1:] for end in ends]
+    if kind == "code" and sys.version_info >= (3, 13):  # its tracebacks have lines of `-c`, which was another
+        said = [[line for line in lines if not line.startswith("    ")] for lines in said]
+    assert said[0] == said[1]
 
 
 SPAWNS = """

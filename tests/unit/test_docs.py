@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +51,10 @@ def test_generated_pages_and_parts_are_what_is_generated(generate: ModuleType, p
     assert names > {*PREDICTED}
     pages = [[*generate.expected(name).items()] for name in sorted(names) if (name in PREDICTED) is predicted]
     assert {len(made) for made in pages} == {1}
-    assert not [page.name for made in pages for page, text in made if page.read_text() != text], "run make docs"
+    changed = {page.name for made in pages for page, text in made if page.read_text() != text}
+    if sys.version_info[:2] != (3, 11):
+        changed.discard("api.md")  # other versions write annotations in other ways
+    assert not changed, "run make docs"
 
 
 @pytest.mark.slow
