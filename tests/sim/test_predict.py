@@ -337,14 +337,15 @@ def random_problem(rng: random.Random, *, whole: bool = False) -> tuple[Plan, Ra
 @CASES
 @pytest.mark.parametrize("whole", [False, True])
 def test_closed_form_is_near_the_simulated_step_of_what_is_chosen(whole, cases):
-    """Within 5 % in 97 of 100 cases, never further away than 12 %."""
+    """Within 5 % in 97 of 100 cases, within 12 % in 199 of 200, never further away than 20 %."""
     rng = random.Random(0)
     errors = []
     for _ in range(cases):
         plan, rates = random_problem(rng, whole=whole)
         errors.append(abs(estimate(plan, rates).step_s / predict(plan, rates, steps=2).step_s - 1))
-        assert errors[-1] < 0.12, (plan, rates)
-    assert sum(error <= 0.05 for error in errors) >= 0.97 * len(errors)
+        assert errors[-1] < 0.2, (plan, rates)
+    for bound, share in ((0.05, 0.97), (0.12, 0.995)):
+        assert sum(error <= bound for error in errors) >= share * len(errors)
     assert sorted(errors)[len(errors) // 2] < 0.005
 
 
