@@ -54,7 +54,7 @@ from simulated import OnDevice, OnDeviceAdam
 
 SEED = 7
 ROOM = 1 << 24
-SMALL, SMALL_BYTES = ("tmpfs", "ext4"), 6 << 20
+SMALL, SMALL_BYTES = ("tmpfs", "ext4"), 8 << 20
 """File systems that fill up."""
 SHAPES = ((64, 72), (7,), (3000,), (96, 50), (1,), (130, 9), (), (0, 4), (5000,), (70, 64))
 TYPES = ("bfloat16", "bfloat16", "float16", "float32")
