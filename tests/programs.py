@@ -877,6 +877,11 @@ class Session:
             except offload.CheckpointError:
                 self.optimizer.close()
                 assert snapshot is not saved[-1], "a checkpoint was lost"
+            except offload.InfeasiblePlanError:
+                assert self.full in ("path", "all"), "there is room"
+                self.full = ""  # it is too small for what was drawn beside what is kept: go on on another disk
+                self.take_up(*saved)
+                return
 
     def load_saved(self) -> None:
         extra, saves = self.optimizer.load_checkpoint(self.saved.more["folder"]), self.saved.more["saves"]
