@@ -257,7 +257,8 @@ class Budgets:
         weights = [path.share for path in self.paths]
         if self.follow_rates and rates is not None:
             weights = [path.each_way_bytes_per_s for path in rates.paths]
-        return tuple(weight / sum(weights) for weight in weights)
+        total = sum(weights)
+        return tuple(weight / total for weight in weights)
 
 
 @dataclass(frozen=True)
