@@ -701,7 +701,8 @@ class DepartureRoute(Route):
 
     def drop_departed(self) -> None:
         """Drop gradients that left `.grad` during backward, as the step has begun."""
-        self._engine.gradients.forget()
+        if self.departures:  # else no parameter may be attached yet, as where all are frozen
+            self._engine.gradients.forget()
         self.drop_references()
 
     def drop_references(self) -> None:

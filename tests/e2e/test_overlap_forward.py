@@ -180,6 +180,17 @@ def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
             optimizer.zero_grad()
 
 
+def test_a_step_of_a_model_that_is_frozen_as_a_whole(config: Callable[..., offload.OffloadConfig]) -> None:
+    """Where gradients would leave a GPU: nothing has state yet."""
+    model, settings = Model().requires_grad_(False), config(keep_grads=False, placement="cpu")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with OnDevice(model.parameters(), lr=1e-2, device=SimulatedDevice(1 << 26), offload=settings) as optimizer:
+        optimizer.overlap_forward(model)
+        optimizer.step()
+        optimizer.finish()
+        assert all(map(torch.equal, model.parameters(), before))
+
+
 class Held:
     """Updates of resident state that wait in front of the kernel, from the `first` of a step on."""
 
