@@ -587,7 +587,7 @@ def test_a_save_in_place_has_its_own_outcome(tmp_path: Path) -> None:
     assert first.result() is None
     bad = tmp_path / "iter_3"
     (second,) = in_place.begin_saves(str(bad), {uuid.uuid4().hex: distributed})
-    shutil.rmtree(bad)
+    shutil.rmtree(bad, ignore_errors=True)  # the save may still write there
     (third,) = in_place.begin_saves(str(tmp_path / "iter_4"), {uuid.uuid4().hex: distributed})
     assert third.result() is None
     with contextlib.suppress(CheckpointError):  # it may have been committed before its folder went

@@ -336,6 +336,9 @@ def test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far(
             device.return_borrowed()
             # More than what earlier tests have left free, so that what was borrowed would be among it.
             taken = [torch.full((4096,), 8, dtype=torch.uint8, device=here()) for _ in range(1024)]
+            until_s = time.monotonic() + 0.5  # as long as they wait for the lane; if they do not, they end before
+            while not torch.accelerator.current_stream().query() and time.monotonic() < until_s:
+                time.sleep(0.001)
         torch.accelerator.synchronize()
         device.unpin(found.data_ptr())
         device.unpin(wanted.data_ptr())
