@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import linecache
 import os
 import sys
@@ -14,6 +15,12 @@ from typing import Any
 import offload
 
 PACKAGE = os.path.dirname(offload.__file__)
+
+
+@functools.cache
+def _exception_entries(code: CodeType) -> list[Any]:
+    """Return which instructions of some code are handled where they raise; asked at each line."""
+    return dis.Bytecode(code).exception_entries
 
 
 class AtLine:
@@ -58,7 +65,7 @@ class AtLine:
         return self._line if code.co_filename.startswith(self._files) or code in self._codes else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not self.has_fired and not (self.act is None and self._is_with(frame)):
+        if event == "line" and not self.has_fired and not (self.act is None and self._passes_exit_by(frame)):
             self.left -= 1
             if self.has_fired:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -68,12 +75,13 @@ class AtLine:
         return self._line
 
     @staticmethod
-    def _is_with(frame: FrameType) -> bool:
+    def _passes_exit_by(frame: FrameType) -> bool:
+        """Return whether what is raised at a line may leave a `with` block without its end."""
         if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             return True
         if sys.version_info < (3, 13):
             return False
-        at, entries = frame.f_lasti, dis.Bytecode(frame.f_code).exception_entries
+        at, entries = frame.f_lasti, _exception_entries(frame.f_code)
         is_handled = any(entry.start <= at < entry.end for entry in entries)
         return not is_handled and any(e.start <= at for e in entries) and any(at < e.end for e in entries)
 

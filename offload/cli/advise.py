@@ -375,15 +375,11 @@ def _rounding_unit(budget: int) -> int:
     return next((unit for unit in ROUNDING_UNITS if budget >= 8 * unit), LEAST_BUDGET)
 
 
-NONE_HELP = "no settings help"
-"""How what is said of settings begins where no settings have a model fit."""
-
-
-def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
+def fitting_switches_text(scenario: Scenario, choices: Choices) -> tuple[str, bool]:
     """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
 
     If those that are left open do not help, the user's own budgets and placement are given up, too. "" if nothing can
-    be planned.
+    be planned. Also return whether it fits with them.
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
     lacking = ""
@@ -397,8 +393,8 @@ def fitting_switches_text(scenario: Scenario, choices: Choices) -> str:
         except ConfigError:
             pass
         else:
-            return f"it fits with {' and '.join(switch_texts(scenario, first.scenario, choices))}"
-    return f"{NONE_HELP}: {lacking}" if lacking else ""
+            return f"it fits with {' and '.join(switch_texts(scenario, first.scenario, choices))}", True
+    return f"no settings help: {lacking}" if lacking else "", False
 
 
 def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:

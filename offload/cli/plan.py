@@ -355,9 +355,9 @@ def _misfit(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choi
 
     Also the least host memory that would do, where that is what is lacking.
     """
-    switches = advise.fitting_switches_text(scenario, choices)
+    switches, fits = advise.fitting_switches_text(scenario, choices)
     why = str(error)
-    if switches.startswith(advise.NONE_HELP) and any(name.startswith(GPU_NAME) for name in error.available_bytes):
+    if switches and not fits and GPU_NAME in error.available_bytes:
         # That of the nearest settings is said: this one's may be among them already, as weights in host memory.
         why = why.removesuffix(f"; {error.advice}")
     texts = [misfit_text(error), switches, in_options(why, "plan")]

@@ -545,7 +545,7 @@ def _for_one_gpu(scenario: Scenario, use: MemoryUse, room: int) -> str:
         return otherwise
     left = room - (use.gpu_bytes - use.gpu.get("activations", 0))
     accumulate = model.accumulate
-    while accumulate < model.tokens:
+    while 2 * accumulate <= model.tokens:
         accumulate *= 2
         tokens = math.ceil(model.tokens / accumulate)
         if model.shape.activation_bytes(tokens, recompute=model.recompute) <= left:

@@ -166,7 +166,7 @@ class Preemption:
         if self._handler is None:
             self._handler = SigtermHandler()
             self._restore_handler = finalizer = weakref.finalize(optimizer, self._handler.restore)
-            finalizer.atexit = False  # a process that ends receives no more signals
+            finalizer.atexit = False  # the end of the process ends it anyway
         self._folder = folder
         self._extra = extra
         self._model = _no_model if model is None else weakref.ref(model)  # its hooks may hold the optimizer
