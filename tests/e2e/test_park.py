@@ -541,7 +541,7 @@ def test_where_there_is_no_memory_the_session_stays_parked(pair: Pair, monkeypat
     pair.check()
 
 
-@pytest.mark.parametrize(("name", "keep_host"), zip(ON_DEVICE, itertools.cycle([False, True]), strict=False))
+@pytest.mark.parametrize(("name", "keep_host"), list(zip(ON_DEVICE, itertools.cycle([False, True]), strict=False)))
 def test_where_the_gpu_has_no_memory_the_session_stays_parked(
     name: str, keep_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
