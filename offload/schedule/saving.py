@@ -405,11 +405,19 @@ class Saver:
             self._index.unhold(tile, record.location)
 
 
-def no_room(slot_counts: Mapping[int, int]) -> CheckpointError:
-    """Return the error of a save for which the paths have too little room."""
-    needed_bytes = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
+def no_room(slot_counts: Mapping[int, int] | None = None) -> CheckpointError:
+    """Return the error of a save for which the paths have too little room.
+
+    Args:
+        slot_counts: The slots that the save needs, by payload bytes; None where it is those of steps, which the plan
+            has counted, that cannot be made: others have taken the space since.
+    """
+    need = "steps beside it need slots that cannot be made"
+    if slot_counts is not None:
+        needed_bytes = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
+        need = f"it needs {needed_bytes} bytes more"
     return CheckpointError(
-        f"the paths have no room for a checkpoint beside the state in use: it needs {needed_bytes} bytes more "
-        "on them; free space, raise max_bytes, lower checkpoints_kept (a Trainer's save_total_limit), or add a path "
+        f"the paths have no room for a checkpoint beside the state in use: {need} on them; free space, "
+        "raise max_bytes, lower checkpoints_kept (a Trainer's save_total_limit), or add a path "
         "(`offload gc --dry-run PATH` says what ended sessions have left there)"
     )

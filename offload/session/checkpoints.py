@@ -144,7 +144,7 @@ class Checkpoints:
         # Steps write to other slots than those that the checkpoint keeps, so there must be room for both.
         if save is not None and save.request.sink is None and not parts.allocate():
             parts.executor.submit(machine.take_operations())
-            machine.handle(AbortSave(no_room(save.reserve)))
+            machine.handle(AbortSave(no_room()))
         pump(machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None)
         if saver.finished_save is not None:
             _, error = saver.finished_save

@@ -353,6 +353,20 @@ def test_without_room_the_checkpoint_is_refused_and_training_goes_on(tmp_path: P
     assert not list(paths[0].iterdir())
 
 
+def test_where_others_have_taken_what_was_planned_the_error_says_so(
+    tmp_path: Path, mounted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state_bytes = 12 * sum(SIZES)
+    small = mounted("tmpfs", f"size={2 * state_bytes}")
+    # Free when it was planned; another rank has taken it since.
+    monkeypatch.setattr("offload.session.setup.free_bytes", lambda _: [8 * state_bytes])
+    with Run(host_memory=0, paths=[small]) as run:
+        run.train()
+        with pytest.raises(offload.CheckpointError, match="steps beside it need slots that cannot be made on them"):
+            run.optimizer.save_checkpoint(tmp_path / "ck")
+        assert "room that steps may need is not there" in caplog.text
+
+
 def test_room_for_the_checkpoints_that_were_asked_for_is_planned(tmp_path: Path, paths: list[Path]) -> None:
     state_bytes = 12 * sum(SIZES)
     tight = {"host_memory": 0, "paths": [{"path": paths[0], "max_bytes": int(5 * state_bytes)}]}
