@@ -195,8 +195,8 @@ DEEPSPEED_MUON = Row(ATTACHED, "Muon", "DeepSpeed",
     "use AdamW, Adam or Lion: ZeRO cuts parameters anywhere, and Muon updates whole matrices")
 ZERO_1_REDUCES = Row(ATTACHED, '`overlap` "backward", "both"', "ZeRO-1 without `overlap_comm`",
     'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended', values=BACKWARD)
-SAVED_APART = Row(ATTACHED, '`"layout": "in_place"`', "DeepSpeed's `use_node_local_storage`",
-    'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together')
+SAVED_APART = Row(ATTACHED, '`"layout": "in_place"`; `mirror`', "DeepSpeed's `use_node_local_storage`",
+    'save to a folder that all ranks see, or use "stock" and no mirror: checkpoints are of all ranks together there')
 AVERAGED = Row(ATTACHED, '`overlap` "forward", "both"',
     "Lightning's `StochasticWeightAveraging`, `WeightAveraging`, or a module that is compiled as a whole",
     'use "off" or "backward" beside {averaging}, and where all of it is compiled', values=FORWARD)

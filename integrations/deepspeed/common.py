@@ -24,7 +24,7 @@ import torch
 from offload import CheckpointError, Engine, OffloadConfig
 from offload.checkpoint.marker import BEGUN, Mark, mark_of
 from offload.checkpoint.torch_files import Places, fill, start_of
-from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
+from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import (
     PendingTag,
@@ -440,13 +440,11 @@ class OffloadedOptimizer(StepFigures):
         """Replace a DeepSpeed engine's `save_checkpoint`: it pins state that lies on paths, and may then return.
 
         Raises:
-            ConfigError: State is to stay on the paths, and ranks save to folders of their own or keep no checkpoint.
+            ConfigError: State is to stay on the paths, where no checkpoint is kept.
         """
         self._checkpoint_layout = saving.layout
         if saving.layout == "in_place" and self._offload_config.paths and not self._offload_config.checkpoints:
             NONE_KEPT.refuse("multi_tier_offload.checkpoints_kept", 0)
-        if saving.layout == "in_place" and engine.use_node_local_storage():
-            SAVED_APART.refuse("multi_tier_offload.checkpoint.layout", saving.layout)
         if not self._offload_config.paths and saving.layout == "stock":
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return

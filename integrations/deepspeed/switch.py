@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError
-from offload.combinations import OTHER_PARALLELISM
+from offload.combinations import OTHER_PARALLELISM, SAVED_APART
 from offload.integrations import shared
 from offload.integrations.deepspeed import settings, tags, weights
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
@@ -172,6 +172,10 @@ def _configure_optimizer_of(
     if saving.is_deepspeeds and config.mirror is None:  # which is refused without checkpoints on the paths
         config = dataclasses.replace(config, checkpoints_kept=0)  # so the plan needs no room for them
     _check_engine(engine)
+    if saving.layout == "in_place" and engine.use_node_local_storage():
+        SAVED_APART.refuse("multi_tier_offload.checkpoint.layout", saving.layout)
+    if config.mirror is not None and engine.use_node_local_storage():
+        SAVED_APART.refuse("multi_tier_offload.mirror", config.mirror)
     _offload_to_cpu(engine)
     client_optimizer = _ensure_client_optimizer(engine, client_optimizer, model_parameters)
     # DeepSpeed may not insist on its own CPU optimizer: the client's is never stepped.

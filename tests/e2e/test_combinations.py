@@ -273,6 +273,7 @@ def other_layout(folder: Path) -> None:
 
 
 IN_PLACE = {"layout": "in_place"}
+APART = {"checkpoint": {"use_node_local_storage": True}}
 WITH_DEEPSPEED: list[Case] = [
     ("NONE_KEPT", lambda folder: zero(folder, checkpoint=IN_PLACE, checkpoints_kept=0)),
     ("OTHER_PARALLELISM", other_layout),
@@ -281,10 +282,8 @@ WITH_DEEPSPEED: list[Case] = [
     ("DEEPSPEED_FORWARD", lambda folder: zero(folder).overlap_forward(model())),
     ("DEEPSPEED_MUON", lambda folder: zero(folder, {"optimizer": {"type": "Muon"}})),
     ("ZERO_1_REDUCES", lambda folder: zero(folder, overlap="backward")),
-    (
-        "SAVED_APART",
-        lambda folder: zero(folder, {"checkpoint": {"use_node_local_storage": True}}, checkpoint=IN_PLACE),
-    ),
+    ("SAVED_APART", lambda folder: zero(folder, APART, checkpoint=IN_PLACE)),
+    ("SAVED_APART", lambda folder: zero(folder, APART, mirror="s3://bucket/copies")),
 ]
 """Asked for by `integrations/deepspeed_checks.py`, where DeepSpeed is imported."""
 OF_MEGATRON = (
