@@ -150,11 +150,32 @@ def partial_of(file: str) -> str:
     return os.path.join(os.path.dirname(file), PARTIAL, os.path.basename(file))
 
 
-def set_aside(file: str) -> None:
-    """Rename a file that a new save replaces, so that nothing loads it; the new save's thread deletes it."""
-    if os.path.exists(file):
+def discard_partials(folder: str) -> None:
+    """Delete what killed saves, maybe of more ranks, have left in a tag's folder that is not whole yet."""
+    shutil.rmtree(os.path.join(folder, PARTIAL), ignore_errors=True)
+
+
+def set_aside(file: str, *, is_kept: bool) -> None:
+    """Rename a file that a new save replaces, so that nothing loads it, and delete it.
+
+    Unless it `is_kept`: the thread of a save in the background deletes it then.
+    """
+    if os.path.isfile(file):
         os.makedirs(os.path.dirname(partial_of(file)), exist_ok=True)
         os.rename(file, f"{partial_of(file)}{ASIDE}")
+        if not is_kept:  # before the new one needs the room
+            discard_partial(file)
+
+
+def name_latest(folder: str, tag: str) -> None:
+    """Have `latest` in the folder of all tags name one, whatever moment this process is killed at."""
+    latest = os.path.join(folder, "latest")
+    with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+        os.rename(file.name, latest)
+    _sync(folder)
 
 
 def discard_partial(file: str) -> None:
@@ -426,13 +447,7 @@ class SavesBehind:
             if mark_of(tag_folder) is Mark.BEGUN:
                 mark_whole(tag_folder)
             if pending.names_latest:
-                latest = os.path.join(pending.folder, "latest")
-                with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
-                    file.write(pending.tag)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.rename(file.name, latest)
-            _sync(pending.folder)
+                name_latest(pending.folder, pending.tag)
         except (OSError, CheckpointError) as error:
             pending.error = error
             raise

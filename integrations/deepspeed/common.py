@@ -25,12 +25,15 @@ from offload import CheckpointError, Engine, OffloadConfig
 from offload.checkpoint.marker import BEGUN, Mark, mark_of
 from offload.checkpoint.torch_files import Places, fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT
+from offload.integrations import shared
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import (
     PendingTag,
     SavesBehind,
     discard_partial,
+    discard_partials,
     name_file,
+    name_latest,
     partial_of,
     set_aside,
 )
@@ -402,13 +405,35 @@ class OffloadedOptimizer(StepFigures):
         self.shard.reload_masters()
 
     def stream_checkpoints(self, engine: Any) -> None:
-        """Replace the two methods of a DeepSpeed engine that save the model and this rank's state.
+        """Replace the methods of a DeepSpeed engine that save the model and this rank's state.
 
         The state, and weights of which each rank has a copy (`flat_weights`: ZeRO-1 and 2), are written from where
         they lie to holes of DeepSpeed's files, so that no copy of them is made in memory. In ZeRO-3, or with a
         checkpoint engine that writes files in another way, DeepSpeed's own method saves the model.
         """
-        save_model, save_state = engine._save_checkpoint, engine._save_zero_checkpoint
+        save_model, save_state, save_tag = (
+            engine._save_checkpoint,
+            engine._save_zero_checkpoint,
+            engine.save_checkpoint,
+        )
+
+        def save_tag_and_name(
+            save_dir: Any,
+            tag: Any = None,
+            client_state: Any = MappingProxyType({}),
+            save_latest: bool = True,
+            *arguments: Any,
+            **keywords: Any,
+        ) -> Any:
+            """Replaces `save_checkpoint`, whose rank 0 alone would write `latest`: if it fails, others wait."""
+            names_latest = save_latest and stream.can_stream(engine.checkpoint_engine)
+            by_deepspeed = save_latest and not names_latest
+            result = save_tag(save_dir, tag, dict(client_state), by_deepspeed, *arguments, **keywords)
+            if names_latest:
+                name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+                is_first = engine.global_rank == 0
+                self._on_all_ranks(lambda: _name_latest(save_dir, name) if is_first else None)
+            return result
 
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
             """Replaces `_save_checkpoint`, which saves the model. Collective, so that rank 0's error reaches all."""
@@ -416,14 +441,22 @@ class OffloadedOptimizer(StepFigures):
             self._end_lending()
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
             can_stream = stream.can_stream(engine.checkpoint_engine)
+            own_file = engine._get_zero_ckpt_name(save_path, tag)
             if can_stream:
+                is_first = engine.global_rank == 0
+                self._on_all_ranks(lambda: discard_partials(os.path.dirname(own_file)) if is_first else None)
                 # A tag may be saved again: its old file of state must not lie beside new weights until the new one
                 # is whole.
-                self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
-            if self.flat_weights and can_stream:
-                self._save_model_file(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))
-            else:
-                self._on_all_ranks(save)
+                self._on_all_ranks(lambda: set_aside(own_file, is_kept=self._saves_in_background))
+            try:
+                if self.flat_weights and can_stream:
+                    self._save_model_file(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))
+                else:
+                    self._on_all_ranks(save)
+            except BaseException:
+                if can_stream:
+                    discard_partial(own_file)
+                raise
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
             """Replaces `_save_zero_checkpoint`, which saves this rank's state."""
@@ -435,6 +468,7 @@ class OffloadedOptimizer(StepFigures):
                 self._begin_save_behind(self.behind, save_state, engine, save_path, tag)
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
+        engine.save_checkpoint = save_tag_and_name
 
     def replace_save_checkpoint(self, engine: Any, saving: Saving) -> None:
         """Replace a DeepSpeed engine's `save_checkpoint`: it pins state that lies on paths, and may then return.
@@ -506,9 +540,9 @@ class OffloadedOptimizer(StepFigures):
     def refuse_unfit_tags(self, engine: Any) -> None:
         """Replace a DeepSpeed engine's methods that load by ones that first refuse tags which do not fit.
 
-        Refused are missing files, and state of another rule, stage or number of ranks: DeepSpeed would fail at them
-        only later, or not at all. All ranks raise a refusal, as they do if one rank cannot read its file: the others
-        would wait for it.
+        Refused are missing files, and state of another rule, model, stage or number of ranks: DeepSpeed would fail at
+        them only later, or not at all. All ranks raise a refusal, as they do if one rank cannot read its file: the
+        others would wait for it.
         """
         load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
@@ -516,6 +550,11 @@ class OffloadedOptimizer(StepFigures):
             """Replaces `_load_checkpoint`; without optimizer states the number of ranks does not matter."""
             self.finish()
             self._end_lending()
+            if not tag:
+                raise CheckpointError(
+                    f"{os.path.join(load_dir, 'latest')} is empty, as whoever wrote it was killed; "
+                    f"nothing was loaded. Load a tag by its name: whole ones are {_whole_tags(load_dir)}"
+                )
             folder = self._loading_folder = os.path.join(load_dir, tag)
             self._on_all_ranks(lambda: _check_stage(folder, engine.zero_optimization_stage()))
             needed = [engine._get_ckpt_name(load_dir, tag)]
@@ -535,20 +574,33 @@ class OffloadedOptimizer(StepFigures):
             has_files = stream.can_stream(engine.checkpoint_engine) and not engine.load_universal_checkpoint()
             self._on_all_ranks(lambda: _check_whole(folder, (folder, *needed) if has_files else ()))
             for state_file in needed[1:]:  # this rank's, if its state is loaded
-                self._on_all_ranks(functools.partial(self._check_rule, state_file))
-            return load(load_dir, tag, *arguments, **keywords)
+                self._on_all_ranks(functools.partial(self._check_state, state_file))
+            with contextlib.ExitStack() as undo:
+                # ZeRO-3's weights alone: DeepSpeed would take those of the tag that `latest` names.
+                module, name = import_module("deepspeed.runtime.engine"), "get_fp32_state_dict_from_zero_checkpoint"
+                if hasattr(module, name):
+                    shared.replace(undo, module, name, functools.partial(getattr(module, name), tag=tag))
+                return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
         engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
 
-    def _check_rule(self, path: str) -> None:
-        """Raise `CheckpointError` if the state in a rank's file is of another rule: DeepSpeed loads any."""
-        saved, wanted = _state_names_in(path), {*self.shard.names[1:]}
-        if saved and saved != wanted:
+    def _check_state(self, path: str) -> None:
+        """Raise `CheckpointError` if a rank's file has state of another model, or rule: DeepSpeed loads any."""
+        names, numels = _state_in(path)
+        wanted = {*self.shard.names[1:]}
+        own_numels = [state.master.numel() for state in self.shard.without_memory()]
+        if names and names != wanted:
             raise CheckpointError(
-                f"{path} has state of another rule ({', '.join(sorted(saved))}), and this optimizer's is "
+                f"{path} has state of another rule ({', '.join(sorted(names))}), and this optimizer's is "
                 f"{rule_of(self.optimizer).name!r} ({', '.join(sorted(wanted))}); nothing was loaded. Use the "
                 "optimizer that saved it, or load the weights alone: load_optimizer_states=False"
+            )
+        if numels and numels != own_numels:
+            raise CheckpointError(
+                f"{path} has {sum(numels)} elements in {len(numels)} flat tensors, and this engine "
+                f"{sum(own_numels)} in {len(own_numels)}; nothing was loaded. It is of another model, of other "
+                "parameters that train, or of another zero_optimization.sub_group_size: give those that saved it"
             )
 
     def _save_model_file(self, save: Callable[[], None], engine: Any, path: str) -> None:
@@ -567,8 +619,8 @@ class OffloadedOptimizer(StepFigures):
 
         def write() -> None:
             """Write the file on rank 0; on other ranks `save` writes none."""
-            if is_behind and torch.distributed.get_rank() == 0:
-                set_aside(path)
+            if torch.distributed.get_rank() == 0:
+                set_aside(path, is_kept=is_behind)
             with _saving_to_partial(engine, "_get_ckpt_name", path):
                 with stream.writing_holes(engine.checkpoint_engine) as saved_states:
                     save()
@@ -755,6 +807,11 @@ class OffloadedOptimizer(StepFigures):
         self._rebind_weights()
         self.offload.unpark()
 
+    def check_is_loaded(self) -> None:
+        """Raise `CheckpointError` if `offload_states` is in force: nothing can be saved then."""
+        if not self.shard.weights:
+            raise CheckpointError("offload_states() has given memory back: call reload_states() before this save")
+
     def _release_weights(self) -> None:
         """Drop references to the flat tensors of weights: DeepSpeed is about to move them."""
         self.shard.weights.clear()
@@ -792,6 +849,16 @@ def _saving_to_partial(engine: Any, method: str, path: str) -> Iterator[None]:
         raise
     finally:
         vars(engine).pop(method, None)
+
+
+def _name_latest(folder: str, tag: str) -> None:
+    """Write a tag's name to `latest`, or raise `CheckpointError`."""
+    try:
+        name_latest(folder, tag)
+    except OSError as error:
+        raise CheckpointError(
+            f"{tag} is whole, but {folder}/latest could not be written to name it: {error}"
+        ) from error
 
 
 def _file_identity(path: str) -> tuple[int, ...]:
@@ -844,32 +911,42 @@ def _check_whole(folder: str, needed: Sequence[str]) -> None:
         """Return whether a file or folder is there, by its name or by that which old versions gave it."""
         return os.path.exists(path) or os.path.exists(path.replace("_optim_states.pt", "optim_states.pt"))
 
+    is_begun = mark_of(folder) is Mark.BEGUN
     missing = next((path for path in needed if not is_there(path)), "")
-    if not missing and mark_of(folder) is not Mark.BEGUN:
+    if not missing and not is_begun:
         return
     above, own = os.path.split(folder)
-    names = sorted(os.listdir(above)) if os.path.isdir(above) else []
-    whole = [name for name in names if name != own and mark_of(os.path.join(above, name)) is Mark.WHOLE]
-    another = f"another tag; whole ones beside it: {', '.join(whole) or 'none'}"
-    if missing:
+    another = f"another tag; whole ones beside it: {_whole_tags(above, but=own)}"
+    if is_begun:
         raise CheckpointError(
-            f"{missing} is not there; nothing was loaded. Bring it back from a mirror (offload fetch) or a backup, "
-            f"or load {another}"
+            f"{folder} is not whole, as its save was interrupted or is under way; nothing was loaded. If it has been "
+            f"saved without offload since, delete {BEGUN} in it, or else load {another}"
         )
     raise CheckpointError(
-        f"{folder} is not whole, as its save was interrupted or is under way; nothing was loaded. If it has been "
-        f"saved without offload since, delete {BEGUN} in it, or else load {another}"
+        f"{missing} is not there; nothing was loaded. Bring it back from a mirror (offload fetch) or a backup, "
+        f"or load {another}"
     )
 
 
-def _state_names_in(path: str) -> set[str]:
-    """Return what a rank's file has of each parameter beside the master; empty if that cannot be read there."""
+def _whole_tags(folder: str, but: str = "") -> str:
+    """Return, in words, which tags in a folder are marked as whole, but for one."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    whole = [name for name in names if name != but and mark_of(os.path.join(folder, name)) is Mark.WHOLE]
+    return ", ".join(whole) or "none"
+
+
+def _state_in(path: str) -> tuple[set[str], list[int]]:
+    """Return what a rank's file has of each parameter beside the master, and elements of ZeRO-3's flat masters.
+
+    Both are empty where they cannot be read there.
+    """
     with contextlib.suppress(Exception):  # DeepSpeed says what is wrong with a file; a stub refuses to be looked into
         part = torch.load(path, "meta", weights_only=False, mmap=True)[in_place.OPTIMIZERS[0]]
         saved = next(part[name] for name in in_place.OPTIMIZERS if name in part)
         states = saved["state"].values() if isinstance(saved, dict) else saved  # a list if it is "elastic"
-        return {name for state in states for name in state} - {"step"}
-    return set()
+        masters = part.get(in_place.MASTERS[0], ())  # ZeRO-1 and 2 pad, and their models' files tell other models
+        return {name for state in states for name in state} - {"step"}, [master.numel() for master in masters]
+    return set(), []
 
 
 def _other_rank_count_error(folder: str, saved_ranks: int, ranks: int) -> CheckpointError:

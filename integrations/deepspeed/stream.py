@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from offload.checkpoint.torch_files import Places, bytes_of, start_of, writable, write_at, write_tensor
+from offload.checkpoint.torch_files import (
+    Places,
+    bytes_of,
+    save_with_holes,
+    start_of,
+    writable,
+    write_at,
+    write_tensor,
+)
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import FlatState, Shard
 
@@ -46,8 +54,7 @@ def writing_holes(checkpoint_engine: Any) -> Iterator[list[Any]]:
         """Replaces the checkpoint engine's `save`."""
         saved.append(state_dict)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with torch.serialization.skip_data():
-            type(checkpoint_engine).save(checkpoint_engine, state_dict, path)
+        save_with_holes(state_dict, path)
 
     checkpoint_engine.save = save
     try:

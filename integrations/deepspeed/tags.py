@@ -22,11 +22,15 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
     if engine.use_node_local_storage():  # no process sees all files of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    unmarked_folder = ""  # the tag's, while it is saved and not yet marked as whole
+    unmarked_folder = unmirrored_folder = ""  # the tag's, while it is saved and not yet marked as whole, or mirrored
+    commit_decoupled = getattr(engine, "_commit_decoupled_checkpoint", lambda: None)
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """Replaces `save_checkpoint`: mark the tag's folder as begun, save, mark it as whole, and mirror it."""
         nonlocal unmarked_folder
+        optimizer.check_is_loaded()
+        if not save_dir:  # which DeepSpeed refuses
+            return save(save_dir, tag, *arguments, **keywords)
         optimizer.wait_checkpoint()
         folder = os.path.abspath(save_dir)
         tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
@@ -41,19 +45,33 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
             writer.commit = partial(commit, writer.commit)
         try:
             result = save(save_dir, tag, *arguments, **keywords)
-            mark()
-        finally:
+        except BaseException:
             unmarked_folder = ""
-        if is_marked and not optimizer.is_saved_behind:
-            mirror_folder(optimizer.shard, tag_folder)
+            raise
+        if not getattr(writer, "is_decoupled", lambda: False)():  # else the engine commits after further micro-steps
+            mark()
+            mirror()
         return result
 
     def mark() -> None:
-        """Mark the tag's folder as whole, once; a save behind training does that itself when it ends."""
-        nonlocal unmarked_folder
-        if unmarked_folder and not optimizer.is_saved_behind:
-            mark_folder(unmarked_folder)
-        unmarked_folder = ""
+        """Mark the tag's folder as whole, once; a save behind training does that, and mirrors, when it ends."""
+        nonlocal unmarked_folder, unmirrored_folder
+        folder, unmarked_folder = unmarked_folder, ""
+        if folder and not optimizer.is_saved_behind:
+            mark_folder(folder)
+            unmirrored_folder = folder
+
+    def mirror() -> None:
+        """Mirror the tag's folder if it was marked, once: after `latest`, which is mirrored, too, names it."""
+        nonlocal unmirrored_folder
+        folder, unmirrored_folder = unmirrored_folder, ""
+        if folder:
+            mirror_folder(optimizer.shard, folder)
+
+    def commit_and_mirror() -> None:
+        """Replaces `_commit_decoupled_checkpoint`, by which the engine commits what a thread or process has saved."""
+        commit_decoupled()
+        mirror()
 
     def commit(original: Callable[[Any], Any], info: Any) -> Any:
         """Replaces the checkpoint engine's `commit`, which follows the last file and comes before `latest`."""
@@ -71,6 +89,7 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
         return result
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    engine._commit_decoupled_checkpoint = commit_and_mirror
 
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:

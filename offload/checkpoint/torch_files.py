@@ -1,6 +1,6 @@
 """Files of `torch.save` that are written without the bytes of some tensors, which are filled in afterwards.
 
-Tensors of the right shape that take no memory are pickled under `torch.serialization.skip_data`. The file is then
+Tensors of the right shape that take no memory are pickled by `save_with_holes`. The file is then
 complete but for holes where their bytes belong, so that state needs neither memory nor a second file. The checksums
 of tensors in the zip file stay 0; torch does not read them.
 
@@ -17,6 +17,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +34,26 @@ def without_memory(numel: int) -> torch.Tensor:
     if not numel:
         return torch.empty(0, dtype=torch.float32, device="cpu")
     return torch.frombuffer(space, dtype=torch.float32, count=numel)
+
+
+def save_with_holes(content: Any, file: Any) -> None:
+    """Save as `torch.save(content, file)`, with holes for the bytes of all tensors.
+
+    What an object saves by itself as it is pickled, as by `torch.save` in its `__getstate__`, is whole.
+    """
+    with contextlib.ExitStack() as skipping:
+
+        class Pickler(pickle.Pickler):
+            """Has torch skip tensors' bytes from then on that all is pickled: it writes them afterwards."""
+
+            def dump(self, value: Any) -> None:
+                """See `pickle.Pickler.dump`."""
+                super().dump(value)
+                skipping.enter_context(torch.serialization.skip_data())
+
+        pickling = ModuleType("pickling")  # of what torch asks of a `pickle_module`, all that it uses to save
+        pickling.Pickler = Pickler  # type: ignore[attr-defined]
+        torch.save(content, file, pickle_module=pickling)
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

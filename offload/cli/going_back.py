@@ -23,7 +23,15 @@ from offload.checkpoint.exchange import in_rows, kept_tensors, shape_of
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.marker import BEGUN, WHOLE
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.torch_files import bytes_of, fill, start_of, without_memory, writable, write_at
+from offload.checkpoint.torch_files import (
+    bytes_of,
+    fill,
+    save_with_holes,
+    start_of,
+    without_memory,
+    writable,
+    write_at,
+)
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, ConfigError, known
 from offload.integrations.deepspeed import in_place
@@ -293,8 +301,7 @@ def _empty_state(
 def _save_without_data(content: Any, file: IO[bytes]) -> None:
     """Save with torch, without the bytes of tensors; raise the `OSError` that torch hides in a `RuntimeError`."""
     try:
-        with torch.serialization.skip_data():
-            torch.save(content, file)
+        save_with_holes(content, file)
         file.flush()
     except RuntimeError as error:
         if error.__context__ is not None:

@@ -66,8 +66,9 @@ class Exchange:
         ranks = torch.distributed.get_process_group_ranks(group)
         self._copies = None if device.type == "cpu" else _Copies(device)
         # Its own group and mesh, of the same ranks: see the module.
-        self._group: Any = torch.distributed.new_group(ranks, backend="gloo")
-        self._mesh: Any = DeviceMesh.from_group(self._group, "cpu")
+        own: Any = torch.distributed.new_group(ranks, backend="gloo")  # for which torch declares an int, too
+        self._group: Any = own
+        self._mesh: Any = DeviceMesh.from_group(own, "cpu")
         self._latches: dict[Hashable, waits.Latch] = {}  # set when the key's bucket has been exchanged
         self._landed: dict[Hashable, Any] = {}  # on an accelerator, an event after the copies of the key's bucket
         self._thread: threading.Thread | None = None

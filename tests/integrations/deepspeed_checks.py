@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import re
 import resource
 import shlex
@@ -40,6 +41,7 @@ import deepspeed
 import deepspeed.utils as utils
 import pytest
 import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
@@ -67,7 +69,7 @@ from mounts import mounted
 import offload
 from offload import CheckpointError, ConfigError, SaveRequest
 from offload.checkpoint import commit
-from offload.checkpoint.marker import WHOLE
+from offload.checkpoint.marker import WHOLE, Mark, mark_of
 from offload.integrations.deepspeed import behind, gathers, stream, weights
 from offload.integrations.deepspeed.behind import SavesBehind
 from offload.integrations.deepspeed.common import OffloadedOptimizer
@@ -201,6 +203,25 @@ def state_of_another_rule_is_refused(folder: Path) -> None:
             found = state_of(engine, ())
             assert_same(found, {name: weight for name, weight in weights.items() if name.endswith(" weight")})
             train(engine, cases[1], 0, 1)
+
+
+@check
+def state_of_another_model_is_refused(folder: Path) -> None:
+    """Under ZeRO-3, whose model files have no weights: before anything is loaded, and not by torch as it copies."""
+    case = Case(3, offload=paths(folder))
+    with training(case) as engine:
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(str(folder), tag="tag")
+    for other in (
+        {"net": {"branch": True}},
+        {"freeze": "body"},
+        {"zero": {"sub_group_size": 999}},
+    ):
+        with training(dataclasses.replace(case, **other)) as engine:
+            before = state_of(engine)
+            with pytest.raises(CheckpointError, match=r"nothing was loaded\. It is of another model"):
+                engine.load_checkpoint(str(folder), tag="tag")
+            assert_same(state_of(engine), before)
 
 
 @contextlib.contextmanager
@@ -1078,8 +1099,8 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
             assert_same(state_of(engine), whole[1])
 
 
-def save_and_wait(engine: Any, place: Path, tag: str) -> None:
-    engine.save_checkpoint(str(place), tag=tag)
+def save_and_wait(engine: Any, place: Path, tag: str, **more: Any) -> None:
+    engine.save_checkpoint(str(place), tag=tag, **more)
     engine.optimizer.wait_checkpoint()
 
 
@@ -1181,6 +1202,7 @@ def what_a_killed_save_leaves_is_refused(folder: Path) -> None:
                 left = folder / f"left-{stage}-{step}"
 
                 def write_and_copy(*given: Any, left: Path = left, place: Path = place) -> None:
+                    assert not [*place.rglob("*.aside")], "the disk has to have room for two"
                     if rank == 0:
                         shutil.copytree(place, left)
                     torch.distributed.barrier()
@@ -1192,7 +1214,7 @@ def what_a_killed_save_leaves_is_refused(folder: Path) -> None:
                 train(engine, case, step, 1)
                 others = state_of(engine)
                 for asked in (tag, None) if step == 2 else (tag,):
-                    with pytest.raises(CheckpointError, match="is not there; nothing was loaded"):
+                    with pytest.raises(CheckpointError, match="is not whole, as its save was interrupted"):
                         engine.load_checkpoint(str(left), tag=asked)
                 if step > 1:  # files that are there, as another rank's may be
                     shutil.copytree(place / tag, left / tag, dirs_exist_ok=True) if rank == 0 else None
@@ -1202,6 +1224,140 @@ def what_a_killed_save_leaves_is_refused(folder: Path) -> None:
                 assert_same(state_of(engine), others)
                 load_latest(engine, place, tag)
                 assert_same(state_of(engine), state)
+
+
+class SavesItself:
+    """Has a tensor, which its own `torch.save`, or pickle, makes into bytes."""
+
+    def __init__(self, values: torch.Tensor, *, by_torch: bool) -> None:
+        self.values, self.by_torch = values, by_torch
+
+    def __getstate__(self) -> Any:
+        if not self.by_torch:
+            return pickle.dumps(self.values)
+        torch.save(self.values, file := io.BytesIO())
+        return file.getvalue()
+
+    def __setstate__(self, content: bytes) -> None:
+        try:
+            self.values = pickle.loads(content)
+        except pickle.UnpicklingError:
+            self.values = torch.load(io.BytesIO(content), weights_only=True)
+
+
+@check
+def a_program_s_own_objects_are_saved_whole(folder: Path) -> None:
+    """Holes are for tensors of the file, not for what is pickled in between."""
+    given = torch.arange(5.0)
+    for stage, wait in itertools.product((2, 3), (True, False)):
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"wait": wait}})
+        with training(case) as engine:
+            train(engine, case, 0, 1)
+            client = {f"{by_torch}": SavesItself(given, by_torch=by_torch) for by_torch in (True, False)}
+            place = folder / f"{stage}-{wait}"
+            save_and_wait(engine, place, "tag", client_state={**client, "plain": given})
+            found = engine.load_checkpoint(str(place), tag="tag")[1]
+            assert torch.equal(found["plain"], given)
+            for name in client:
+                assert torch.equal(found[name].values, given), (stage, wait, name)
+
+
+@check
+def what_killed_saves_have_left_in_a_tag_goes_with_the_next(folder: Path) -> None:
+    """What ranks had begun that are fewer now, too: `ds_to_universal` would read it."""
+    case = Case(2, offload=paths(folder))
+    with training(case) as engine:
+        train(engine, case, 0, 1)
+        left = folder / "tags" / "tag" / behind.PARTIAL / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"
+        on_first_rank(lambda: left.parent.mkdir(parents=True) or left.write_bytes(b"half"))
+        engine.save_checkpoint(str(folder / "tags"), tag="tag")
+        assert not left.parent.exists()
+        load_latest(engine, folder / "tags", "tag")
+
+
+@check
+def a_save_without_weights_in_memory_is_refused_before_it_begins(folder: Path) -> None:
+    for stage in (2, 3):
+        case, place = Case(stage, offload=paths(folder)), folder / f"{stage}"
+        with training(case) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(str(place), tag="tag")
+            state = state_of(engine)
+            if is_older():  # which has none under ZeRO-2, or refuses
+                return
+            engine.offload_states()
+            with pytest.raises(CheckpointError, match="call reload_states"):
+                engine.save_checkpoint(str(place), tag="tag")
+            engine.reload_states()
+            load_latest(engine, place, "tag")
+            assert_same(state_of(engine), state)
+            with pytest.raises(ValueError, match="save_dir"):
+                engine.save_checkpoint("", tag="tag")
+
+
+@check
+def weights_alone_are_those_of_the_tag(folder: Path) -> None:
+    """Under ZeRO-3, whose weights DeepSpeed reads by `latest`, another tag's; and an empty `latest` is told."""
+    case = Case(3, offload=paths(folder))
+    with training(case) as engine:
+        kept = []
+        for tag in ("first", "second"):
+            train(engine, case, len(kept), 1)
+            engine.save_checkpoint(str(folder), tag=tag)
+            kept.append({name: weight for name, weight in state_of(engine, ()).items() if name.endswith(" weight")})
+        engine.load_checkpoint(str(folder), tag="first", load_optimizer_states=False)
+        found = {name: weight for name, weight in state_of(engine, ()).items() if name.endswith(" weight")}
+        assert_same(found, kept[0])
+        on_first_rank(lambda: (folder / "latest").write_text(""))
+        with pytest.raises(CheckpointError, match=r"latest is empty.* whole ones are first, second$"):
+            engine.load_checkpoint(str(folder))
+
+
+class LateWriter(CheckpointEngine):
+    """Writes when the engine commits, as DeepSpeed's decoupled writers do at the end of later micro-steps."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Any, str]] = []
+        self.info: Any = None
+
+    def create(self, info: Any) -> None:
+        self.info = info
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.queue.append((state_dict, path))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def commit(self, info: Any) -> bool:
+        for state_dict, path in self.queue:
+            torch.save(state_dict, path)
+        self.queue.clear()
+        self.info = None
+        return True
+
+    def get_commit_info(self) -> Any:
+        return self.info
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def cleanup(self) -> None:
+        pass
+
+
+@check
+def a_tag_is_whole_when_a_late_writer_has_committed_it(folder: Path) -> None:
+    for stage in (2, 3):
+        case, place = Case(stage, offload=paths(folder)), folder / f"{stage}"
+        with training(case) as engine:
+            train(engine, case, 0, 1)
+            engine.checkpoint_engine = LateWriter()
+            engine.save_checkpoint(str(place), tag="tag")
+            assert mark_of(str(place / "tag")) is Mark.BEGUN
+            train(engine, case, 1, 1)
+            assert mark_of(str(place / "tag")) is Mark.WHOLE
+            load_latest(engine, place, "tag")
 
 
 @check
@@ -1426,6 +1582,8 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
     ways = (
         (2, "stock", True, "model", 0),
         (3, "stock", True, "model", 0),
+        (2, "stock", True, "latest", 0),
+        (3, "stock", True, "latest", 0),
         (3, "in_place", True, "pin", world - 1),
         (3, "in_place", False, "seal_commit", 0),
         (3, "in_place", False, "latest", 0),
@@ -1436,7 +1594,7 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
     )
     for stage, layout, wait, name, failing in dict.fromkeys(ways):  # one rank alone is both the first and the last
         case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
-        latest = folder / f"{stage}-{layout}-{name}-{failing}" / "latest"
+        latest = folder / f"{stage}-{layout}-{wait}-{name}-{failing}" / "latest"
         with training(case) as engine, pytest.MonkeyPatch.context() as patch:
             train(engine, case, 0, 1)
             files = {"latest": latest, "model": model_file(engine, latest.parent, "fails")}
