@@ -180,8 +180,6 @@ def _choose_optimizer(
     if name not in OPTIMIZERS:
         _warn_of_other_optimizer(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
-    if getattr(args, "deepspeed", None):
-        DEEPSPEED_TRAINER.refuse("optim", name)
     kind, accepted = OPTIMIZERS[name]
     values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
@@ -467,7 +465,12 @@ def _train_from_whole(
 
     The Trainer would resume from the last one, so that a run that is restarted automatically would fail each time.
     A checkpoint that was named and is not the last one is not replaced by another.
+
+    Raises:
+        ConfigError: DeepSpeed is to make the optimizer, of its own where its config names one.
     """
+    if _names_ours(trainer.args) and trainer.is_deepspeed_enabled:
+        DEEPSPEED_TRAINER.refuse("optim", str(getattr(trainer.args.optim, "value", trainer.args.optim)))
     wanted: Any = resume_from_checkpoint  # a path, or true for the last one in `output_dir`
     if _names_ours(trainer.args) and wanted:
         folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))

@@ -89,6 +89,7 @@ class Seen(msgspec.Struct):
         is_whole: Whether these are all that the script has.
         beside: Of each step and parameter: its master's distance from torch's, and the room for that.
         metrics: Of the optimizer, after the last step.
+        imports_deepspeed: Whether the script had imported DeepSpeed when it ended.
     """
 
     steps: int = 0
@@ -97,6 +98,7 @@ class Seen(msgspec.Struct):
     is_whole: bool = True
     beside: list[tuple[int, str, float, float]] = []
     metrics: dict[str, float] = {}
+    imports_deepspeed: bool = False
 
 
 def add_parser(commands: Any) -> None:
@@ -273,11 +275,13 @@ def _run(request: Request, folder: Path, name: str) -> Seen:
     seen = Seen()
     if (folder / SEEN).exists():
         seen = msgspec.msgpack.decode((folder / SEEN).read_bytes(), type=Seen)
+    hint = "; DeepSpeed's trainings, which it imports, cannot be checked" if seen.imports_deepspeed else ""
     if done.returncode:
         print((folder / "printed").read_text(errors="replace")[-_TAIL_CHARACTERS:], end="", file=sys.stderr)
-        raise OffloadError(f"run {name}, it failed after {seen.steps} steps (status {done.returncode}): see above")
+        failed = f"run {name}, it failed after {seen.steps} steps (status {done.returncode}): see above{hint}"
+        raise OffloadError(failed)
     if not seen.steps:
-        raise OffloadError(f"run {name}, it ended, and no optimizer of this package had taken a step")
+        raise OffloadError(f"run {name}, it ended, and no optimizer of this package had taken a step{hint}")
     if request.least_steps <= seen.steps < request.steps:  # the tensors of its last step were not recorded
         return _run(msgspec.structs.replace(request, steps=seen.steps), folder, name)
     if seen.steps < request.steps:

@@ -376,6 +376,7 @@ def main(file: str) -> None:
             sys.path[0] = str(Path(request.script).resolve().parent)  # as `python SCRIPT` has it
             runpy.run_path(request.script, run_name="__main__")
     finally:
+        watch.seen.imports_deepspeed = "deepspeed" in sys.modules
         (folder / SEEN).write_bytes(msgspec.msgpack.encode(watch.seen))
         watch.close()
 

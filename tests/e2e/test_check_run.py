@@ -296,13 +296,14 @@ def test_a_script_that_takes_fewer_steps_is_checked_for_these(check: Any) -> Non
             "ValueError: no data\noffload check-run: run as it is, it failed after 0 steps",
         ),
         ("print('hello')", 1, "no optimizer of this package had taken a step"),
+        ("import sys\nsys.modules['deepspeed'] = sys", 1, "had taken a step; DeepSpeed's trainings, which"),
         (
             SCRIPT.replace("default=9", "default=2"),
             2,
             "--steps: 3 cannot be used; the script ended after 2: give no more",
         ),
     ],
-    ids=["fails", "has none", "ends"],
+    ids=["fails", "has none", "has one of DeepSpeed", "ends"],
 )
 def test_a_script_that_cannot_be_checked(check: Any, text: str, status: int, says: str) -> None:
     found, outcome, said = check(text=text)

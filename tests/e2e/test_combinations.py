@@ -176,7 +176,7 @@ def trainer(folder: Path) -> None:
 
     backend.enable(config(folder))
     try:
-        Trainer.get_optimizer_cls_and_kwargs(SimpleNamespace(optim="offload_adamw", deepspeed="deepspeed.json"))
+        Trainer.train(SimpleNamespace(args=SimpleNamespace(optim="offload_adamw"), is_deepspeed_enabled=True))
     finally:
         backend.disable()
 
