@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from signal import SIG_DFL, SIGHUP, SIGTERM, getsignal, signal
 from typing import Any
 
 import msgspec
@@ -139,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], "check one process, without a launcher")
     if not os.path.isfile(script):
         raise ConfigError("SCRIPT_OR_CONFIG", script, "there is no such file")
-    with tempfile.TemporaryDirectory(prefix="offload-check-run-") as folder:
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="offload-check-run-") as folder:
         request = _request_of(arguments, folder)
         with closing(Progress(2, title="check-run", quiet=arguments.quiet, unit="run", log=True)) as progress:
             outcome = _compare(request, Path(folder), progress)
@@ -154,6 +156,24 @@ def run(arguments: argparse.Namespace) -> int:
         print(text)  # --quiet prints differences only, and `tell` then nothing
     tell(arguments, {"script": script, "steps": request.steps, **outcome}, text)
     return int(outcome["different"])
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM, and the SIGHUP of a terminal that is closed, end this block as an exception: nothing is left."""
+
+    def end(number: int, _frame: Any) -> None:
+        """Handle the signal."""
+        raise SystemExit(128 + number)
+
+    handled = [number for number in (SIGTERM, SIGHUP) if getsignal(number) is SIG_DFL]
+    for number in handled:
+        signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal(number, SIG_DFL)
 
 
 def _request_of(arguments: argparse.Namespace, folder: str) -> Request:

@@ -78,6 +78,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
 
         self._scaling = Scaling()
+        self._group_of: dict[torch.Tensor, int] = {}  # the number of each bound parameter's group
+        self._members: list[list[int]] = []  # ids of all groups' parameters as they were checked last
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         # The announcer refers to the optimizer weakly. `_values` is the class's: a bound method would keep it alive.
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
@@ -237,6 +239,26 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._route.attach(record)
             bound[parameter] = record  # last: after an interrupt before this line, the parameter is added again
         self._state.write_start_values(bound[parameter] for parameter in parameters)
+        group_of = {parameter: number for parameter, _, number in names(self.param_groups)}
+        self._group_of.update((parameter, group_of[parameter]) for parameter in parameters)
+
+    def _check_groups(self) -> None:
+        """Refuse groups out of which a parameter was taken that the engine updates, or which are in another order.
+
+        Groups may get new parameters, which are added when they have gradients.
+        """
+        members = [[*map(id, group["params"])] for group in self.param_groups]
+        if members == self._members:
+            return
+        group_of = {parameter: number for parameter, _, number in names(self.param_groups)}
+        for parameter, was in self._group_of.items():
+            if group_of.get(parameter) != was:
+                advice = (
+                    "it is not in the group any more that it was added to: leave parameters and the order of groups "
+                    "as they are, freeze what is not to train, and add groups by add_param_group"
+                )
+                raise ConfigError("param_groups", self._weights.bound[parameter].name, advice)
+        self._members = members
 
     # Gradients
 
@@ -315,9 +337,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the L2 norm of all gradients in the update itself.
 
-        `.grad` is not changed; the factor is applied when `step` reads the gradients, and forgotten by `zero_grad`.
-        So change gradients before this call: `step` refuses gradients that were replaced, changed or accumulated
-        since. It does not see writes after this call that version counters do not count (through `.data`, NumPy,
+        `.grad` is not changed: the next `step` applies the factor as it reads the gradients, and forgets it, as
+        `zero_grad` does. So change gradients before this call: `step` refuses gradients that were replaced, changed
+        or accumulated since. It does not see writes after this call that version counters do not count (through `.data`, NumPy,
         collectives, or `torch._foreach_*` functions of a `DTensor`).
         The norm is that of the gradients at this call: those in host memory are read once, to see whether they have
         changed since their norms were taken, so earlier writes through `.data` or NumPy count. If parameters are cut
@@ -412,6 +434,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             combinations.COPIED_GRADIENTS.check("overlap", self.config.overlap)
         self._holder.open_after_backward()
         self._state.check()
+        self._check_groups()
         groups = self._values()
         for bound in self._weights.bound.values():
             bound.used_gradient = None  # a signal handler's `park` must not drop what this step is about to use

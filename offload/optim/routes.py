@@ -6,6 +6,8 @@ when. Hooks run on autograd's threads, one backward pass at a time, and keep nei
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -525,6 +527,8 @@ class SlotRoute(Route):
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._slot_addresses: set[int] = set()  # by which `_is_slot` knows gradients that lie in slots
+        _counts_alone()  # counted here once, as hooks run in a backward pass
+        self._is_held = False  # whether somebody holds the gradient that arrives
 
     def attach(self, bound: BoundParameter) -> None:
         """Give a parameter a gradient slot, and hook it."""
@@ -532,6 +536,13 @@ class SlotRoute(Route):
         if bound.local.numel():  # an empty slot has no address of its own
             self._slot_addresses.add(bound.slot.address)
         super().attach(bound)
+
+    def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
+        """See `Route.handle_arrival`."""
+        # Now, while no variable of ours holds the gradient.
+        counts, alone = _counts_of_gradient(bound.parameter), _counts_alone()
+        self._is_held = counts.references > alone.references or counts.owners > alone.owners
+        super().handle_arrival(bound, builds_graph)
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Let the engine take a gradient's norm, and copy the gradient to its slot, which becomes `.grad`.
@@ -549,12 +560,15 @@ class SlotRoute(Route):
             self._move_to_slot(bound, gradient)
 
     def _may_lie_in_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient that lies elsewhere may be moved to its slot."""
+        """Return whether a gradient that lies elsewhere may be moved to its slot.
+
+        Not one that somebody holds, or a view of its memory: what is written there counts, as with torch.
+        """
         weight, slot = bound.parameter, bound.slot
         is_part_of_graph = gradient.requires_grad
         accumulates_in_slot_dtype = weight.grad_dtype in (None, slot.dtype)
         is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)
-        return not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
+        return not self._is_held and not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
 
     def _move_to_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Have a gradient copied to its slot, and set `.grad` to the slot, unless the slot is not free.
@@ -748,6 +762,32 @@ def _version(gradient: torch.Tensor) -> int:
 def _owner_count(storage: int) -> int:
     """Return how many owners a storage has, given torch's address of it."""
     return int(torch._C._storage_Use_Count(storage))
+
+
+class _Counts(NamedTuple):
+    """How many references there are to a gradient, and owners of its storage, while they are counted."""
+
+    references: int
+    owners: int
+
+
+def _counts_of_gradient(parameter: torch.Tensor) -> _Counts:
+    """Return who holds a parameter's gradient."""
+    gradient = parameter.grad
+    if gradient is None or shards.is_dtensor(gradient):
+        return _Counts(0, 0)
+    return _Counts(sys.getrefcount(gradient), _owner_count(gradient.untyped_storage()._cdata))
+
+
+@functools.cache
+def _counts_alone() -> _Counts:
+    """Return `_counts_of_gradient` of a gradient that autograd has just made, and `.grad` alone holds."""
+    counts: list[_Counts] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        parameter: Any = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+        parameter.register_post_accumulate_grad_hook(lambda p: counts.append(_counts_of_gradient(p)))
+        parameter.sum().backward()
+    return counts[0]
 
 
 def _cut_of_gradient(bound: BoundParameter) -> Cut | None:

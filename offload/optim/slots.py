@@ -48,4 +48,6 @@ class GradientSlot:
             return torch.empty_strided(self._size, self.stride, dtype=self.dtype, device="cpu")
         token = self._memory[:]  # a new array over the same memory, which the storage below keeps alive
         self._token = weakref.ref(token)
-        return torch.frombuffer(token, dtype=self.dtype).as_strided(self._size, self.stride)
+        gradient = torch.frombuffer(token, dtype=self.dtype)
+        # Not a view, which could not be detached in place.
+        return gradient.set_(gradient.untyped_storage(), 0, self._size, self.stride)

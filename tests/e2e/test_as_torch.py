@@ -39,6 +39,7 @@ REASONS = {
     "capturable and differentiable": "a CUDA graph cannot hold|autograd does not see",
     "copies of an optimizer": "copy or save optimizer.state_dict",
     "a parameter twice in one group": "twice in one group",
+    "parameters taken out of a group, or groups in another order": "not in the group any more",
 }
 """What differs on purpose, and what the refusal says; docs/frameworks.md has the same table."""
 
@@ -538,6 +539,59 @@ def gradients_are_zeroed(make: Maker, set_to_none: bool) -> None:
     closure_of(reference, theirs)()
     reference.step()
     assert_close(params, theirs)
+
+
+@check(["one view of all", "each its own", "kept by a hook", "detached in place"])
+def gradients_lie_in_memory_of_the_program(make: Maker, whose: str) -> None:
+    """What is written there after backward counts, as by an all-reduce of one buffer; zeros there drop the last."""
+    seen = []
+    for kind in (make, make.reference):
+        optimizer = kind(params := layer())
+        sizes = [parameter.numel() for parameter in params]
+        buffers = [torch.zeros(sum(sizes))] if whose == "one view of all" else [*map(torch.zeros_like, params)]
+        views = buffers[0].split(sizes) if whose == "one view of all" else buffers
+        kept: dict[Any, torch.Tensor] = {}
+        for parameter, view in zip(params, views, strict=True):
+            if whose == "kept by a hook":
+                parameter.register_post_accumulate_grad_hook(lambda p, kept=kept: kept.update({p: p.grad}))
+            elif whose != "detached in place":
+                parameter.grad = view.view_as(parameter)
+        for scale in (1.0, 0.5, 2.0):
+            for buffer in buffers:
+                buffer.zero_()
+            if whose == "detached in place":
+                for parameter in params:
+                    if parameter.grad is not None:
+                        parameter.grad.detach_().zero_()
+            loss_of(params).backward()
+            for buffer in (*buffers, *kept.values()):
+                buffer.mul_(scale)
+            optimizer.step()
+            if whose == "kept by a hook":
+                optimizer.zero_grad()
+        seen.append([*params])
+    assert_close(*seen)
+
+
+@check(["taken out", "moved", "reversed", "deleted"], "parameters taken out of a group, or groups in another order")
+def groups_are_changed_in_place(make: Maker, how: str) -> None:
+    weight, bias = params = layer()
+    optimizer = make([{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.2}])
+    run(optimizer, params, 1)
+    before, groups = clones(params), optimizer.param_groups
+    if how == "reversed":
+        groups.reverse()
+    elif how == "deleted":
+        del groups[1]
+    else:
+        groups[1]["params"].clear()
+        if how == "moved":
+            groups[0]["params"].append(bias)
+    try:
+        run(optimizer, params, 1, 1)
+    except offload.ConfigError:
+        assert_equal([*params], [*before])
+        raise
 
 
 @check(["groups", "sizes"])

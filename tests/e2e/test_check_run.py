@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -309,6 +312,32 @@ def test_a_script_that_cannot_be_checked(check: Any, text: str, status: int, say
     found, outcome, said = check(text=text)
     assert (found, outcome) == (status, None)
     assert says in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Neither the process of the script, nor a folder on its paths, nor a temporary one."""
+    disk, temporary, begun = (tmp_path / name for name in ("disk", "tmp", "begun"))
+    for folder in (disk, temporary):
+        folder.mkdir()
+    os.mkfifo(begun)
+    ends_late = "import os, time\nprint(os.getpid(), file=open('begun', 'w'))\ntime.sleep(60)\n"
+    (tmp_path / "train.py").write_text(SCRIPT + ends_late)
+    command = [sys.executable, "-c", f"import sys; from {main.__module__} import main; sys.exit(main(sys.argv[1:]))"]
+    process = subprocess.Popen(
+        [*command, "check-run", "--steps", "99", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    script = int(begun.read_text())  # once it has been opened there
+    assert [*disk.iterdir()]
+    assert [*temporary.glob("offload-*")]
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not [*disk.iterdir(), *temporary.glob("offload-*")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(script, 0)
 
 
 def test_bad_input(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
