@@ -24,6 +24,8 @@ LAPTOP = ["--gpu", "1TB/s:13GiB", *DESKTOP[2:4], "--host", "60GB/s:28GiB", *DESK
 SMALL = ["--gpu", "16GiB", "--link", "25GB/s", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--flops", "60e12"]
 
 PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
     "llama-8b": 8_030_261_248,
@@ -519,10 +521,12 @@ def test_what_is_lacking_comes_first(capsys: pytest.CaptureFixture[str], argumen
         (["--picture", "plan.txt"], "ends in .png, .svg or .html"),
         (["--picture", "plan.png", "--advise"], "leave --advise out"),
         (["--picture", "/nowhere/plan.png"], "--picture"),
-        (["--model", "gpt-5"], "name one of llama-1b"),
+        (["--model", "gpt-5"], "name one of llama-2-7b"),
         (["--model", "Qwen/Qwen2.5-7B"], "did you mean qwen-7b?"),
         (["--model", "meta-llama/Llama-3.1-8B-Instruct"], "did you mean llama-8b?"),
-        (["--model", "llama-7b"], "did you mean llama-8b?"),
+        (["--model", "meta-llama/Llama-2-7b-hf"], "did you mean llama-2-7b?"),
+        (["--model", "llama-7b"], "did you mean llama-2-7b?"),
+        (["--model", "llama-13b"], "did you mean llama-2-13b?"),
         (["--model", "Llama2-65b"], "did you mean llama-70b?"),
         (["--model", "qwen2.5-0.5b"], "did you mean qwen-0.5b?"),
         (["--model", "lama-8b"], "did you mean llama-8b?"),
