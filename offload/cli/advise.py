@@ -99,9 +99,9 @@ FRAMEWORKS = {
 def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
     """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
 
-    The Trainer can have streamed weights in host memory alone, and of one rank.
+    The Trainer of one rank has none in a file; that of several shards by DeepSpeed, which can have all.
     """
-    return framework != "transformers" or place in ("cpu", "gpu") or (place == "host" and ranks == 1)
+    return framework != "transformers" or ranks > 1 or place != "path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,12 +676,14 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
     """Return a setting as one would write it for one of `FRAMEWORKS`, or for each that can have it."""
     lines_by_framework = _lines_to_paste(setting)
     if framework is None:
-        return "\n".join(itertools.chain.from_iterable(lines_by_framework.values()))
-    if framework not in lines_by_framework:
-        is_in_file = setting.answer.scenario.model.weights_on == "path"
-        where = "in a file" if is_in_file else "in host memory, of several ranks"
-        return f"{FRAMEWORKS[framework]}: not with weights {where} (docs/weights.md)"
-    return "\n".join(lines_by_framework[framework])
+        shown = [*lines_by_framework]
+    elif framework not in lines_by_framework:
+        return f"{FRAMEWORKS[framework]}: not with weights in a file (docs/weights.md)"
+    elif framework == "transformers" and setting.answer.scenario.machine.all_ranks > 1:
+        shown = ["deepspeed", framework]  # which names the config of the former
+    else:
+        shown = [framework]
+    return "\n".join(itertools.chain.from_iterable(lines_by_framework[name] for name in shown))
 
 
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
@@ -690,13 +692,17 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     See `can_have_weights`.
     """
     scenario, config = setting.answer.scenario, setting.config
-    model = scenario.model
+    model, machine = scenario.model, scenario.machine
     in_host = model.weights_on == "host"
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     settings = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     recompute = f"model.{_checkpointing_name()}_enable()"
     # Where a block is no code, its head says what the script does beside it.
     after = f", after {recompute} in the script" if model.recompute else ""
+    launcher = ""
+    if machine.all_ranks > 1:
+        nodes = f"--nnodes {machine.nodes} " if machine.nodes > 1 else ""
+        launcher = f", run by torchrun {nodes}--nproc-per-node {machine.ranks} -m offload.integrations.deepspeed"
     lines: dict[str, list[str]] = {}
     lines["torch"] = [
         f"{FRAMEWORKS['torch']}{on_gpu}:",
@@ -718,14 +724,20 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     elif model.weights_on == "path":
         zero["offload_param"] = {
             "device": "nvme",
-            "nvme_path": scenario.machine.path_place(path_of(setting.answer.rates)),
+            "nvme_path": machine.path_place(path_of(setting.answer.rates)),
         }
     lines["deepspeed"] = [
-        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
+        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}{launcher}:",
         f'    "zero_optimization": {json.dumps(zero)},',
         f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
     ]
-    if can_have_weights("transformers", model.weights_on, scenario.machine.all_ranks):
+    if machine.all_ranks > 1:
+        lines["transformers"] = [
+            f"{FRAMEWORKS['transformers']}, by DeepSpeed with that config in deepspeed.json, as its FSDP goes with "
+            "one process alone:",
+            f"    arguments = TrainingArguments({_trainer_arguments(setting.answer)})",
+        ]
+    elif can_have_weights("transformers", model.weights_on, ranks=1):
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
         lines["transformers"] = [
             f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",
@@ -739,18 +751,20 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
 def _trainer_arguments(answer: Answer) -> str:
     """Return the arguments of the Trainer's `TrainingArguments`, as text.
 
-    Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
+    Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows. That of
+    several ranks has DeepSpeed's optimizer and checkpoints.
     """
     scenario = answer.scenario
     model = scenario.model
-    arguments = ['output_dir="out"', 'optim="offload_adamw"']
-    if answer.plan.has_room_for_checkpoints:
+    by_deepspeed = scenario.machine.all_ranks > 1
+    arguments = ['output_dir="out"', 'deepspeed="deepspeed.json"' if by_deepspeed else 'optim="offload_adamw"']
+    if answer.plan.has_room_for_checkpoints and not by_deepspeed:
         arguments.append("save_total_limit=1")
     if not scenario.computes_on_gpu:
         arguments.append("use_cpu=True")
     if model.recompute:
         arguments.append(f"{_checkpointing_name()}=True")
-    if model.weights_on == "host":
+    if model.weights_on == "host" and not by_deepspeed:
         arguments.append('fsdp=True, fsdp_config={"cpu_offload": True}')
     if model.tokens is not None:
         arguments.append("per_device_train_batch_size=1")
@@ -760,23 +774,44 @@ def _trainer_arguments(answer: Answer) -> str:
 
 
 def _weight_lines(answer: Answer) -> list[str]:
-    """Return the lines of Python by which weights lie elsewhere than where they are computed; none if they do not."""
+    """Return the lines of Python that shard weights, or have them elsewhere than where they are computed.
+
+    None if they do neither. Embedding and output layer are sharded apart, as the plan counts one tensor of them at a
+    time on the GPU. Where they are one tensor, it belongs to the whole model.
+    """
     scenario = answer.scenario
-    if not scenario.model.is_streamed:
-        return []
-    is_sharded = scenario.machine.all_ranks > 1
-    sharded = "    # sharded by FSDP2"  # by the user: a comment among the lines to paste
+    model, machine = scenario.model, scenario.machine
+    is_sharded = machine.all_ranks > 1
+    place = json.dumps(machine.path_place(path_of(answer.rates))) if model.weights_on == "path" else ""
+    if not is_sharded and model.is_streamed and scenario.computes_on_gpu:
+        return [f"    offload.weights_in_host_memory(model{f', path={place}' if place else ''})"]
+    lines = []
+    if is_sharded:
+        policy, imports = "", "fully_shard"
+        if model.is_streamed and scenario.computes_on_gpu:
+            pinned = "pin_memory=False" if place else ""  # pinned memory cannot be a file's
+            policy, imports = f", offload_policy=CPUOffloadPolicy({pinned})", "CPUOffloadPolicy, fully_shard"
+        ends = "" if model.shape is None or model.shape.tied else "model.model.embed_tokens, model.lm_head, "
+        lines = [
+            f"    from torch.distributed.fsdp import {imports}",
+            f"    for module in (*model.model.layers, {ends}model):",
+            f"        fully_shard(module{policy})",
+        ]
+        if not place:
+            lines.append(f"    # or, with Accelerate, in their place: {_accelerate_command(scenario)}")
+    return [*lines, f"    offload.weights_in_file(model, {place})"] if place else lines
+
+
+def _accelerate_command(scenario: Scenario) -> str:
+    """Return the command by which Accelerate shards the weights of several ranks as FSDP2 does."""
+    machine = scenario.machine
+    words = ["accelerate launch", f"--num_processes {machine.all_ranks}"]
+    if machine.nodes > 1:
+        words.append(f"--num_machines {machine.nodes}")
+    words += ["--use_fsdp", "--fsdp_version 2", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"]
     if scenario.model.weights_on == "host":
-        line = f"{sharded} with offload_policy=CPUOffloadPolicy()"
-        return [line if is_sharded else "    offload.weights_in_host_memory(model)"]
-    place = json.dumps(scenario.machine.path_place(path_of(answer.rates)))
-    if scenario.computes_on_gpu:
-        if not is_sharded:
-            return [f"    offload.weights_in_host_memory(model, path={place})"]
-        # Pinned memory cannot be a file's.
-        sharded += " with offload_policy=CPUOffloadPolicy(pin_memory=False)"
-    in_file = f"    offload.weights_in_file(model, {place})"
-    return [sharded, in_file] if is_sharded else [in_file]
+        words.append("--fsdp_offload_params true")
+    return " ".join(words)
 
 
 def _checkpointing_name() -> str:

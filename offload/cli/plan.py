@@ -161,8 +161,8 @@ def add_parser(commands: Any) -> None:
         "--for",
         dest="framework",
         choices=tuple(advise.FRAMEWORKS),
-        help="show these lines alone: torch, a loop of your own (Lightning and Accelerate, too); json, a file of "
-        "settings; deepspeed; transformers, its Trainer (default: all of them)",
+        help="show these lines alone: torch, a loop of your own (Accelerate, and Lightning of one rank, too); json, "
+        "a file of settings; deepspeed; transformers, its Trainer, with several ranks by DeepSpeed (default: all)",
     )
     wear = parser.add_argument_group("wear of the drives")
     add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet (TBW)")

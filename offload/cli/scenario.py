@@ -228,17 +228,18 @@ class Scenario:
         return budget_text(value) if isinstance(ADVISED[name].metadata["check"], Size) else value
 
     def can_be_given(self, name: str) -> bool:
-        """Return whether a user can give a setting here; with several ranks, if DeepSpeed's config takes it."""
-        metadata = ADVISED[name].metadata
-        needs_weights_on_gpu = metadata["advised"].weights_on == "gpu"
-        if needs_weights_on_gpu and not self.model.weights_on_gpu:
-            return False
-        return self.machine.all_ranks == 1 or metadata["deepspeed"] is None
+        """Return whether a user can give a setting where this scenario's weights lie."""
+        return self.model.weights_on_gpu or ADVISED[name].metadata["advised"].weights_on != "gpu"
 
     def is_worth_trying(self, name: str) -> bool:
-        """Return whether other values of a setting may make a difference where this scenario's weights lie."""
+        """Return whether other values of a setting may make a difference where this scenario's weights lie.
+
+        With several ranks, what DeepSpeed's config does not take is as DeepSpeed has it.
+        """
         weights_on = "gpu" if self.model.weights_on_gpu else "cpu"
-        return self.can_be_given(name) and ADVISED[name].metadata["advised"].weights_on in ("", weights_on)
+        metadata = ADVISED[name].metadata
+        is_open = self.machine.all_ranks == 1 or metadata["deepspeed"] is None
+        return is_open and metadata["advised"].weights_on in ("", weights_on)
 
     def is_valid(self, name: str, value: Any) -> bool:
         """Return whether a setting may have this value beside the other settings."""

@@ -460,6 +460,57 @@ def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]
     assert "--advise or --target" in capsys.readouterr().err
 
 
+RANKS = [*WORDS.replace("16GiB", "2x16GiB", 1).split(), "--state-format", "exact", "--advise"]
+LAUNCHER = "run by torchrun --nproc-per-node 2 -m offload.integrations.deepspeed:"
+
+
+def test_the_trainer_of_several_ranks_shards_by_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its DDP would have all weights and all state on each rank, where the figures are of a part of each."""
+    assert cli.main(["plan", *RANKS, "--for", "transformers"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(f"^DeepSpeed, in its config.*, {LAUNCHER}$", printed, re.MULTILINE)
+    assert '"multi_tier_offload": {' in printed
+    assert "\nTrainer, by DeepSpeed with that config in deepspeed.json, as its FSDP goes with one process" in printed
+    (arguments, *_) = re.findall(r"TrainingArguments\((.*)\)$", printed, re.MULTILINE)
+    assert 'deepspeed="deepspeed.json"' in arguments
+    for words in ("offload_adamw", "save_total_limit", "fsdp=", "offload_transformers", "Python"):
+        assert words not in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "says", "says_not"),
+    [
+        ("", ["import fully_shard", "model.layers, model): fully_shard(module)", "--num_processes 2 --use_fsdp"], []),
+        (
+            "--model llama-2-7b --gpu 2x40GiB --host 128GiB",
+            ["layers, model.model.embed_tokens, model.lm_head, model): fully_shard(module) #", "keep_grads=False"],
+            [],
+        ),
+        (
+            "--weights-on host",
+            ["fully_shard(module, offload_policy=CPUOffloadPolicy())", "--fsdp_offload_params true"],
+            ["weights_in_host_memory", "keep_grads"],
+        ),
+        (
+            "--weights-on path",
+            ["CPUOffloadPolicy(pin_memory=False)) offload.weights_in_file(model"],
+            ["weights_in_host_memory", "accelerate"],
+        ),
+    ],
+    ids=["tied", "untied", "host", "path"],
+)
+def test_the_loop_of_several_ranks_shards_by_fsdp2(
+    capsys: pytest.CaptureFixture[str], more: str, says: list[str], says_not: list[str]
+) -> None:
+    words = RANKS if "--model" not in more else RANKS[6:]
+    assert cli.main(["plan", *words, *more.split(), "--for", "torch"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in says:
+        assert text in printed
+    for text in says_not:
+        assert text not in printed
+
+
 def test_weights_in_a_file_are_a_setting_of_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
     assert cli.main(["plan", *words]) == 0
