@@ -30,7 +30,8 @@ from offload.cli.scenario import (
     rank_rates,
     reserved_bytes,
 )
-from offload.cli.streamed import path_of
+from offload.cli.shapes import Shape
+from offload.cli.streamed import WEIGHT_BYTES, path_of
 from offload.cli.values import in_columns, in_options, option_of
 from offload.config import LEAST_BUDGET
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
@@ -718,7 +719,7 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     if "gradient_memory" in config or not config.get("keep_grads", True):
         lines["torch"].append("    # clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more")
     lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, **_deepspeed_buffers(model.shape)}
     if in_host:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     elif model.weights_on == "path":
@@ -842,6 +843,22 @@ def _assumption_lines(answer: Answer) -> list[str]:
     if stand_ins:
         lines.append(f"write directories on your drives in place of {', '.join(stand_ins)}")
     return lines
+
+
+def _deepspeed_buffers(shape: Shape | None) -> dict[str, int]:
+    """Return the sizes, in elements, of DeepSpeed's own buffers that a plan counts; empty without a shape.
+
+    By default they are of up to a billion elements, whatever the model's size.
+    """
+    if shape is None:
+        return {}
+    a_layer = shape.layer_params
+    return {
+        "reduce_bucket_size": a_layer,
+        "stage3_prefetch_bucket_size": a_layer,
+        "stage3_max_live_parameters": shape.gathered_bytes // WEIGHT_BYTES,
+        "stage3_max_reuse_distance": a_layer,
+    }
 
 
 def _deepspeed_fields(config: Mapping[str, Any]) -> dict[str, Any]:

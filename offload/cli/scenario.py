@@ -20,6 +20,7 @@ from offload.cli.streamed import (
     WeightTransfers,
     gradients_bytes,
     path_of,
+    reduced_gradients_bytes,
     window_bytes,
 )
 from offload.cli.values import settings_of
@@ -341,6 +342,8 @@ class Scenario:
             nbytes["driver"] = DRIVER_BYTES
             if not model.weights_on_gpu:
                 nbytes["gradients on their way"] = gradients_bytes(model.shape)
+            elif self.machine.all_ranks > 1:
+                nbytes["gradients on their way"] = reduced_gradients_bytes(model.shape)
             elif not self.config.keep_grads:  # a gradient is copied to the host once it is whole
                 nbytes["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
         return nbytes

@@ -171,7 +171,10 @@ def test_as_many_ranks_as_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-8b", "--gpu", "4x40GiB", "--host", "256GiB", "--tokens", "1024")
     assert (found["ranks"], found["node"]["gpus"]) == (4, 4)
     beside = found["rank"]["gpu_memory_bytes"]
-    assert beside["gathered weights"] == MODELS["llama-8b"].gathered_bytes
+    shape = MODELS["llama-8b"]
+    assert beside["gathered weights"] == shape.gathered_bytes
+    # Of the output layer: its gradient and the copy that is reduced; and the bucket of a layer.
+    assert beside["gradients on their way"] == 2 * (2 * shape.vocabulary * shape.hidden + shape.layer_params)
 
 
 # Searches
@@ -375,7 +378,15 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     (deepspeed, *_) = re.findall(r'^    ("multi_tier_offload": .*)$', printed, re.MULTILINE)
     inside = json.loads(f"{{{deepspeed}}}")["multi_tier_offload"]
     (zero, *_) = re.findall(r'^    ("zero_optimization": .*),$', printed, re.MULTILINE)
-    assert json.loads(f"{{{zero}}}") == {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    layer, largest = MODELS["llama-1b"].layer_params, MODELS["llama-1b"].largest_params
+    assert json.loads(f"{{{zero}}}")["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "reduce_bucket_size": layer,
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_max_live_parameters": 2 * layer + largest,
+        "stage3_max_reuse_distance": layer,
+    }
     assert not {"keep_grads"} & set(inside)  # which DeepSpeed's backend refuses
     assert {name: config[name] for name in inside} == inside
     (given, *_) = re.findall(r"^    arguments = (TrainingArguments\(.*\))$", printed, re.MULTILINE)
