@@ -30,7 +30,7 @@ from offload.cli.scenario import (
     rank_rates,
     reserved_bytes,
 )
-from offload.cli.shapes import Shape
+from offload.cli.shapes import Model
 from offload.cli.streamed import WEIGHT_BYTES, path_of
 from offload.cli.values import in_columns, in_options, option_of
 from offload.config import LEAST_BUDGET
@@ -142,8 +142,9 @@ class Choices:
         computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
         can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
         places = [scenario.model.weights_on]
-        # Others are tried for one rank alone, and not against a setting that says that weights lie on the GPU.
-        if weights_on is None and scenario.machine.all_ranks == 1 and not GPU_SETTINGS & given.keys():
+        # Others are tried for one rank alone, and not against what says that weights lie on the GPU.
+        is_open = weights_on is None and scenario.machine.all_ranks == 1 and scenario.model.stage == 3
+        if is_open and not GPU_SETTINGS & given.keys():
             if scenario.machine.rates.gpu.lanes:
                 places.append("host")
             if scenario.machine.rates.paths and can_have_weights(framework, "path", ranks=1):
@@ -679,7 +680,10 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
     if framework is None:
         shown = [*lines_by_framework]
     elif framework not in lines_by_framework:
-        return f"{FRAMEWORKS[framework]}: not with weights in a file (docs/weights.md)"
+        what = "with weights in a file (docs/weights.md)"
+        if framework == "torch":
+            what = "so: --stage 3 is FSDP2, --stage 1 DDP with shard=True, under which gradients do not leave"
+        return f"{FRAMEWORKS[framework]}: not {what}"
     elif framework == "transformers" and setting.answer.scenario.machine.all_ranks > 1:
         shown = ["deepspeed", framework]  # which names the config of the former
     else:
@@ -696,7 +700,9 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     model, machine = scenario.model, scenario.machine
     in_host = model.weights_on == "host"
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
-    settings = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
+    uses_ddp = machine.all_ranks > 1 and model.stage == 1
+    own = {**config, "shard": True} if uses_ddp else config
+    settings = ", ".join(f"{name}={value!r}" for name, value in own.items()).replace("'", '"')
     recompute = f"model.{_checkpointing_name()}_enable()"
     # Where a block is no code, its head says what the script does beside it.
     after = f", after {recompute} in the script" if model.recompute else ""
@@ -711,6 +717,9 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
         *_weight_lines(setting.answer),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({settings}))",
     ]
+    if uses_ddp:  # with gradients in its buckets, not beside them; steps that are hidden in forward refuse that
+        views = "" if setting.overlap in ("forward", "both") else ", gradient_as_bucket_view=True"
+        lines["torch"].append(f"    model = torch.nn.parallel.DistributedDataParallel(model{views})")
     if setting.overlap in ("forward", "both"):
         lines["torch"] += [
             "    optimizer.overlap_forward(model)",
@@ -718,8 +727,11 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
         ]
     if "gradient_memory" in config or not config.get("keep_grads", True):
         lines["torch"].append("    # clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more")
-    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, **_deepspeed_buffers(model.shape)}
+    # Of stage 2 torch has nothing, and under DDP gradients cannot leave.
+    if machine.all_ranks > 1 and (model.stage == 2 or (uses_ddp and "gradient_memory" in config)):
+        del lines["torch"]
+    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(own)}"]
+    zero: dict[str, Any] = {"stage": model.stage, "offload_optimizer": {"device": "cpu"}, **_deepspeed_buffers(model)}
     if in_host:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     elif model.weights_on == "path":
@@ -782,7 +794,7 @@ def _weight_lines(answer: Answer) -> list[str]:
     """
     scenario = answer.scenario
     model, machine = scenario.model, scenario.machine
-    is_sharded = machine.all_ranks > 1
+    is_sharded = machine.all_ranks > 1 and model.stage == 3
     place = json.dumps(machine.path_place(path_of(answer.rates))) if model.weights_on == "path" else ""
     if not is_sharded and model.is_streamed and scenario.computes_on_gpu:
         return [f"    offload.weights_in_host_memory(model{f', path={place}' if place else ''})"]
@@ -829,6 +841,8 @@ def _assumption_lines(answer: Answer) -> list[str]:
     scenario, model = answer.scenario, answer.scenario.model
     lines = [missing_option_line(scenario)] if answer.forward_s is None else []
     assumptions = ["weights of 16 bits (dtype=torch.bfloat16)"]
+    if scenario.sharding_text:
+        assumptions.append(scenario.sharding_text)
     if model.tokens is not None:
         micro_steps = f", in {model.accumulate} micro-steps" if model.accumulate > 1 else ""
         tokens = math.ceil(model.tokens / model.accumulate)
@@ -845,14 +859,17 @@ def _assumption_lines(answer: Answer) -> list[str]:
     return lines
 
 
-def _deepspeed_buffers(shape: Shape | None) -> dict[str, int]:
+def _deepspeed_buffers(model: Model) -> dict[str, int]:
     """Return the sizes, in elements, of DeepSpeed's own buffers that a plan counts; empty without a shape.
 
     By default they are of up to a billion elements, whatever the model's size.
     """
+    shape = model.shape
     if shape is None:
         return {}
     a_layer = shape.layer_params
+    if model.stage != 3:
+        return {"reduce_bucket_size": a_layer}
     return {
         "reduce_bucket_size": a_layer,
         "stage3_prefetch_bucket_size": a_layer,

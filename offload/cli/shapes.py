@@ -121,6 +121,7 @@ class Model:
         tokens: Of one rank in an iteration; None to predict the step alone.
         accumulate: Micro-steps that the tokens come in.
         recompute: Whether backward repeats the forward pass.
+        stage: What ranks divide among them, as ZeRO's stages: state; gradients from 2 on; weights from 3 on.
     """
 
     params: int
@@ -131,6 +132,7 @@ class Model:
     tokens: int | None = None
     accumulate: int = 1
     recompute: bool = False
+    stage: int = 3
 
     @property
     def weights_on_gpu(self) -> bool:
@@ -202,7 +204,7 @@ def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
         exact_params=exact_params,
         shape=shape,
         weights_on=weights_on,
-        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
+        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute", "stage")},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 
@@ -175,6 +176,59 @@ def test_as_many_ranks_as_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert beside["gathered weights"] == shape.gathered_bytes
     # Of the output layer: its gradient and the copy that is reduced; and the bucket of a layer.
     assert beside["gradients on their way"] == 2 * (2 * shape.vocabulary * shape.hidden + shape.layer_params)
+
+
+@pytest.mark.parametrize("weights_on", ["gpu", "cpu"])
+def test_what_each_stage_divides_among_ranks(capsys: pytest.CaptureFixture[str], weights_on: str) -> None:
+    ranks = "--gpu 4x80GiB" if weights_on == "gpu" else "--ranks 4"
+    words = ["--model", "llama-8b", "--tokens", "1024", "--host", "256GiB", *ranks.split()]
+    shape = MODELS["llama-8b"]
+    part = math.ceil(shape.params / 4)
+    by_stage = [asked(capsys, *words, "--stage", f"{stage}")["rank"] for stage in (1, 2, 3)]
+    assert asked(capsys, *words)["rank"] == by_stage[2]
+    assert len({found["state_bytes"] for found in by_stage}) == 1
+    memory = [found[f"{'gpu' if weights_on == 'gpu' else 'host'}_memory_bytes"] for found in by_stage]
+    assert [found["weights"] for found in memory] == [2 * shape.params, 2 * shape.params, 2 * part]
+    whole = "gradients" if weights_on == "gpu" else "gradients of all ranks"
+    assert memory[0][whole] == 2 * shape.params
+    assert memory[1].get(whole, 0) == memory[2].get(whole, 0) <= 2 * part
+    assert [found.get("gathered weights") for found in memory] == [None, None, shape.gathered_bytes]
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (1, "as by ZeRO-1 or DDP with shard=True, and each has all weights and gradients"),
+        (2, "as by ZeRO-2, and each has all weights"),
+        (3, "as by ZeRO-3 or FSDP2 (--stage)"),
+    ],
+)
+def test_the_lines_of_a_stage_divide_what_its_figures_do(
+    capsys: pytest.CaptureFixture[str], stage: int, says: str
+) -> None:
+    words = ["plan", *RANKS, "--stage", f"{stage}"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert f'"zero_optimization": {{"stage": {stage}, ' in printed
+    assert ("stage3_" in printed) == (stage == 3)
+    assert ("fully_shard(module)" in printed) == (stage == 3)
+    assert ("DistributedDataParallel(model, gradient_as_bucket_view=True)" in printed) == (stage == 1)
+    assert ("shard=True))" in printed) == ('"shard": true}' in printed) == (stage == 1)
+    assert ("keep_grads=False))" in printed) == ("keep_grads=False" in printed) == (stage == 3)
+    assert cli.main([*words, "--for", "torch"]) == 0
+    assert ("\nPython: not so: --stage 3 is FSDP2" in capsys.readouterr().out) == (stage == 2)
+    words.remove("--advise")
+    assert cli.main(words) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_weights_that_no_rank_divides_are_not_streamed(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, *RANKS, "--stage", "2", "--weights-on", "host")
+    assert "--stage: 2 cannot be used; leave it out for --weights-on host" in said
+    words = ["--model", "llama-8b", "--gpu", "2x16GiB", "--host", "128GiB", "--tokens", "1024", "--stage", "2"]
+    said = refused(capsys, *words, "--advise")
+    assert "or divide weights and gradients among ranks, too (--stage 3)" in said
 
 
 # Searches
