@@ -97,6 +97,14 @@ FRAMEWORKS = {
 """For what a setting is written, by the words of `--for`, and what its lines begin with."""
 
 
+TRAINER_DEEPSPEED = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    "zero_force_ds_cpu_optimizer": False,
+}
+"""What else DeepSpeed's config has for the Trainer: "auto" for what the Trainer says. Accelerate would compile
+DeepSpeed's Adam for the CPU, which is not used."""
+
+
 def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
     """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
 
@@ -678,17 +686,13 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
     """Return a setting as one would write it for one of `FRAMEWORKS`, or for each that can have it."""
     lines_by_framework = _lines_to_paste(setting)
     if framework is None:
-        shown = [*lines_by_framework]
-    elif framework not in lines_by_framework:
+        return "\n".join(itertools.chain.from_iterable(lines_by_framework.values()))
+    if framework not in lines_by_framework:
         what = "with weights in a file (docs/weights.md)"
         if framework == "torch":
             what = "so: --stage 3 is FSDP2, --stage 1 DDP with shard=True, under which gradients do not leave"
         return f"{FRAMEWORKS[framework]}: not {what}"
-    elif framework == "transformers" and setting.answer.scenario.machine.all_ranks > 1:
-        shown = ["deepspeed", framework]  # which names the config of the former
-    else:
-        shown = [framework]
-    return "\n".join(itertools.chain.from_iterable(lines_by_framework[name] for name in shown))
+    return "\n".join(lines_by_framework[framework])
 
 
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
@@ -709,7 +713,7 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     launcher = ""
     if machine.all_ranks > 1:
         nodes = f"--nnodes {machine.nodes} " if machine.nodes > 1 else ""
-        launcher = f", run by torchrun {nodes}--nproc-per-node {machine.ranks} -m offload.integrations.deepspeed"
+        launcher = f", run by torchrun {nodes}--nproc-per-node {machine.ranks}"
     lines: dict[str, list[str]] = {}
     lines["torch"] = [
         f"{FRAMEWORKS['torch']}{on_gpu}:",
@@ -739,15 +743,18 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             "device": "nvme",
             "nvme_path": machine.path_place(path_of(setting.answer.rates)),
         }
+    by_deepspeed = {"zero_optimization": zero, "multi_tier_offload": _deepspeed_fields(config)}
+    module = " -m offload.integrations.deepspeed" if launcher else ""
     lines["deepspeed"] = [
-        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}{launcher}:",
-        f'    "zero_optimization": {json.dumps(zero)},',
-        f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
+        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}{launcher}{module}:",
+        *",\n".join(f'    "{name}": {json.dumps(value)}' for name, value in by_deepspeed.items()).splitlines(),
     ]
     if machine.all_ranks > 1:
         lines["transformers"] = [
-            f"{FRAMEWORKS['transformers']}, by DeepSpeed with that config in deepspeed.json, as its FSDP goes with "
-            "one process alone:",
+            f"{FRAMEWORKS['transformers']}{on_gpu}, by DeepSpeed, as its FSDP goes with one process alone{launcher}:",
+            "    import offload.integrations.deepspeed as offload_deepspeed",
+            "    offload_deepspeed.enable()",
+            f"    config = {_python_dict({**by_deepspeed, **TRAINER_DEEPSPEED})}",
             f"    arguments = TrainingArguments({_trainer_arguments(setting.answer)})",
         ]
     elif can_have_weights("transformers", model.weights_on, ranks=1):
@@ -770,7 +777,7 @@ def _trainer_arguments(answer: Answer) -> str:
     scenario = answer.scenario
     model = scenario.model
     by_deepspeed = scenario.machine.all_ranks > 1
-    arguments = ['output_dir="out"', 'deepspeed="deepspeed.json"' if by_deepspeed else 'optim="offload_adamw"']
+    arguments = ['output_dir="out"', "deepspeed=config, bf16=True" if by_deepspeed else 'optim="offload_adamw"']
     if answer.plan.has_room_for_checkpoints and not by_deepspeed:
         arguments.append("save_total_limit=1")
     if not scenario.computes_on_gpu:

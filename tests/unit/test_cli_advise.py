@@ -526,20 +526,25 @@ def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]
 
 
 RANKS = [*WORDS.replace("16GiB", "2x16GiB", 1).split(), "--state-format", "exact", "--advise"]
-LAUNCHER = "run by torchrun --nproc-per-node 2 -m offload.integrations.deepspeed:"
 
 
 def test_the_trainer_of_several_ranks_shards_by_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     """Its DDP would have all weights and all state on each rank, where the figures are of a part of each."""
     assert cli.main(["plan", *RANKS, "--for", "transformers"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(f"^DeepSpeed, in its config.*, {LAUNCHER}$", printed, re.MULTILINE)
-    assert '"multi_tier_offload": {' in printed
-    assert "\nTrainer, by DeepSpeed with that config in deepspeed.json, as its FSDP goes with one process" in printed
+    head = r"^Trainer.*, by DeepSpeed, as its FSDP goes with one process alone, run by torchrun --nproc-per-node 2:$"
+    assert re.search(head, printed, re.MULTILINE)
+    (written, *_) = re.findall(r"^    config = (.*)$", printed, re.MULTILINE)
+    config = ast.literal_eval(written)
+    assert config["zero_optimization"]["stage"] == 3
+    assert OffloadConfig.from_dict(config["multi_tier_offload"]).keep_grads
     (arguments, *_) = re.findall(r"TrainingArguments\((.*)\)$", printed, re.MULTILINE)
-    assert 'deepspeed="deepspeed.json"' in arguments
+    assert "deepspeed=config, bf16=True" in arguments
     for words in ("offload_adamw", "save_total_limit", "fsdp=", "offload_transformers", "Python"):
         assert words not in printed
+    assert cli.main(["plan", *RANKS, "--for", "deepspeed"]) == 0
+    head = r"^DeepSpeed, in its config.*, run by torchrun --nproc-per-node 2 -m offload.integrations.deepspeed:$"
+    assert re.search(head, capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

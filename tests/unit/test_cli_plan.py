@@ -669,5 +669,7 @@ class TestWeightsElsewhere:
         several = ["--model", "qwen-0.5b", *machine, "--gpus", "2", "--weights-on", "host"]
         assert cli.main(["plan", *several, "--tokens", "2048", "--advise"]) == 0
         said = capsys.readouterr().out
-        assert "Trainer, by DeepSpeed with that config" in said  # as its FSDP is refused on several ranks
+        assert (
+            "Trainer, by DeepSpeed, as its FSDP goes with one process" in said
+        )  # as its FSDP is refused on several ranks
         assert "fsdp=True" not in said
