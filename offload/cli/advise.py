@@ -30,7 +30,8 @@ from offload.cli.scenario import (
     rank_rates,
     reserved_bytes,
 )
-from offload.cli.streamed import path_of
+from offload.cli.shapes import Model
+from offload.cli.streamed import WEIGHT_BYTES, path_of
 from offload.cli.values import in_columns, in_options, option_of
 from offload.config import LEAST_BUDGET
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
@@ -96,12 +97,20 @@ FRAMEWORKS = {
 """For what a setting is written, by the words of `--for`, and what its lines begin with."""
 
 
+TRAINER_DEEPSPEED = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    "zero_force_ds_cpu_optimizer": False,
+}
+"""What else DeepSpeed's config has for the Trainer: "auto" for what the Trainer says. Accelerate would compile
+DeepSpeed's Adam for the CPU, which is not used."""
+
+
 def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
     """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
 
-    The Trainer can have streamed weights in host memory alone, and of one rank.
+    The Trainer of one rank has none in a file; that of several shards by DeepSpeed, which can have all.
     """
-    return framework != "transformers" or place in ("cpu", "gpu") or (place == "host" and ranks == 1)
+    return framework != "transformers" or ranks > 1 or place != "path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +150,9 @@ class Choices:
         computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
         can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
         places = [scenario.model.weights_on]
-        # Others are tried for one rank alone, and not against a setting that says that weights lie on the GPU.
-        if weights_on is None and scenario.machine.all_ranks == 1 and not GPU_SETTINGS & given.keys():
+        # Others are tried for one rank alone, and not against what says that weights lie on the GPU.
+        is_open = weights_on is None and scenario.machine.all_ranks == 1 and scenario.model.stage == 3
+        if is_open and not GPU_SETTINGS & given.keys():
             if scenario.machine.rates.gpu.lanes:
                 places.append("host")
             if scenario.machine.rates.paths and can_have_weights(framework, "path", ranks=1):
@@ -678,9 +688,10 @@ def to_paste(setting: Setting, framework: str | None = None) -> str:
     if framework is None:
         return "\n".join(itertools.chain.from_iterable(lines_by_framework.values()))
     if framework not in lines_by_framework:
-        is_in_file = setting.answer.scenario.model.weights_on == "path"
-        where = "in a file" if is_in_file else "in host memory, of several ranks"
-        return f"{FRAMEWORKS[framework]}: not with weights {where} (docs/weights.md)"
+        what = "with weights in a file (docs/weights.md)"
+        if framework == "torch":
+            what = "so: --stage 3 is FSDP2, --stage 1 DDP with shard=True, under which gradients do not leave"
+        return f"{FRAMEWORKS[framework]}: not {what}"
     return "\n".join(lines_by_framework[framework])
 
 
@@ -690,13 +701,19 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
     See `can_have_weights`.
     """
     scenario, config = setting.answer.scenario, setting.config
-    model = scenario.model
+    model, machine = scenario.model, scenario.machine
     in_host = model.weights_on == "host"
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
-    settings = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
+    uses_ddp = machine.all_ranks > 1 and model.stage == 1
+    own = {**config, "shard": True} if uses_ddp else config
+    settings = ", ".join(f"{name}={value!r}" for name, value in own.items()).replace("'", '"')
     recompute = f"model.{_checkpointing_name()}_enable()"
     # Where a block is no code, its head says what the script does beside it.
     after = f", after {recompute} in the script" if model.recompute else ""
+    launcher = ""
+    if machine.all_ranks > 1:
+        nodes = f"--nnodes {machine.nodes} " if machine.nodes > 1 else ""
+        launcher = f", run by torchrun {nodes}--nproc-per-node {machine.ranks}"
     lines: dict[str, list[str]] = {}
     lines["torch"] = [
         f"{FRAMEWORKS['torch']}{on_gpu}:",
@@ -704,6 +721,9 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
         *_weight_lines(setting.answer),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({settings}))",
     ]
+    if uses_ddp:  # with gradients in its buckets, not beside them; steps that are hidden in forward refuse that
+        views = "" if setting.overlap in ("forward", "both") else ", gradient_as_bucket_view=True"
+        lines["torch"].append(f"    model = torch.nn.parallel.DistributedDataParallel(model{views})")
     if setting.overlap in ("forward", "both"):
         lines["torch"] += [
             "    optimizer.overlap_forward(model)",
@@ -711,21 +731,33 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
         ]
     if "gradient_memory" in config or not config.get("keep_grads", True):
         lines["torch"].append("    # clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more")
-    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(config)}"]
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    # Of stage 2 torch has nothing, and under DDP gradients cannot leave.
+    if machine.all_ranks > 1 and (model.stage == 2 or (uses_ddp and "gradient_memory" in config)):
+        del lines["torch"]
+    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(own)}"]
+    zero: dict[str, Any] = {"stage": model.stage, "offload_optimizer": {"device": "cpu"}, **_deepspeed_buffers(model)}
     if in_host:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     elif model.weights_on == "path":
         zero["offload_param"] = {
             "device": "nvme",
-            "nvme_path": scenario.machine.path_place(path_of(setting.answer.rates)),
+            "nvme_path": machine.path_place(path_of(setting.answer.rates)),
         }
+    by_deepspeed = {"zero_optimization": zero, "multi_tier_offload": _deepspeed_fields(config)}
+    module = " -m offload.integrations.deepspeed" if launcher else ""
     lines["deepspeed"] = [
-        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}:",
-        f'    "zero_optimization": {json.dumps(zero)},',
-        f'    "multi_tier_offload": {json.dumps(_deepspeed_fields(config))}',
+        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}{launcher}{module}:",
+        *",\n".join(f'    "{name}": {json.dumps(value)}' for name, value in by_deepspeed.items()).splitlines(),
     ]
-    if can_have_weights("transformers", model.weights_on, scenario.machine.all_ranks):
+    if machine.all_ranks > 1:
+        lines["transformers"] = [
+            f"{FRAMEWORKS['transformers']}{on_gpu}, by DeepSpeed, as its FSDP goes with one process alone{launcher}:",
+            "    import offload.integrations.deepspeed as offload_deepspeed",
+            "    offload_deepspeed.enable()",
+            f"    config = {_python_dict({**by_deepspeed, **TRAINER_DEEPSPEED})}",
+            f"    arguments = TrainingArguments({_trainer_arguments(setting.answer)})",
+        ]
+    elif can_have_weights("transformers", model.weights_on, ranks=1):
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
         lines["transformers"] = [
             f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",
@@ -739,18 +771,20 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
 def _trainer_arguments(answer: Answer) -> str:
     """Return the arguments of the Trainer's `TrainingArguments`, as text.
 
-    Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
+    Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows. That of
+    several ranks has DeepSpeed's optimizer and checkpoints.
     """
     scenario = answer.scenario
     model = scenario.model
-    arguments = ['output_dir="out"', 'optim="offload_adamw"']
-    if answer.plan.has_room_for_checkpoints:
+    by_deepspeed = scenario.machine.all_ranks > 1
+    arguments = ['output_dir="out"', "deepspeed=config, bf16=True" if by_deepspeed else 'optim="offload_adamw"']
+    if answer.plan.has_room_for_checkpoints and not by_deepspeed:
         arguments.append("save_total_limit=1")
     if not scenario.computes_on_gpu:
         arguments.append("use_cpu=True")
     if model.recompute:
         arguments.append(f"{_checkpointing_name()}=True")
-    if model.weights_on == "host":
+    if model.weights_on == "host" and not by_deepspeed:
         arguments.append('fsdp=True, fsdp_config={"cpu_offload": True}')
     if model.tokens is not None:
         arguments.append("per_device_train_batch_size=1")
@@ -760,23 +794,44 @@ def _trainer_arguments(answer: Answer) -> str:
 
 
 def _weight_lines(answer: Answer) -> list[str]:
-    """Return the lines of Python by which weights lie elsewhere than where they are computed; none if they do not."""
+    """Return the lines of Python that shard weights, or have them elsewhere than where they are computed.
+
+    None if they do neither. Embedding and output layer are sharded apart, as the plan counts one tensor of them at a
+    time on the GPU. Where they are one tensor, it belongs to the whole model.
+    """
     scenario = answer.scenario
-    if not scenario.model.is_streamed:
-        return []
-    is_sharded = scenario.machine.all_ranks > 1
-    sharded = "    # sharded by FSDP2"  # by the user: a comment among the lines to paste
+    model, machine = scenario.model, scenario.machine
+    is_sharded = machine.all_ranks > 1 and model.stage == 3
+    place = json.dumps(machine.path_place(path_of(answer.rates))) if model.weights_on == "path" else ""
+    if not is_sharded and model.is_streamed and scenario.computes_on_gpu:
+        return [f"    offload.weights_in_host_memory(model{f', path={place}' if place else ''})"]
+    lines = []
+    if is_sharded:
+        policy, imports = "", "fully_shard"
+        if model.is_streamed and scenario.computes_on_gpu:
+            pinned = "pin_memory=False" if place else ""  # pinned memory cannot be a file's
+            policy, imports = f", offload_policy=CPUOffloadPolicy({pinned})", "CPUOffloadPolicy, fully_shard"
+        ends = "" if model.shape is None or model.shape.tied else "model.model.embed_tokens, model.lm_head, "
+        lines = [
+            f"    from torch.distributed.fsdp import {imports}",
+            f"    for module in (*model.model.layers, {ends}model):",
+            f"        fully_shard(module{policy})",
+        ]
+        if not place:
+            lines.append(f"    # or, with Accelerate, in their place: {_accelerate_command(scenario)}")
+    return [*lines, f"    offload.weights_in_file(model, {place})"] if place else lines
+
+
+def _accelerate_command(scenario: Scenario) -> str:
+    """Return the command by which Accelerate shards the weights of several ranks as FSDP2 does."""
+    machine = scenario.machine
+    words = ["accelerate launch", f"--num_processes {machine.all_ranks}"]
+    if machine.nodes > 1:
+        words.append(f"--num_machines {machine.nodes}")
+    words += ["--use_fsdp", "--fsdp_version 2", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"]
     if scenario.model.weights_on == "host":
-        line = f"{sharded} with offload_policy=CPUOffloadPolicy()"
-        return [line if is_sharded else "    offload.weights_in_host_memory(model)"]
-    place = json.dumps(scenario.machine.path_place(path_of(answer.rates)))
-    if scenario.computes_on_gpu:
-        if not is_sharded:
-            return [f"    offload.weights_in_host_memory(model, path={place})"]
-        # Pinned memory cannot be a file's.
-        sharded += " with offload_policy=CPUOffloadPolicy(pin_memory=False)"
-    in_file = f"    offload.weights_in_file(model, {place})"
-    return [sharded, in_file] if is_sharded else [in_file]
+        words.append("--fsdp_offload_params true")
+    return " ".join(words)
 
 
 def _checkpointing_name() -> str:
@@ -793,6 +848,8 @@ def _assumption_lines(answer: Answer) -> list[str]:
     scenario, model = answer.scenario, answer.scenario.model
     lines = [missing_option_line(scenario)] if answer.forward_s is None else []
     assumptions = ["weights of 16 bits (dtype=torch.bfloat16)"]
+    if scenario.sharding_text:
+        assumptions.append(scenario.sharding_text)
     if model.tokens is not None:
         micro_steps = f", in {model.accumulate} micro-steps" if model.accumulate > 1 else ""
         tokens = math.ceil(model.tokens / model.accumulate)
@@ -807,6 +864,25 @@ def _assumption_lines(answer: Answer) -> list[str]:
     if stand_ins:
         lines.append(f"write directories on your drives in place of {', '.join(stand_ins)}")
     return lines
+
+
+def _deepspeed_buffers(model: Model) -> dict[str, int]:
+    """Return the sizes, in elements, of DeepSpeed's own buffers that a plan counts; empty without a shape.
+
+    By default they are of up to a billion elements, whatever the model's size.
+    """
+    shape = model.shape
+    if shape is None:
+        return {}
+    a_layer = shape.layer_params
+    if model.stage != 3:
+        return {"reduce_bucket_size": a_layer}
+    return {
+        "reduce_bucket_size": a_layer,
+        "stage3_prefetch_bucket_size": a_layer,
+        "stage3_max_live_parameters": shape.gathered_bytes // WEIGHT_BYTES,
+        "stage3_max_reuse_distance": a_layer,
+    }
 
 
 def _deepspeed_fields(config: Mapping[str, Any]) -> dict[str, Any]:

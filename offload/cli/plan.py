@@ -75,7 +75,7 @@ takes a file that `offload probe` or `offload machine` wrote, or the name of a m
   h100-node            4 x H100 80GB, 465.7 GiB of memory, no paths
   h100-node-nvme-pfs   4 x H100 80GB, 465.7 GiB of memory, NVMe of the node and network file system
 Its rates are those of a node; --ranks processes share its CPU, its memory and its paths, and have a GPU each. Weights
-and gradients of two bytes are counted with the state, each rank's part of them, as in ZeRO-3.
+and gradients of two bytes are counted with the state, each rank's part of them, as in ZeRO-3, or as --stage says.
 """
 
 
@@ -107,6 +107,14 @@ def add_parser(commands: Any) -> None:
     add_value(machine, "--rates", parse_path, rates)
     add_value(machine, "--ranks", _parse_ranks, "processes that share a node (default: 1; one for each of --gpu)")
     add_value(machine, "--nodes", _parse_ranks, "nodes like this one, which share the model (default: 1)", default=1)
+    machine.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="what ranks divide among them: 1, state alone (ZeRO-1, DDP with shard=True); 2, gradients, too "
+        "(ZeRO-2); 3, weights, too (ZeRO-3, FSDP2) (default: %(default)s)",
+    )
     machine.add_argument(
         "--shared-path",
         metavar="N[=SIZE]",
@@ -161,8 +169,8 @@ def add_parser(commands: Any) -> None:
         "--for",
         dest="framework",
         choices=tuple(advise.FRAMEWORKS),
-        help="show these lines alone: torch, a loop of your own (Lightning and Accelerate, too); json, a file of "
-        "settings; deepspeed; transformers, its Trainer (default: all of them)",
+        help="show these lines alone: torch, a loop of your own (Accelerate, and Lightning of one rank, too); json, "
+        "a file of settings; deepspeed; transformers, its Trainer, with several ranks by DeepSpeed (default: all)",
     )
     wear = parser.add_argument_group("wear of the drives")
     add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet (TBW)")

@@ -20,6 +20,7 @@ from offload.cli.streamed import (
     WeightTransfers,
     gradients_bytes,
     path_of,
+    reduced_gradients_bytes,
     window_bytes,
 )
 from offload.cli.values import settings_of
@@ -50,8 +51,15 @@ PROCESS_BYTES = 3 << 29
 GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
 """Part, and least bytes, of a GPU's memory left free, as `gpu_memory="auto"` leaves it."""
 STREAMED_WEIGHTS = "have weights in host memory (--weights-on host, docs/weights.md)"
+DIVIDED_WEIGHTS = "divide weights and gradients among ranks, too (--stage 3)"
 FEWER_TOKENS = "take tokens in more micro-steps (--accumulate)"
 """Advice of errors about what does not fit a GPU, beside more GPUs."""
+SHARDED = {
+    1: "state is divided among ranks, as by ZeRO-1 or DDP with shard=True, and each has all weights and gradients",
+    2: "state and gradients are divided among ranks, as by ZeRO-2, and each has all weights",
+    3: "state, gradients and weights are divided among ranks, as by ZeRO-3 or FSDP2 (--stage)",
+}
+"""By `Model.stage`, what several ranks divide among them."""
 DRIVER_BYTES = 1 << 29
 """GPU memory of a context and its kernels."""
 
@@ -228,17 +236,23 @@ class Scenario:
         return budget_text(value) if isinstance(ADVISED[name].metadata["check"], Size) else value
 
     def can_be_given(self, name: str) -> bool:
-        """Return whether a user can give a setting here; with several ranks, if DeepSpeed's config takes it."""
-        metadata = ADVISED[name].metadata
-        needs_weights_on_gpu = metadata["advised"].weights_on == "gpu"
-        if needs_weights_on_gpu and not self.model.weights_on_gpu:
+        """Return whether a user can give a setting where this scenario's weights lie.
+
+        `keep_grads` of several ranks is DeepSpeed's to decide, and true under DDP: only FSDP2 takes it.
+        """
+        if name == "keep_grads" and self.machine.all_ranks > 1 and self.model.stage != 3:
             return False
-        return self.machine.all_ranks == 1 or metadata["deepspeed"] is None
+        return self.model.weights_on_gpu or ADVISED[name].metadata["advised"].weights_on != "gpu"
 
     def is_worth_trying(self, name: str) -> bool:
-        """Return whether other values of a setting may make a difference where this scenario's weights lie."""
+        """Return whether other values of a setting may make a difference where this scenario's weights lie.
+
+        With several ranks, what DeepSpeed's config does not take is as DeepSpeed has it.
+        """
         weights_on = "gpu" if self.model.weights_on_gpu else "cpu"
-        return self.can_be_given(name) and ADVISED[name].metadata["advised"].weights_on in ("", weights_on)
+        metadata = ADVISED[name].metadata
+        is_open = self.machine.all_ranks == 1 or metadata["deepspeed"] is None
+        return is_open and metadata["advised"].weights_on in ("", weights_on)
 
     def is_valid(self, name: str, value: Any) -> bool:
         """Return whether a setting may have this value beside the other settings."""
@@ -264,7 +278,7 @@ class Scenario:
         """Return the settings that matter, in words."""
         rounded = " (rounded)" if self.config.format.rounds else ""
         words = [f"state {self.config.format.name}{rounded}"]
-        if self.model.weights_on_gpu:
+        if self.can_be_given("keep_grads"):
             words.append("keep_grads" if self.config.keep_grads else "keep_grads=False")
         if self.placement != "auto":
             words.append(f"placement {self.placement}")
@@ -310,6 +324,21 @@ class Scenario:
         return math.ceil(self.model.params / self.machine.all_ranks)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a rank has between passes: of its part, or below stage 3 of all."""
+        return WEIGHT_BYTES * (self.numel if self.model.stage == 3 else self.model.params)
+
+    @property
+    def whole_gradient_bytes(self) -> int:
+        """Bytes of all parameters' gradients where a rank has them until the step; 0 if it has its part alone."""
+        return GRADIENT_BYTES * self.model.params if self.model.stage == 1 else 0
+
+    @property
+    def sharding_text(self) -> str:
+        """What several ranks divide among them, in words; "" for one rank."""
+        return SHARDED[self.model.stage] if self.machine.all_ranks > 1 else ""
+
+    @property
     def gradients_leave(self) -> bool:
         """Whether host memory has too little room for all gradients, so that some are written to the paths."""
         return self.gradient_memory is not None and self.gradient_memory < GRADIENT_BYTES * self.numel
@@ -334,12 +363,14 @@ class Scenario:
         nbytes = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
         if model.is_streamed and self.computes_on_gpu:
             nbytes["gathered weights"] = self.window_bytes
-        elif self.machine.all_ranks > 1:
+        elif self.machine.all_ranks > 1 and model.stage == 3:
             nbytes["gathered weights"] = model.shape.gathered_bytes
         if self.computes_on_gpu:
             nbytes["driver"] = DRIVER_BYTES
             if not model.weights_on_gpu:
                 nbytes["gradients on their way"] = gradients_bytes(model.shape)
+            elif self.machine.all_ranks > 1:
+                nbytes["gradients on their way"] = reduced_gradients_bytes(model.shape)
             elif not self.config.keep_grads:  # a gradient is copied to the host once it is whole
                 nbytes["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
         return nbytes
@@ -379,8 +410,8 @@ class Scenario:
         nbytes = sum(self.forward_backward_bytes.values())
         if not self.model.weights_on_gpu:
             return nbytes
-        item_bytes = WEIGHT_BYTES + (GRADIENT_BYTES if self.config.keep_grads else 0)
-        return item_bytes * self.numel + nbytes
+        kept_bytes = GRADIENT_BYTES * self.numel if self.config.keep_grads else 0
+        return self.weight_bytes + max(kept_bytes, self.whole_gradient_bytes) + nbytes
 
 
 def _path_configs(machine: Machine, path_bytes: int) -> list[PathConfig]:
@@ -399,6 +430,11 @@ def _check_streamed(model: Model, machine: Machine, settings: Mapping[str, Any])
     if not has_place:
         needed = "a path (--drive)" if model.weights_on == "path" else "a GPU that computes them (--gpu)"
         raise ConfigError("--weights-on", model.weights_on, f"have {needed}")
+    if model.stage != 3:
+        advice = (
+            f"leave it out for --weights-on {model.weights_on}: others keep weights whole where they are computed"
+        )
+        raise ConfigError("--stage", model.stage, advice)
     if settings.get("placement", 0) not in ("auto", "cpu", 0):  # 0 is a fraction: the GPU updates none
         combinations.WEIGHTS_ON_CPU.refuse("placement", settings["placement"], least='"cpu"')
     if settings.get("gpu_memory", 0) not in ("auto", 0):
@@ -439,10 +475,10 @@ def gpu_room(memory_bytes: int) -> int:
 
 
 def plan_memory_use(plan: Plan, scenario: Scenario) -> MemoryUse:
-    """Return the memory that a rank of a plan uses. Weights and gradients are cut over ranks like state (ZeRO-3)."""
+    """Return the memory that a rank of a plan uses, whose weights and gradients are divided as `Model.stage` says."""
     from offload.plan import Home
 
-    weight_bytes = WEIGHT_BYTES * sum(parameter.numel for parameter in plan.layout.parameters)
+    weight_bytes = scenario.weight_bytes
     if scenario.model.weights_on == "path":
         weight_bytes = min(weight_bytes, scenario.window_bytes)
     state_bytes = plan.home_bytes[Home.HOST]
@@ -454,14 +490,16 @@ def plan_memory_use(plan: Plan, scenario: Scenario) -> MemoryUse:
     }
     forward_backward = scenario.forward_backward_bytes
     if plan.weights_on_gpu:
-        return MemoryUse(host, {**_gpu_bytes_by_purpose(plan, weight_bytes), **forward_backward})
+        return MemoryUse(host, {**_gpu_bytes_by_purpose(plan, scenario), **forward_backward})
     host = {"weights": weight_bytes, **host}
+    if scenario.whole_gradient_bytes:
+        host["gradients of all ranks"] = scenario.whole_gradient_bytes
     if scenario.computes_on_gpu:
         return MemoryUse(host, forward_backward)
     return MemoryUse({**host, **forward_backward}, {})
 
 
-def _gpu_bytes_by_purpose(plan: Plan, weight_bytes: int) -> dict[str, int]:
+def _gpu_bytes_by_purpose(plan: Plan, scenario: Scenario) -> dict[str, int]:
     """Return what a rank with weights on its GPU has there beside what forward and backward take."""
     from offload.plan.budget import PIECE_BUFFERS
 
@@ -471,9 +509,10 @@ def _gpu_bytes_by_purpose(plan: Plan, weight_bytes: int) -> dict[str, int]:
         leaving_bytes = all_gradient_bytes
     else:
         leaving_bytes = 0 if plan.budgets.gradients_on_gpu else plan.budgets.gradient_bytes
+    kept_bytes = all_gradient_bytes - leaving_bytes  # budgets may count padding, too, so that it is below 0
     nbytes = {
-        "weights": weight_bytes,
-        "gradients": max(0, all_gradient_bytes - leaving_bytes),  # budgets may count padding, too: not below 0
+        "weights": scenario.weight_bytes,
+        "gradients": max(0, kept_bytes, scenario.whole_gradient_bytes),
         **plan.device_bytes,
     }
     if plan.piece_buffer_bytes:
@@ -540,7 +579,9 @@ def _check_fits_gpu(scenario: Scenario, gpu_memory: int, use: MemoryUse, *, leav
 def _for_one_gpu(scenario: Scenario, use: MemoryUse, room: int) -> str:
     """Return what would have a rank use at most `room` bytes of its GPU's memory, or less than now."""
     model = scenario.model
-    otherwise = STREAMED_WEIGHTS if use.gpu.get("weights") else FEWER_TOKENS
+    otherwise = FEWER_TOKENS
+    if use.gpu.get("weights"):
+        otherwise = STREAMED_WEIGHTS if model.stage == 3 else DIVIDED_WEIGHTS
     if model.shape is None or model.tokens is None:
         return otherwise
     left = room - (use.gpu_bytes - use.gpu.get("activations", 0))
@@ -1019,7 +1060,8 @@ def node_lines(answer: Answer) -> list[str]:
     scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
     of_node = "" if machine.memory_bytes is None else f" of the node's {format_bytes(machine.memory_bytes)}"
     used = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"
-    lines = [f"host memory: all ranks take {used}, each {uses_text(use.host)}"]
+    lines = [scenario.sharding_text] if scenario.sharding_text else []
+    lines += [f"host memory: all ranks take {used}, each {uses_text(use.host)}"]
     if use.gpu_bytes:
         size = machine.rates.gpu.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""

@@ -121,6 +121,7 @@ class Model:
         tokens: Of one rank in an iteration; None to predict the step alone.
         accumulate: Micro-steps that the tokens come in.
         recompute: Whether backward repeats the forward pass.
+        stage: What ranks divide among them, as ZeRO's stages: state; gradients from 2 on; weights from 3 on.
     """
 
     params: int
@@ -131,6 +132,7 @@ class Model:
     tokens: int | None = None
     accumulate: int = 1
     recompute: bool = False
+    stage: int = 3
 
     @property
     def weights_on_gpu(self) -> bool:
@@ -144,6 +146,8 @@ class Model:
 
 
 MODELS = {
+    "llama-2-7b": Shape(4096, 32, 11008, 4096, 32000),
+    "llama-2-13b": Shape(5120, 40, 13824, 5120, 32000),
     "llama-1b": Shape(2048, 16, 8192, 512, 128256, tied=True),
     "llama-3b": Shape(3072, 28, 8192, 1024, 128256, tied=True),
     "llama-8b": Shape(4096, 32, 14336, 1024, 128256),
@@ -157,7 +161,7 @@ MODELS = {
     "qwen-32b": Shape(5120, 64, 27648, 1024, 152064, biased=True),
     "qwen-72b": Shape(8192, 80, 29568, 1024, 152064, biased=True),
 }
-"""By the configurations that their makers publish: Llama 3.1 and 3.2, Mistral 7B v0.1, Qwen 2.5."""
+"""By the configurations that their makers publish: Llama 2, 3.1 and 3.2, Mistral 7B v0.1, Qwen 2.5."""
 
 
 def parse_model(field: str, value: str) -> str:
@@ -172,7 +176,7 @@ def parse_model(field: str, value: str) -> str:
         published = re.fullmatch(r"(?:.*/)?(?:meta-)?([a-z]+)(?:[\d.]*(?:-[\d.]+)?-)?(\d+(?:\.\d+)?)b\b.*", name)
         similar = difflib.get_close_matches(name, MODELS, n=1)
         family = [known for known in MODELS if published and known.startswith(f"{published[1]}-")]
-        if published and family:  # the nearest in size, not in letters: llama-8b for llama-7b, not llama-70b
+        if published and family:  # the nearest in size, not in letters: llama-2-7b for llama-7b, not llama-70b
             log_params = math.log(max(1.0, 1e9 * float(published[2])))
             similar = [min(family, key=lambda known: abs(math.log(MODELS[known].params) - log_params))]
         guess = f"did you mean {similar[0]}? " if similar else ""
@@ -200,7 +204,7 @@ def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
         exact_params=exact_params,
         shape=shape,
         weights_on=weights_on,
-        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
+        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute", "stage")},
     )
 
 

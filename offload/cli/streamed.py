@@ -40,6 +40,15 @@ def gradients_bytes(shape: Shape) -> int:
     return GRADIENT_COPIES * GRADIENT_BYTES * max(shape.layer_params, shape.rest_params)
 
 
+def reduced_gradients_bytes(shape: Shape) -> int:
+    """Return the bytes of gradients that are on the GPU at once while ranks reduce those of a layer, or of a tensor.
+
+    Of the largest of these: backward's, and the copy that is reduced. The layer after it comes on top: in FSDP2 its
+    gradients, in ZeRO the bucket of a layer.
+    """
+    return GRADIENT_BYTES * (2 * max(shape.layer_params, shape.largest_params) + shape.layer_params)
+
+
 class PerPass(NamedTuple):
     """Seconds (or bytes) of all forward passes of an iteration, and of all backward passes."""
 

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -222,6 +225,25 @@ def test_what_advise_prints_runs_without_a_warning(
                 assert type(optimizer).__mro__[1] is offload.AdamW
         finally:
             offload_transformers.disable()
+
+
+@pytest.mark.slow
+def test_what_advise_prints_for_several_ranks_shards_all_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the optimizer, as its settings are for a GPU."""
+    machine = "--gpu 2x40GiB --host 128GiB --drive 3GB/s:1TB --tokens 256 --recompute --state-format exact"
+    words = ["plan", "--model", "llama-2-7b", *machine.split(), "--advise", "--for", "torch"]
+    assert cli.main(words) == 0
+    (lines,) = re.findall(r"^Python[^\n]*:\n((?:    .*\n)+?)    optimizer = ", capsys.readouterr().out, re.MULTILINE)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        exec(re.sub("^    ", "", lines, flags=re.MULTILINE), {"model": (model := small())})
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        parts = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        assert parts == ["", "model.embed_tokens", "model.layers.0", "lm_head"]
+        model(**{name: row[None] for name, row in rows()[0].items()}).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 
@@ -24,6 +25,8 @@ LAPTOP = ["--gpu", "1TB/s:13GiB", *DESKTOP[2:4], "--host", "60GB/s:28GiB", *DESK
 SMALL = ["--gpu", "16GiB", "--link", "25GB/s", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--flops", "60e12"]
 
 PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
     "llama-8b": 8_030_261_248,
@@ -169,7 +172,63 @@ def test_as_many_ranks_as_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-8b", "--gpu", "4x40GiB", "--host", "256GiB", "--tokens", "1024")
     assert (found["ranks"], found["node"]["gpus"]) == (4, 4)
     beside = found["rank"]["gpu_memory_bytes"]
-    assert beside["gathered weights"] == MODELS["llama-8b"].gathered_bytes
+    shape = MODELS["llama-8b"]
+    assert beside["gathered weights"] == shape.gathered_bytes
+    # Of the output layer: its gradient and the copy that is reduced; and the bucket of a layer.
+    assert beside["gradients on their way"] == 2 * (2 * shape.vocabulary * shape.hidden + shape.layer_params)
+
+
+@pytest.mark.parametrize("weights_on", ["gpu", "cpu"])
+def test_what_each_stage_divides_among_ranks(capsys: pytest.CaptureFixture[str], weights_on: str) -> None:
+    ranks = "--gpu 4x80GiB" if weights_on == "gpu" else "--ranks 4"
+    words = ["--model", "llama-8b", "--tokens", "1024", "--host", "256GiB", *ranks.split()]
+    shape = MODELS["llama-8b"]
+    part = math.ceil(shape.params / 4)
+    by_stage = [asked(capsys, *words, "--stage", f"{stage}")["rank"] for stage in (1, 2, 3)]
+    assert asked(capsys, *words)["rank"] == by_stage[2]
+    assert len({found["state_bytes"] for found in by_stage}) == 1
+    memory = [found[f"{'gpu' if weights_on == 'gpu' else 'host'}_memory_bytes"] for found in by_stage]
+    assert [found["weights"] for found in memory] == [2 * shape.params, 2 * shape.params, 2 * part]
+    whole = "gradients" if weights_on == "gpu" else "gradients of all ranks"
+    assert memory[0][whole] == 2 * shape.params
+    assert memory[1].get(whole, 0) == memory[2].get(whole, 0) <= 2 * part
+    assert [found.get("gathered weights") for found in memory] == [None, None, shape.gathered_bytes]
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (1, "as by ZeRO-1 or DDP with shard=True, and each has all weights and gradients"),
+        (2, "as by ZeRO-2, and each has all weights"),
+        (3, "as by ZeRO-3 or FSDP2 (--stage)"),
+    ],
+)
+def test_the_lines_of_a_stage_divide_what_its_figures_do(
+    capsys: pytest.CaptureFixture[str], stage: int, says: str
+) -> None:
+    words = ["plan", *RANKS, "--stage", f"{stage}"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert f'"zero_optimization": {{"stage": {stage}, ' in printed
+    assert ("stage3_" in printed) == (stage == 3)
+    assert ("fully_shard(module)" in printed) == (stage == 3)
+    assert ("DistributedDataParallel(model, gradient_as_bucket_view=True)" in printed) == (stage == 1)
+    assert ("shard=True))" in printed) == ('"shard": true}' in printed) == (stage == 1)
+    assert ("keep_grads=False))" in printed) == ("keep_grads=False" in printed) == (stage == 3)
+    assert cli.main([*words, "--for", "torch"]) == 0
+    assert ("\nPython: not so: --stage 3 is FSDP2" in capsys.readouterr().out) == (stage == 2)
+    words.remove("--advise")
+    assert cli.main(words) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_weights_that_no_rank_divides_are_not_streamed(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, *RANKS, "--stage", "2", "--weights-on", "host")
+    assert "--stage: 2 cannot be used; leave it out for --weights-on host" in said
+    words = ["--model", "llama-8b", "--gpu", "2x16GiB", "--host", "128GiB", "--tokens", "1024", "--stage", "2"]
+    said = refused(capsys, *words, "--advise")
+    assert "or divide weights and gradients among ranks, too (--stage 3)" in said
 
 
 # Searches
@@ -373,7 +432,15 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     (deepspeed, *_) = re.findall(r'^    ("multi_tier_offload": .*)$', printed, re.MULTILINE)
     inside = json.loads(f"{{{deepspeed}}}")["multi_tier_offload"]
     (zero, *_) = re.findall(r'^    ("zero_optimization": .*),$', printed, re.MULTILINE)
-    assert json.loads(f"{{{zero}}}") == {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    layer, largest = MODELS["llama-1b"].layer_params, MODELS["llama-1b"].largest_params
+    assert json.loads(f"{{{zero}}}")["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "reduce_bucket_size": layer,
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_max_live_parameters": 2 * layer + largest,
+        "stage3_max_reuse_distance": layer,
+    }
     assert not {"keep_grads"} & set(inside)  # which DeepSpeed's backend refuses
     assert {name: config[name] for name in inside} == inside
     (given, *_) = re.findall(r"^    arguments = (TrainingArguments\(.*\))$", printed, re.MULTILINE)
@@ -458,6 +525,62 @@ def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]
     assert "--advise or --target" in capsys.readouterr().err
 
 
+RANKS = [*WORDS.replace("16GiB", "2x16GiB", 1).split(), "--state-format", "exact", "--advise"]
+
+
+def test_the_trainer_of_several_ranks_shards_by_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its DDP would have all weights and all state on each rank, where the figures are of a part of each."""
+    assert cli.main(["plan", *RANKS, "--for", "transformers"]) == 0
+    printed = capsys.readouterr().out
+    head = r"^Trainer.*, by DeepSpeed, as its FSDP goes with one process alone, run by torchrun --nproc-per-node 2:$"
+    assert re.search(head, printed, re.MULTILINE)
+    (written, *_) = re.findall(r"^    config = (.*)$", printed, re.MULTILINE)
+    config = ast.literal_eval(written)
+    assert config["zero_optimization"]["stage"] == 3
+    assert OffloadConfig.from_dict(config["multi_tier_offload"]).keep_grads
+    (arguments, *_) = re.findall(r"TrainingArguments\((.*)\)$", printed, re.MULTILINE)
+    assert "deepspeed=config, bf16=True" in arguments
+    for words in ("offload_adamw", "save_total_limit", "fsdp=", "offload_transformers", "Python"):
+        assert words not in printed
+    assert cli.main(["plan", *RANKS, "--for", "deepspeed"]) == 0
+    head = r"^DeepSpeed, in its config.*, run by torchrun --nproc-per-node 2 -m offload.integrations.deepspeed:$"
+    assert re.search(head, capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("more", "says", "says_not"),
+    [
+        ("", ["import fully_shard", "model.layers, model): fully_shard(module)", "--num_processes 2 --use_fsdp"], []),
+        (
+            "--model llama-2-7b --gpu 2x40GiB --host 128GiB",
+            ["layers, model.model.embed_tokens, model.lm_head, model): fully_shard(module) #", "keep_grads=False"],
+            [],
+        ),
+        (
+            "--weights-on host",
+            ["fully_shard(module, offload_policy=CPUOffloadPolicy())", "--fsdp_offload_params true"],
+            ["weights_in_host_memory", "keep_grads"],
+        ),
+        (
+            "--weights-on path",
+            ["CPUOffloadPolicy(pin_memory=False)) offload.weights_in_file(model"],
+            ["weights_in_host_memory", "accelerate"],
+        ),
+    ],
+    ids=["tied", "untied", "host", "path"],
+)
+def test_the_loop_of_several_ranks_shards_by_fsdp2(
+    capsys: pytest.CaptureFixture[str], more: str, says: list[str], says_not: list[str]
+) -> None:
+    words = RANKS if "--model" not in more else RANKS[6:]
+    assert cli.main(["plan", *words, *more.split(), "--for", "torch"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in says:
+        assert text in printed
+    for text in says_not:
+        assert text not in printed
+
+
 def test_weights_in_a_file_are_a_setting_of_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS.split(), "--state-format", "exact", "--weights-on", "path", "--advise", "--for", "deepspeed"]
     assert cli.main(["plan", *words]) == 0
@@ -519,10 +642,12 @@ def test_what_is_lacking_comes_first(capsys: pytest.CaptureFixture[str], argumen
         (["--picture", "plan.txt"], "ends in .png, .svg or .html"),
         (["--picture", "plan.png", "--advise"], "leave --advise out"),
         (["--picture", "/nowhere/plan.png"], "--picture"),
-        (["--model", "gpt-5"], "name one of llama-1b"),
+        (["--model", "gpt-5"], "name one of llama-2-7b"),
         (["--model", "Qwen/Qwen2.5-7B"], "did you mean qwen-7b?"),
         (["--model", "meta-llama/Llama-3.1-8B-Instruct"], "did you mean llama-8b?"),
-        (["--model", "llama-7b"], "did you mean llama-8b?"),
+        (["--model", "meta-llama/Llama-2-7b-hf"], "did you mean llama-2-7b?"),
+        (["--model", "llama-7b"], "did you mean llama-2-7b?"),
+        (["--model", "llama-13b"], "did you mean llama-2-13b?"),
         (["--model", "Llama2-65b"], "did you mean llama-70b?"),
         (["--model", "qwen2.5-0.5b"], "did you mean qwen-0.5b?"),
         (["--model", "lama-8b"], "did you mean llama-8b?"),

@@ -618,8 +618,12 @@ class TestWeightsElsewhere:
     @pytest.mark.parametrize(
         ("gpu", "ranks", "lines"),
         [
-            ("--gpu rtx-4090 --gpus 2", 2, "pin_memory=False)\n    offload.weights_in_file(model, "),
-            ("", 2, "by FSDP2\n    offload.weights_in_file(model, "),
+            (
+                "--gpu rtx-4090 --gpus 2",
+                2,
+                "CPUOffloadPolicy(pin_memory=False))\n    offload.weights_in_file(model, ",
+            ),
+            ("", 2, "    fully_shard(module)\n    offload.weights_in_file(model, "),
             ("", 1, "Python:\n    offload.weights_in_file(model, "),
         ],
     )
@@ -664,4 +668,8 @@ class TestWeightsElsewhere:
         assert "use_cpu" not in said
         several = ["--model", "qwen-0.5b", *machine, "--gpus", "2", "--weights-on", "host"]
         assert cli.main(["plan", *several, "--tokens", "2048", "--advise"]) == 0
-        assert "Trainer" not in capsys.readouterr().out  # which is refused on several ranks
+        said = capsys.readouterr().out
+        assert (
+            "Trainer, by DeepSpeed, as its FSDP goes with one process" in said
+        )  # as its FSDP is refused on several ranks
+        assert "fsdp=True" not in said
