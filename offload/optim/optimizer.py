@@ -339,8 +339,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
 
         `.grad` is not changed: the next `step` applies the factor as it reads the gradients, and forgets it, as
         `zero_grad` does. So change gradients before this call: `step` refuses gradients that were replaced, changed
-        or accumulated since. It does not see writes after this call that version counters do not count (through `.data`, NumPy,
-        collectives, or `torch._foreach_*` functions of a `DTensor`).
+        or accumulated since. It does not see writes after this call that version counters do not count (through
+        `.data`, NumPy, collectives, or `torch._foreach_*` functions of a `DTensor`).
         The norm is that of the gradients at this call: those in host memory are read once, to see whether they have
         changed since their norms were taken, so earlier writes through `.data` or NumPy count. If parameters are cut
         over ranks it is the norm of all pieces, and all ranks call this together.

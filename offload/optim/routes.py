@@ -774,8 +774,8 @@ class _Counts(NamedTuple):
 def _counts_of_gradient(parameter: torch.Tensor) -> _Counts:
     """Return who holds a parameter's gradient."""
     gradient = parameter.grad
-    if gradient is None or shards.is_dtensor(gradient):
-        return _Counts(0, 0)
+    if gradient is None or shards.is_dtensor(gradient) or gradient.layout is not torch.strided:
+        return _Counts(0, 0)  # none that a slot could take
     return _Counts(sys.getrefcount(gradient), _owner_count(gradient.untyped_storage()._cdata))
 
 
