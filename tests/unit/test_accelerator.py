@@ -375,7 +375,9 @@ def test_a_tenth_of_the_card_is_left_but_no_less_than_is_useful(monkeypatch: pyt
 @ON_LATE
 def test_no_table_is_filled_anew_while_it_waits_to_be_read(events: Any) -> None:
     with torch.accelerator.device_index(INDEX):
-        uploads, lane = kernels.Uploads(here(), backends.BACKENDS["late"]), torch.Stream(here())
+        backend, lane = backends.BACKENDS["late"], torch.Stream(here())
+        copies = backend.stream(here(), False)
+        uploads = kernels.Uploads(here(), backend, copies)
         tables = [np.arange(600) + 1000 * turn for turn in range(6)]
         found = torch.zeros((6, 600), dtype=torch.int64, device=here())
         torch.accelerator.synchronize()
@@ -383,6 +385,7 @@ def test_no_table_is_filled_anew_while_it_waits_to_be_read(events: Any) -> None:
             for words, row in zip(tables, found, strict=True):
                 with uploads.in_use(sent(uploads, words)) as there:
                     row.copy_(there[:600])
+            copies.synchronize()  # what is filled anew is there before the lane reads
         lane.synchronize()
         assert np.array_equal(found.cpu().numpy(), np.stack(tables))
 
