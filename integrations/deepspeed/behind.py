@@ -170,11 +170,17 @@ def set_aside(file: str, *, is_kept: bool) -> None:
 def name_latest(folder: str, tag: str) -> None:
     """Have `latest` in the folder of all tags name one, whatever moment this process is killed at."""
     latest = os.path.join(folder, "latest")
-    with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-        os.rename(file.name, latest)
+    partial_latest = f"{latest}.partial"
+    with _naming:
+        try:
+            with open(partial_latest, "w", encoding="utf-8") as file:
+                file.write(tag)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(partial_latest, latest)
+        except BaseException:
+            _unlink_if_there(partial_latest)
+            raise
     _sync(folder)
 
 
