@@ -1753,7 +1753,8 @@ def alone_trainer(folder: Path) -> None:
             if state.global_step == first + 1 and "KILL_AFTER_S" in os.environ:
                 threading.Timer(float(os.environ["KILL_AFTER_S"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    SavesBehind.begin = begin  # type: ignore[method-assign]
+    if os.environ["LAYOUT"] == "stock":  # in place it begins, and is waited for
+        SavesBehind.begin = begin  # type: ignore[method-assign]
     out, steps = folder / "out", 8
     # One that a kill has cut short has no `latest` of DeepSpeed's, or lacks what the Trainer writes last.
     whole = [f for f in out.glob("checkpoint-*") if (f / "latest").exists() and (f / "trainer_state.json").exists()]
