@@ -20,6 +20,7 @@ from small import SETTINGS, digest, options, say
 from torch.distributed.fsdp import fully_shard
 
 import offload
+from offload.checkpoint.marker import Mark, mark_of
 
 
 def main(folder: Path, steps: int, told: dict[str, Any]) -> None:
@@ -36,7 +37,7 @@ def main(folder: Path, steps: int, told: dict[str, Any]) -> None:
 
     def save() -> None:
         target = folder / "steps" / f"step-{int(optimizer.metrics()['step'])}"
-        if not target.exists():
+        if mark_of(str(target)) is not Mark.WHOLE:  # a killed run may have left one
             dist.barrier()
             with optimizer.checkpoint_folder(target):
                 dcp.save({"model": model.state_dict()}, checkpoint_id=target)
