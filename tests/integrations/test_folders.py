@@ -521,7 +521,8 @@ def test_a_deepspeed_tag_is_called_as_deepspeed_calls_it(tmp_path: Path, tag: An
 
     checkpoints = SimpleNamespace(mirror_folder=mirror)
     shard = SimpleNamespace(engine=SimpleNamespace(checkpoints=checkpoints, config=SimpleNamespace(mirror="mirror")))
-    tags.mark_tags_when_whole(SimpleNamespace(wait_checkpoint=bool, is_saved_behind=False, shard=shard), engine)
+    optimizer = SimpleNamespace(check_is_loaded=bool, wait_checkpoint=bool, is_saved_behind=False, shard=shard)
+    tags.mark_tags_when_whole(optimizer, engine)
     engine.save_checkpoint(str(tmp_path), tag)
     assert mark_of(str(tmp_path / name)) is Mark.WHOLE
     engine.load_checkpoint(str(tmp_path), tag)
