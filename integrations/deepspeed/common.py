@@ -426,6 +426,7 @@ class OffloadedOptimizer(StepFigures):
             **keywords: Any,
         ) -> Any:
             """Replaces `save_checkpoint`, whose rank 0 alone would write `latest`: if it fails, others wait."""
+            self.check_is_loaded()
             names_latest = save_latest and stream.can_stream(engine.checkpoint_engine)
             by_deepspeed = save_latest and not names_latest
             result = save_tag(save_dir, tag, dict(client_state), by_deepspeed, *arguments, **keywords)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -166,7 +167,8 @@ def _ended_by_signals() -> Iterator[None]:
         """Handle the signal."""
         raise SystemExit(128 + number)
 
-    handled = [number for number in (SIGTERM, SIGHUP) if getsignal(number) is SIG_DFL]
+    is_main = threading.current_thread() is threading.main_thread()  # no other sets handlers
+    handled = [number for number in (SIGTERM, SIGHUP) if is_main and getsignal(number) is SIG_DFL]
     for number in handled:
         signal(number, end)
     try:

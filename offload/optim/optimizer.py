@@ -190,7 +190,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             if is_constructed:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:  # an interrupt, too
-            self.param_groups.pop()
+            for parameter in self.param_groups.pop()["params"]:
+                if is_constructed:
+                    self._group_of.pop(parameter, None)  # the engine may have it already, and updates it never
             raise
 
     def _check_last_group(self) -> None:
@@ -253,6 +255,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         group_of = {parameter: number for parameter, _, number in names(self.param_groups)}
         for parameter, was in self._group_of.items():
             if group_of.get(parameter) != was:
+                self._check_new_parameters([p for p in self._parameters() if p not in self._group_of])  # in its place
                 advice = (
                     "it is not in the group any more that it was added to: leave parameters and the order of groups "
                     "as they are, freeze what is not to train, and add groups by add_param_group"

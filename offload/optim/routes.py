@@ -527,7 +527,7 @@ class SlotRoute(Route):
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._slot_addresses: set[int] = set()  # by which `_is_slot` knows gradients that lie in slots
-        _counts_alone()  # counted here once, as hooks run in a backward pass
+        _references_alone()  # counted here once, as hooks run in a backward pass
         self._is_held = False  # whether somebody holds the gradient that arrives
 
     def attach(self, bound: BoundParameter) -> None:
@@ -540,8 +540,7 @@ class SlotRoute(Route):
     def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
         """See `Route.handle_arrival`."""
         # Now, while no variable of ours holds the gradient.
-        counts, alone = _counts_of_gradient(bound.parameter), _counts_alone()
-        self._is_held = counts.references > alone.references or counts.owners > alone.owners
+        self._is_held = _references_to_gradient(bound.parameter) > _references_alone()
         super().handle_arrival(bound, builds_graph)
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -562,13 +561,15 @@ class SlotRoute(Route):
     def _may_lie_in_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         """Return whether a gradient that lies elsewhere may be moved to its slot.
 
-        Not one that somebody holds, or a view of its memory: what is written there counts, as with torch.
+        Not one that a program holds, nor a view of its memory (autograd makes none): what is written there counts, as
+        with torch.
         """
         weight, slot = bound.parameter, bound.slot
         is_part_of_graph = gradient.requires_grad
         accumulates_in_slot_dtype = weight.grad_dtype in (None, slot.dtype)
         is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)
-        return not self._is_held and not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
+        is_of_program = self._is_held or gradient._is_view()
+        return not is_of_program and not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
 
     def _move_to_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Have a gradient copied to its slot, and set `.grad` to the slot, unless the slot is not free.
@@ -764,28 +765,19 @@ def _owner_count(storage: int) -> int:
     return int(torch._C._storage_Use_Count(storage))
 
 
-class _Counts(NamedTuple):
-    """How many references there are to a gradient, and owners of its storage, while they are counted."""
-
-    references: int
-    owners: int
-
-
-def _counts_of_gradient(parameter: torch.Tensor) -> _Counts:
-    """Return who holds a parameter's gradient."""
+def _references_to_gradient(parameter: torch.Tensor) -> int:
+    """Return how many references there are to a parameter's gradient while they are counted."""
     gradient = parameter.grad
-    if gradient is None or shards.is_dtensor(gradient) or gradient.layout is not torch.strided:
-        return _Counts(0, 0)  # none that a slot could take
-    return _Counts(sys.getrefcount(gradient), _owner_count(gradient.untyped_storage()._cdata))
+    return 0 if gradient is None else sys.getrefcount(gradient)
 
 
 @functools.cache
-def _counts_alone() -> _Counts:
-    """Return `_counts_of_gradient` of a gradient that autograd has just made, and `.grad` alone holds."""
-    counts: list[_Counts] = []
+def _references_alone() -> int:
+    """Return `_references_to_gradient` of a gradient that autograd has just made, and `.grad` alone holds."""
+    counts: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         parameter: Any = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
-        parameter.register_post_accumulate_grad_hook(lambda p: counts.append(_counts_of_gradient(p)))
+        parameter.register_post_accumulate_grad_hook(lambda p: counts.append(_references_to_gradient(p)))
         parameter.sum().backward()
     return counts[0]
 

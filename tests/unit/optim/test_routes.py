@@ -122,8 +122,6 @@ def test_a_gradient_in_another_order_is_copied_to_its_slot(stride: tuple[int, in
     [
         (lambda gradient: [gradient.requires_grad_()][1:], 0),  # part of a graph: the step looks at it
         (lambda gradient: gradient, 0),  # what its holder writes there counts
-        (lambda gradient: gradient[1:], 0),
-        (lambda gradient: gradient.numpy(), 0),
         (lambda gradient: None, 1),
     ],
 )
@@ -136,6 +134,16 @@ def test_a_gradient_that_others_hold_stays(hold: Callable[[torch.Tensor], object
     assert len(routed.engine.said()) == said
     assert (routed.parameter.grad.data_ptr() == address) == (said == 0)
     del held
+
+
+def test_a_gradient_whose_memory_only_autograd_shares_is_moved() -> None:
+    """With those of weights that are joined for a product, or with a hook of the program's, or DDP's, behind ours."""
+    routed, other = Routed(), torch.nn.Parameter(torch.zeros(NUMEL))
+    accumulation = routed.parameter.expand_as(routed.parameter).grad_fn.next_functions[0][0]
+    handle = accumulation.register_hook(lambda *_: None)
+    (torch.cat([routed.parameter, other]) * 2.0).sum().backward()
+    assert routed.parameter.grad.data_ptr() == routed.memory.data_ptr()
+    handle.remove()
 
 
 @pytest.mark.parametrize(
