@@ -168,7 +168,11 @@ def set_aside(file: str, *, is_kept: bool) -> None:
 
 
 def name_latest(folder: str, tag: str) -> None:
-    """Have `latest` in the folder of all tags name one, whatever moment this process is killed at."""
+    """Have `latest` in the folder of all tags name one, whatever moment this process is killed at.
+
+    Raises:
+        CheckpointError: It cannot be written; it names the tag that it did.
+    """
     latest = os.path.join(folder, "latest")
     partial_latest = f"{latest}.partial"
     with _naming:
@@ -178,10 +182,13 @@ def name_latest(folder: str, tag: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(partial_latest, latest)
-        except BaseException:
+            _sync(folder)
+        except BaseException as error:
             _unlink_if_there(partial_latest)
+            if isinstance(error, OSError):
+                text = f"{tag} is whole, but {folder}/latest could not be written to name it: {error}"
+                raise CheckpointError(text) from error
             raise
-    _sync(folder)
 
 
 def discard_partial(file: str) -> None:
@@ -452,6 +459,7 @@ class SavesBehind:
             tag_folder = os.path.join(pending.folder, pending.tag)
             if mark_of(tag_folder) is Mark.BEGUN:
                 mark_whole(tag_folder)
+            _sync(pending.folder)
             if pending.names_latest:
                 name_latest(pending.folder, pending.tag)
         except (OSError, CheckpointError) as error:

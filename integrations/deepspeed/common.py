@@ -411,11 +411,8 @@ class OffloadedOptimizer(StepFigures):
         they lie to holes of DeepSpeed's files, so that no copy of them is made in memory. In ZeRO-3, or with a
         checkpoint engine that writes files in another way, DeepSpeed's own method saves the model.
         """
-        save_model, save_state, save_tag = (
-            engine._save_checkpoint,
-            engine._save_zero_checkpoint,
-            engine.save_checkpoint,
-        )
+        save_model, save_state = engine._save_checkpoint, engine._save_zero_checkpoint
+        save_tag = engine.save_checkpoint
 
         def save_tag_and_name(
             save_dir: Any,
@@ -433,7 +430,7 @@ class OffloadedOptimizer(StepFigures):
             if names_latest:
                 name = f"global_step{engine.global_steps}" if tag is None else str(tag)
                 is_first = engine.global_rank == 0
-                self._on_all_ranks(lambda: _name_latest(save_dir, name) if is_first else None)
+                self._on_all_ranks(lambda: name_latest(save_dir, name) if is_first else None)
             return result
 
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
@@ -850,16 +847,6 @@ def _saving_to_partial(engine: Any, method: str, path: str) -> Iterator[None]:
         raise
     finally:
         vars(engine).pop(method, None)
-
-
-def _name_latest(folder: str, tag: str) -> None:
-    """Write a tag's name to `latest`, or raise `CheckpointError`."""
-    try:
-        name_latest(folder, tag)
-    except OSError as error:
-        raise CheckpointError(
-            f"{tag} is whole, but {folder}/latest could not be written to name it: {error}"
-        ) from error
 
 
 def _file_identity(path: str) -> tuple[int, ...]:

@@ -190,9 +190,10 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             if is_constructed:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:  # an interrupt, too
-            for parameter in self.param_groups.pop()["params"]:
-                if is_constructed:
-                    self._group_of.pop(parameter, None)  # the engine may have it already, and updates it never
+            self.param_groups.pop()
+            if is_constructed:
+                for parameter in group["params"]:  # which the engine may have already, and updates never
+                    self._group_of.pop(parameter, None)
             raise
 
     def _check_last_group(self) -> None:
