@@ -136,6 +136,7 @@ class Manifest:
         seed: Seed of stochastic rounding; None where nothing was rounded so.
         numbers: Number of each parameter in stochastic rounding.
         host: Name of the machine that has written it, for messages.
+        run: Names the training: sessions that go on from each other's checkpoints write the same. "" in older files.
     """
 
     id: str
@@ -152,6 +153,7 @@ class Manifest:
     seed: int | None = None
     numbers: tuple[int, ...] = ()
     host: str = ""
+    run: str = ""
 
     @property
     def stores_elsewhere(self) -> tuple[Place, ...]:
@@ -405,6 +407,8 @@ def encode(manifest: Manifest) -> bytes:
         body["rules"] = [[rule.name, rule.packed_words, rule.master_dtype] for rule in rules]
     if manifest.host:
         body["host"] = manifest.host
+    if manifest.run:
+        body["run"] = manifest.run
     if manifest.seed is not None:
         body |= {"seed": manifest.seed, "numbers": manifest.numbers}
     return seal("manifest", body)
@@ -477,6 +481,7 @@ class _Body(msgspec.Struct):
     seed: Count | None = None
     numbers: tuple[Count, ...] = ()
     host: str = ""  # older manifests have none
+    run: str = ""  # as before
 
 
 _ROWS: dict[str, type[Row]] = {
@@ -653,6 +658,7 @@ def _decode(body: _Body) -> Manifest:
         metadata=body.metadata,
         extra=body.extra,
         host=body.host,
+        run=check_text(body.run),
         seed=body.seed,
         numbers=body.numbers,
     )

@@ -40,6 +40,7 @@ import psutil
 from offload import metrics, waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint
+from offload.checkpoint.contents import read_commit, read_manifest
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
     FAILURE,
@@ -405,6 +406,8 @@ class Mirror:
         """Copy what a task names: this rank's part of a checkpoint; on rank 0 also the files around it."""
         if task.failure is not None:
             raise task.failure
+        if task.part is not None and task.is_first:
+            task.part.check_run()
         if task.files is not None:
             self._mirror_files(task, task.files)
         elif task.part is not None and self._copy_part(task.part):
@@ -432,11 +435,14 @@ class Mirror:
             log.info("%s is mirrored in %s", task.source, files.target)
         self._unfinished = None
         if task.is_new:
-            self._delete_siblings(files)
+            self._delete_siblings(files, "" if task.part is None else task.part.run)
 
-    def _delete_siblings(self, files: FolderCopy) -> None:
+    def _delete_siblings(self, files: FolderCopy, run: str) -> None:
         """Delete the mirror's copies of folders that were beside a folder in the run's, and were deleted there."""
         for deleted in self._run_folders.deleted_siblings(files.whole):
+            copy = open_folder(f"{files.mirror}/{deleted.checkpoint}") if deleted.checkpoint else None
+            if copy is not None and _find_other_run(copy, run) is not None:
+                continue  # it was not mirrored, as another run's copy has its name
             log.info("%s has gone, and goes from the mirror", deleted.source())
             try:
                 delete_copy(deleted, files.mirror)
@@ -535,6 +541,24 @@ class RankPart:
         commit = commit_to_replace(self.folder)
         return commit is not None and commit.id == self.request.id
 
+    @cached_property
+    def run(self) -> str:
+        """Names the training that the checkpoint is of; "" where its version did not say."""
+        return read_manifest(open_folder(self.source), self.request.id, 0, self.request.ranks).run
+
+    def check_run(self) -> None:
+        """Raise if the folder holds a checkpoint of another training, as two of them may have folders of one name.
+
+        Raises:
+            CheckpointError: It does; nothing there is replaced.
+        """
+        other = None if self.is_committed() else _find_other_run(self.folder, self.run)
+        if other is not None:
+            raise CheckpointError(
+                f"{self.folder.path} holds a checkpoint of another run, of step {other.step}, saved on {other.host}: "
+                "give this run a mirror of its own, or delete that checkpoint"
+            )
+
     def has_begun(self) -> bool:
         """Return whether rank 0 has begun, and has not given up.
 
@@ -558,6 +582,15 @@ class RankPart:
         failed = [rank for rank in range(self.request.ranks) if self.failure_name(rank) in names]
         given_up = [] if self.progress_name(0) in names else [0]
         return [*self.request.find_ended(), *failed, *given_up]
+
+
+def _find_other_run(folder: Folder, run: str) -> Manifest | None:
+    """Return rank 0's manifest of the checkpoint in a folder, if it is known to be of another training; else None."""
+    with contextlib.suppress(CheckpointError):  # it is damaged, or not there
+        commit = read_commit(folder)
+        manifest = read_manifest(folder, commit.id, 0, commit.ranks)
+        return manifest if "" not in (run, manifest.run) and manifest.run != run else None
+    return None
 
 
 @dataclass(slots=True)

@@ -49,8 +49,9 @@ PIECE_NUMEL = 1 << 20
 """Elements that are handed out at a time."""
 
 _NO_STORE = (
-    "no such store is there: it was deleted, or another disk is mounted. Load the copy that a mirror has; "
-    "`offload fetch MIRROR FOLDER` brings a trainer's checkpoint back from one"
+    "no such store is there: it was deleted, or another disk is mounted. If it lies elsewhere now, add that "
+    "directory to `paths`. Else load the copy that a mirror has; `offload fetch MIRROR FOLDER` brings a trainer's "
+    "checkpoint back from one"
 )
 
 WEIGHT = "weight"

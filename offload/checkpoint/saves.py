@@ -25,11 +25,12 @@ from typing import NamedTuple, Protocol
 from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
-from offload.checkpoint.contents import read_commit
+from offload.checkpoint.contents import read_commit, read_manifest
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
     MAX_RELEASED,
+    CommitRecord,
     FileRef,
     Manifest,
     Place,
@@ -208,8 +209,10 @@ class Saves:
         """The last save that has ended."""
         self.last_folder: str | None = None
         """The folder of the checkpoint that was committed or loaded last."""
-        self._known_folders = set[str]()
-        """Folders that this session has loaded from or saved to."""
+        self.run = uuid.uuid4().hex
+        """Names the training whose checkpoints this session saves: a new one, or that of the one it has loaded."""
+        self._ids_by_folder: dict[str, tuple[str, ...]] = {}
+        """Of each folder that this session has loaded from or saved to: checkpoints of its own that may be there."""
         self._loaded_id = ""
         """Of the checkpoint that was loaded last, until its release was warned of."""
         self.kept: list[KeptCheckpoint] = []
@@ -249,6 +252,28 @@ class Saves:
         """Checkpoints to release once they are mirrored."""
         self._undecided_ids: list[str] = []
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
+
+    def check_replaced(self, folder: Folder, commit: CommitRecord | None) -> None:
+        """Refuse to replace a checkpoint of another session that may still train: rank 0 calls this before a save.
+
+        Args:
+            folder: Where the save is to go.
+            commit: What is there.
+
+        Raises:
+            CheckpointError: Its session is alive, or has saved it after this one last saved or loaded there.
+        """
+        own_ids = self._ids_by_folder.get(folder.path)
+        if commit is None or commit.id in (own_ids or ()):
+            return
+        if own_ids is not None:
+            who = "another session has saved there since this one last saved or loaded it"
+        elif pid := _find_user(folder, commit):
+            who = f"process {pid} has saved, or has gone on from, and which is still training"
+        else:
+            return
+        advice = "end one of them, save to another folder, or move that checkpoint away"
+        raise CheckpointError(f"{folder.path} holds a checkpoint that {who}: {advice}")
 
     def begin(self, request: SaveRequest) -> None:
         """Check and note a save that the caller asks for; on the caller's thread, with nothing pending.
@@ -353,10 +378,10 @@ class Saves:
         """Warn of checkpoints that end with a save, and that nobody may have meant to give up."""
         path = pending.folder.path
         # Others of a run that is gone on with have tiles in its stores.
-        known_folders = {*self._known_folders, *(kept.folder for kept in (*self.kept, *self._newer))}
+        known_folders = {*self._ids_by_folder, *(kept.folder for kept in (*self.kept, *self._newer))}
         if path not in known_folders and os.path.isfile(os.path.join(path, COMMIT_NAME)):
             log.warning("%s holds a checkpoint of another session: it is replaced once this one is whole", path)
-        self._known_folders.add(path)
+        self._ids_by_folder[path] = (*self._ids_by_folder.get(path, ()), pending.request.id)
         elsewhere = [kept for kept in self._by_release_order() if kept.folder != path]
         excess = 0 if pending.request.copy else max(0, len(elsewhere) + 1 - pending.keep)
         for kept in elsewhere[:excess]:
@@ -463,6 +488,7 @@ class Saves:
         """Keep a committed checkpoint, and have it mirrored; return the saves that the commit has released."""
         self._undecided_ids.clear()
         self.last_folder = pending.folder.path
+        self._ids_by_folder[self.last_folder] = (checkpoint.id,)
         # In the order of their saves; those of earlier sessions that hold no slots here come first.
         committed = sorted([*job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
         self.kept = [kept for kept in committed if kept not in job.released]
@@ -713,8 +739,9 @@ class Saves:
 
     def _note_loaded(self, checkpoint: Checkpoint) -> None:
         self.last_folder = checkpoint.path
-        self._known_folders.add(checkpoint.path)
+        self._ids_by_folder[checkpoint.path] = (checkpoint.id,)
         self._loaded_id = checkpoint.id
+        self.run = checkpoint.manifests[0].run or self.run
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
@@ -945,6 +972,16 @@ def check_mirror(config: OffloadConfig) -> None:
     """Raise `ConfigError` if checkpoints cannot be copied to the mirror that the user wants."""
     if config.mirror is not None:
         parse_place(config.mirror, "mirror").check("mirror")
+
+
+def _find_user(folder: Folder, commit: CommitRecord) -> int | None:
+    """Return the pid of another process that uses rank 0's stores of a folder's checkpoint; None if none does."""
+    with contextlib.suppress(CheckpointError, OSError):  # it is damaged, or its stores are gone
+        for path, store in read_manifest(folder, commit.id, 0, commit.ranks).stores_elsewhere:
+            pid = store_folder(path, store).used_by()
+            if pid not in (None, os.getpid()):
+                return pid
+    return None
 
 
 def _without_numbers(folder: str) -> str:

@@ -391,6 +391,7 @@ class Seen:
         cannot be read, or is another than was noted: it was moved, say, or unmounted.
         """
         own_name, slash, inside = whole.name.partition("/")
+        checkpoint = whole.checkpoint.removeprefix(own_name)
         try:
             noted = self._names_noted_in(whole.above)
             present = {*os.listdir(whole.above)}
@@ -398,7 +399,10 @@ class Seen:
             return []
         deleted = noted - present - {own_name}
         noted -= deleted  # so that each is returned once
-        return [WholeFolder(whole.above, name + slash + inside) for name in sorted(deleted)]
+        return [
+            WholeFolder(whole.above, name + slash + inside, checkpoint and name + checkpoint)
+            for name in sorted(deleted)
+        ]
 
     def _names_noted_in(self, above: str) -> set[str]:
         """Return the set of names that were noted in a run's folder; callers change it."""

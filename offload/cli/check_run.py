@@ -92,6 +92,7 @@ class Seen(msgspec.Struct):
         is_whole: Whether these are all that the script has.
         beside: Of each step and parameter: its master's distance from torch's, and the room for that.
         metrics: Of the optimizer, after the last step.
+        clips_nothing: Whether, in a rehearsal, torch's `clip_grad_norm_` was called that finds no gradients on a GPU.
         imports_deepspeed: Whether the script had imported DeepSpeed when it ended.
     """
 
@@ -101,6 +102,7 @@ class Seen(msgspec.Struct):
     is_whole: bool = True
     beside: list[tuple[int, str, float, float]] = []
     metrics: dict[str, float] = {}
+    clips_nothing: bool = False
     imports_deepspeed: bool = False
 
 
@@ -209,7 +211,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
     own = _own_differences(as_it_is, in_memory)
     # NaN is too far, too.
     too_far = [(step, name, apart, room) for step, name, apart, room in in_memory.beside if not apart <= room]
-    is_different = first is not None or bool(own) or bool(too_far)
+    is_different = first is not None or bool(own) or bool(too_far) or as_it_is.clips_nothing
     found = [
         f"as it is and in memory: the same bits in {len(as_it_is.tensors)} gradients, weights and tensors of state"
     ]
@@ -217,7 +219,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         found[0] += f", and {len(as_it_is.own)} tensors of the script's own"
     if not as_it_is.is_whole:
         found.append(f"the script has more tensors: those of the nearest {MOST_OBJECTS:,} objects are compared")
-    if is_different:
+    if first is not None or own or too_far:
         request.dump = [*([first] if first else []), *((request.steps, name) for name in own[:MOST_SHOWN])]
         again = _run_both(request, folder, progress, first=2, total=4)
         difference, further = _difference_lines(folder, first, own, seen, again)
@@ -232,6 +234,11 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         found.append(f"torch's optimizer: no master is further apart than {share:.2g} of what is allowed")
     else:
         found.append("torch has no such optimizer to compare with")
+    if as_it_is.clips_nothing:
+        found.append(
+            "torch's clip_grad_norm_ DIFFERS on a GPU: with keep_grads=False gradients have left it by then, and it "
+            "clips nothing. Call optimizer.clip_grad_norm_"
+        )
     return {"different": is_different, "found": found, "share_of_allowed": share, "metrics": as_it_is.metrics}
 
 

@@ -19,6 +19,7 @@ import tempfile
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -111,6 +112,7 @@ class _Watch:
         self._torch_twins: WeakKeyDictionary[Any, _TorchTwin] = WeakKeyDictionary()
         self._max_norms: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # of the next step, if it is clipped
         self._saved: dict[str, str] = {}  # folders of this run, by the script's names of checkpoints
+        self._gradients_leave = False  # whether settings for a GPU, which a rehearsal leaves out, have them leave it
 
     def begin(self) -> None:
         """Replace methods of the optimizers, and register hooks before and after each step."""
@@ -135,6 +137,8 @@ class _Watch:
             )
         for name, replacement in replacements.items():
             self._replace(name, replacement)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            module.clip_grad_norm_ = partial(self._note_clip, module.clip_grad_norm_)  # type: ignore[attr-defined]
         for name in ignored:  # what is returned stands for a hook's handle
             self._replace(name, lambda _plain, *_arguments, **_options: SimpleNamespace(remove=lambda: None))
 
@@ -150,9 +154,15 @@ class _Watch:
         config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
         plain(optimizer, params, defaults, self._config_for_run(config), *options)
 
+    def _note_clip(self, plain: Any, *arguments: Any, **options: Any) -> Any:
+        """Replace torch's `clip_grad_norm_`: note the call if it would find no gradients on a GPU."""
+        self.seen.clips_nothing |= self._gradients_leave
+        return plain(*arguments, **options)
+
     def _config_for_run(self, config: OffloadConfig) -> OffloadConfig:
         """Return the config to use in place of the script's: in memory, or with folders of this run's own."""
         if self._request.on_cpu:
+            self._gradients_leave |= not config.keep_grads
             config = dataclasses.replace(config, **ON_CPU)
         if self._request.reference:
             return config.in_memory().updated_by_cpu()

@@ -27,6 +27,18 @@ def add_parser(commands: Any) -> None:
     add_output(parser, "print the outcome as JSON", "print nothing")
 
 
+def _describe_plain(mirror: str) -> str:
+    """Return what to do with checkpoints in a mirror that lie in no trainer's folder, in words; "" without any."""
+    from offload.checkpoint.contents import is_checkpoint, some_of
+    from offload.checkpoint.folder import open_folder
+    from offload.checkpoint.manifest import COMMIT_NAME
+
+    ends = f"/{COMMIT_NAME}"
+    folders = [f"{mirror}/{name.removesuffix(ends)}" for name, _ in open_folder(mirror).walk() if name.endswith(ends)]
+    plain = [folder for folder in [*folders, mirror] if is_checkpoint(folder)]
+    return f"; load what is there from there, by optimizer.load_checkpoint: {some_of(plain)}" if plain else ""
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Copy a checkpoint from the mirror, and say what was copied.
 
@@ -41,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{mirror} is not there, or empty")
     names = [arguments.name] if arguments.name else find_whole(mirror)
     if not names:
-        raise CheckpointError(f"{mirror} has no checkpoint that is whole")
+        raise CheckpointError(f"{mirror} has no whole folder of a trainer{_describe_plain(mirror)}")
     name = names[-1]  # without --name the one that became whole last
     nbytes = 0
     with closing(Progress(1, title="fetch", quiet=arguments.quiet, unit="B", after_s=5.0)) as progress:

@@ -444,6 +444,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             bound.used_gradient = None  # a signal handler's `park` must not drop what this step is about to use
         active = self._bind_gradients()
         self._weights.warn_of_differences()
+        self._route.warn_of_clipping()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begin_step()
         try:

@@ -7,6 +7,7 @@ when. Hooks run on autograd's threads, one backward pass at a time, and keep nei
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
 from collections import Counter, deque
@@ -32,6 +33,8 @@ from offload.optim.scaling import GradientId, Scaling
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import BoundParameter, Weights, check_form
+
+log = logging.getLogger("offload")
 
 NO_PASS = -1
 """What torch returns as the number of the backward pass (`_current_graph_task_id`) while none is under way."""
@@ -180,6 +183,9 @@ class Route:
             return
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
+
+    def warn_of_clipping(self) -> None:
+        """Warn once if gradients have left `.grad`, where torch's `clip_grad_norm_` looks, and nobody clips here."""
 
     def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
         """Handle a gradient that autograd has accumulated in `.grad`; after a broken step do nothing.
@@ -615,6 +621,16 @@ class DepartureRoute(Route):
         self._storages: dict[BoundParameter, StorageWeakRef] = {}  # of each parameter's last gradient
         self._leave_for_buffers = holder.config.gradient_memory is not None
         self._pass_number = NO_PASS  # of the last pass whose end autograd was asked to tell
+        self._has_warned = False  # of clipping
+
+    def warn_of_clipping(self) -> None:
+        """Warn once, as in the base class: torch's function would return 0 and clip nothing, without a word."""
+        if not (self._has_warned or self._scaling.has_clipped):
+            log.warning(
+                "gradients leave .grad as they arrive, so torch.nn.utils.clip_grad_norm_ would find none and clip "
+                "nothing: if this loop clips, call optimizer.clip_grad_norm_ instead"
+            )
+        self._has_warned = True
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Send a gradient off, and have the engine told when autograd ends this pass."""

@@ -49,7 +49,10 @@ class Scaling:
         loss_scale: The scale of the loss; gradients are divided by it.
         norm: Norm of the gradients when they were clipped last.
         scaled_ids: Ids of the gradients that the factors are for.
+        has_clipped: Whether the caller has ever clipped.
     """
+
+    has_clipped = False
 
     def __init__(self) -> None:
         self.norm = math.nan  # before any clipping; `reset` keeps it
@@ -71,6 +74,7 @@ class Scaling:
     def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
         """Set the factor that clips gradients to `max_norm`; `norm` is what `norm_with_factors` has returned."""
         self.norm = norm
+        self.has_clipped = True
         factor = self.clip  # of clipping before, which `norm` includes
         if math.isnan(norm):
             factor = math.nan  # as torch's

@@ -87,6 +87,7 @@ class Checkpoints:
             seed=tables.seed if rounds else None,
             numbers=tuple(tables.numbers.tolist()) if rounds and not is_replica else (),
             host=socket.gethostname(),
+            run=self._parts.saves.run,
         )
 
     def _save(self, folder: Folder, request: SaveRequest) -> None:
@@ -109,7 +110,7 @@ class Checkpoints:
             visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, sets_weights=False)
             self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
         if request.rank == 0:
-            commit_to_replace(folder)  # raises if the folder was not written by this library
+            parts.saves.check_replaced(folder, commit_to_replace(folder))
         folder.prepare()
         is_overtaken = False
 

@@ -111,6 +111,18 @@ def test_settings_for_a_gpu_are_rehearsed_on_a_cpu(check: Any, name: str) -> Non
     assert outcome["found"][-1] == "on the CPU: gpu_memory, placement, keep_grads of the settings were left out"
 
 
+@pytest.mark.parametrize("call", ["torch.nn.utils.clip_grad_norm_(model.parameters(),", "optimizer.clip_grad_norm_("])
+def test_a_rehearsal_finds_the_clip_that_would_find_no_gradients(check: Any, call: str) -> None:
+    script = SCRIPT.replace("**options.settings}", "'keep_grads': False}")
+    script = script.replace("optimizer.clip_grad_norm_(", call)
+    status, outcome, _ = check(text=script, before=("--on-cpu",))
+    clips_nothing = call.startswith("torch")
+    assert (status, outcome["different"]) == (int(clips_nothing), clips_nothing)
+    assert (
+        any(said.startswith("torch's clip_grad_norm_ DIFFERS on a GPU") for said in outcome["found"]) == clips_nothing
+    )
+
+
 def test_a_weight_that_is_used_before_it_has_come_shows(check: Any) -> None:
     text = SCRIPT.replace("#begin", "extra = float(model[2].weight.detach().float().mean())")
     status, outcome, _ = check("--settings", "{'overlap': 'both'}", text=text)

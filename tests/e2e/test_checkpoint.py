@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -545,3 +547,52 @@ def test_a_checkpoint_that_a_save_ends_is_told_before(tmp_path: Path, caplog: py
     with Run(**config, checkpoints_kept=2) as run:
         run.optimizer.load_checkpoint(tmp_path / "step-3")
         assert not save(run, "fork", "step-3", "fork")  # "fork" is newer than what was loaded, of the same run
+
+
+def test_two_sessions_that_save_to_one_folder_do_not_replace_each_others(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    runs = [Run(host_memory=0, paths=[tmp_path / name], checkpoints_kept=2) for name in ("one", "two")]
+    with runs[0] as one, runs[1] as two:
+        for name in ("ck", "ck", "other"):  # its own are replaced
+            one.train()
+            one.save(tmp_path / name)
+        two.optimizer.load_checkpoint(tmp_path / "ck")
+        two.train()
+        two.save(tmp_path / "ck")
+        expected = two.state()
+        refusal = f"{tmp_path}/ck holds a checkpoint that another session has saved there since this one last saved"
+        with pytest.raises(offload.CheckpointError, match=refusal):
+            one.save(tmp_path / "ck")
+        one.save(tmp_path / "other")
+    with Run(host_memory=0, paths=[tmp_path / "two"]) as run:
+        run.optimizer.load_checkpoint(tmp_path / "ck")
+        assert same(run.state(), expected)
+
+
+SAVED = """
+import sys, torch, offload
+weight = torch.nn.Parameter(torch.ones(64, 64))
+optimizer = offload.AdamW([("weight", weight)], offload={"host_memory": 0, "paths": [sys.argv[1]]})
+weight.grad = torch.ones(64, 64)
+optimizer.step()
+optimizer.save_checkpoint(sys.argv[2])
+optimizer.wait_checkpoint()
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_checkpoint_of_a_process_that_trains_is_not_replaced(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVED, str(tmp_path), str(tmp_path / "ck")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "saved\n"
+        with Run(host_memory=0, paths=[tmp_path]) as run:
+            run.train()
+            refusal = f"ck holds a checkpoint that process {other.pid} has saved, or has gone on from, and which is"
+            with pytest.raises(offload.CheckpointError, match=refusal):
+                run.save(tmp_path / "ck")
+            other.kill()
+            other.wait()
+            run.save(tmp_path / "ck")

@@ -47,6 +47,23 @@ def trained(folder: Path, memory: int | None, steps: int = 2) -> list[torch.Tens
     return weights(layers)
 
 
+@pytest.mark.parametrize("memory", [0, None])
+@pytest.mark.parametrize("clips", [False, True])
+def test_who_may_clip_gradients_that_have_left_is_told_once(
+    memory: int | None, clips: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = model()
+    with optimizer_of(layers, tmp_path, memory) as optimizer:
+        for seed in range(3):
+            backward(layers, seed)
+            if clips:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [record.getMessage() for record in caplog.records if "clip_grad_norm_" in record.getMessage()]
+    assert len(told) == (memory == 0 and not clips)
+
+
 def test_no_gradient_stays_in_grad_and_the_plan_says_what_leaves(tmp_path: Path):
     layers = model()
     with optimizer_of(layers, tmp_path) as optimizer:

@@ -207,6 +207,29 @@ def test_only_what_is_not_mirrored_is_mirrored(tmp_path: Path, places: dict[str,
             assert same(run.state(), saved)
 
 
+def test_another_runs_copy_is_not_replaced_as_its_folder_has_the_name(tmp_path: Path, places: dict[str, Any]) -> None:
+    def train(folder: str, loaded: Path | None = None) -> list[torch.Tensor]:
+        with Run(**places) as run:
+            if loaded is not None:
+                run.optimizer.load_checkpoint(loaded)
+            run.train()
+            saved = run.save(tmp_path / folder)
+            run.optimizer.wait_checkpoint()
+            run.optimizer.wait_mirror()
+            return saved
+
+    first = train("one/last")
+    refusal = f"{tmp_path}/mirror/last holds a checkpoint of another run, of step 1, saved on .*: give this run"
+    with pytest.raises(offload.CheckpointError, match=refusal):
+        train("two/last")
+    assert_holds(tmp_path / "mirror" / "last", first)
+    train("two/other")
+    gone_on = train("two/last", tmp_path / "one" / "last")  # it is the first run that goes on elsewhere
+    assert_holds(tmp_path / "mirror" / "last", gone_on)
+    moved = train("one/last", tmp_path / "mirror" / "last")
+    assert_holds(tmp_path / "mirror" / "last", moved)
+
+
 # Behind training
 
 

@@ -96,6 +96,27 @@ def test_a_run_that_is_moved_empties_no_mirror(loop: Loop, monkeypatch: pytest.M
     assert loop.mirrored() == {"step-1", "step-2"}
 
 
+def test_another_runs_folders_are_neither_replaced_nor_deleted(loop: Loop) -> None:
+    """As where a bucket is the mirror of every run, and each saves to step-1, step-2 and so on."""
+    loop.save("step-1")
+    assert loop.mirrored() == {"step-1"}
+    loop.optimizer.close()
+    shutil.rmtree(loop.run)
+    with loop.again().optimizer as optimizer:
+        loop.save("step-1")
+        with pytest.raises(offload.CheckpointError, match="step-1/optimizer holds a checkpoint of another run, of"):
+            optimizer.wait_mirror(60)
+        assert mark_of(f"{loop.mirror}/step-1") is Mark.WHOLE
+        loop.save("step-2")
+        loop.mirrored()
+        shutil.rmtree(loop.run / "step-1")
+        loop.save("step-3")
+        assert loop.mirrored() == {"step-1", "step-2", "step-3"}
+        shutil.rmtree(loop.run / "step-2")
+        loop.save("step-4")
+        assert loop.mirrored() == {"step-1", "step-3", "step-4"}
+
+
 def test_a_run_whose_disk_is_not_mounted_empties_no_mirror(loop: Loop) -> None:
     loop.save("step-1")
     assert loop.mirrored() == {"step-1"}
