@@ -105,6 +105,12 @@ TRAINER_DEEPSPEED = {
 DeepSpeed's Adam for the CPU, which is not used."""
 
 
+_NO_MODEL_FILE = (
+    "    # checkpoint-N: DeepSpeed's files alone; for model.safetensors, too, gathered in rank 0's memory, give "
+    '"zero_optimization" "stage3_gather_16bit_weights_on_model_save": True'
+)
+
+
 def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
     """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
 
@@ -756,6 +762,7 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             "    offload_deepspeed.enable()",
             f"    config = {_python_dict({**by_deepspeed, **TRAINER_DEEPSPEED})}",
             f"    arguments = TrainingArguments({_trainer_arguments(setting.answer)})",
+            *([_NO_MODEL_FILE] if model.stage == 3 else []),
         ]
     elif can_have_weights("transformers", model.weights_on, ranks=1):
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
@@ -948,7 +955,10 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
     without_room = {n: setting.answer.checkpoint_warning for n, setting in enumerate(settings, start=1)}
     lines += [f"setting {number}: {text}" for number, text in without_room.items() if text]
     if any(setting.overlap in ("backward", "both") for setting in settings):
-        lines.append("overlap backward, both: as long as few steps clip gradients; else use forward (docs/step.md)")
+        lines.append(
+            "overlap backward, both: as long as few steps clip gradients (the Trainer's max_grad_norm is 1.0); with "
+            "--clip, plans are for steps that all do"
+        )
     lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting, framework)]

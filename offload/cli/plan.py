@@ -156,6 +156,8 @@ def add_parser(commands: Any) -> None:
         help="activations are recomputed in backward (gradient checkpointing): less memory, more to compute",
     )
     add_value(work, "--accumulate", parse_count, "micro-steps that the tokens come in (default: 1)", default=1)
+    clips = "every step clips gradients: the step is hidden in forward alone, as updates in backward would not count"
+    work.add_argument("--clip", action="store_true", help=clips)
     work.add_argument("--overlap", help=argparse.SUPPRESS)  # `_check_options` says what to do without
     search = parser.add_argument_group("search for settings that are not given")
     target = "show the cheapest setting whose iteration takes no longer, such as 10s, and its lines to paste"

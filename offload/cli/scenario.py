@@ -959,7 +959,9 @@ def _overlapped_s(answer: Answer) -> dict[str, float]:
         least_s += answer.weight_transfers.read_s(rates)
     with_step_s = with_forward_s(prediction, plan, forward_s, apart=on_gpu)
     overlapped_s = {"forward": backward_s + max(with_step_s, least_s)}
-    if plan.gradient_buffers or answer.scenario.model.weights_on == "path":  # sessions refuse updates in backward
+    model = answer.scenario.model
+    # Else no update in backward stays, or sessions refuse them.
+    if model.clip or plan.gradient_buffers or model.weights_on == "path":
         return overlapped_s
     speculative = plan.with_updates_in_backward(GRADIENT_BYTES)
     for hidden_in, goes_on_in_forward in (("backward", False), ("both", True)):

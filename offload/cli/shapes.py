@@ -121,6 +121,7 @@ class Model:
         tokens: Of one rank in an iteration; None to predict the step alone.
         accumulate: Micro-steps that the tokens come in.
         recompute: Whether backward repeats the forward pass.
+        clip: Whether every step clips gradients, so that no update in backward stays.
         stage: What ranks divide among them, as ZeRO's stages: state; gradients from 2 on; weights from 3 on.
     """
 
@@ -132,6 +133,7 @@ class Model:
     tokens: int | None = None
     accumulate: int = 1
     recompute: bool = False
+    clip: bool = False
     stage: int = 3
 
     @property
@@ -204,7 +206,7 @@ def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
         exact_params=exact_params,
         shape=shape,
         weights_on=weights_on,
-        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute", "stage")},
+        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute", "clip", "stage")},
     )
 
 

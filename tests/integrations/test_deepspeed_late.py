@@ -69,4 +69,5 @@ def test_weights_that_ranks_gather_behind_a_step_leave_the_device_s_collectives_
 def test_all_checks(world: int, placement: str, tmp_path: Path) -> None:
     """Beside stock DeepSpeed, which is on the accelerator as well then."""
     found = start(world, tmp_path, OTHERS, timeout_s=3000, PLACEMENT=placement, DELAYS=str(world))
-    assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
+    failed = [f"{name}: {said}" for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)]
+    assert not failed, "\n".join(failed)

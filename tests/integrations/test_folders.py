@@ -156,7 +156,7 @@ def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
     copy.begin()
     list(copy.copy())
     assert fetch(mirror, target) == 1
-    assert "no checkpoint that is whole" in capsys.readouterr().err
+    assert "no whole folder of a trainer" in capsys.readouterr().err
     assert fetch(mirror, target, "--name", "step-1") == 1
     assert "not whole" in capsys.readouterr().err
     assert fetch(mirror, target, "--name", "step-3") == 1

@@ -389,6 +389,8 @@ def test_host_memory_is_left_for_steps_in_backward_where_that_pays(capsys: pytes
     assert cli.main(["plan", *words]) == 0
     printed = capsys.readouterr().out
     assert "overlap backward, both: as long as few steps clip gradients" in printed
+    clipped = asked(capsys, *words, "--clip")
+    assert {setting["config"]["overlap"] for setting in clipped["settings"]} <= {"off", "forward"}
     assert "# clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more" in printed
 
 
