@@ -268,8 +268,8 @@ class Saves:
             return
         if own_ids is not None:
             who = "another session has saved there since this one last saved or loaded it"
-        elif pid := _find_user(folder, commit):
-            who = f"process {pid} has saved, or has gone on from, and which is still training"
+        elif (pid := _find_user(folder, commit)) is not None:
+            who = f"process {pid or 'of another machine'} has saved, or has gone on from, and which is still training"
         else:
             return
         advice = "end one of them, save to another folder, or move that checkpoint away"
