@@ -64,7 +64,7 @@ from offload.protocols import Tier, TileId
 from offload.schedule.index import TileIndex, TileRecord
 from offload.schedule.operations import Commit, Save, SaveTile
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
-from offload.tiers.filesystem import release_lock
+from offload.tiers.filesystem import LockFile, release_lock
 from offload.tiers.place import Folder
 from offload.tiers.store import READER_NAME
 
@@ -110,7 +110,7 @@ class _StoreLocks:
     """
 
     reopened: dict[int, _ReopenedStore] = field(default_factory=dict)
-    locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
+    locks: tuple[tuple[str, uuid.UUID, LockFile], ...] = ()
 
     def release(self) -> None:
         """Close and unlock all of them."""

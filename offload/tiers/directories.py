@@ -24,6 +24,7 @@ from offload.tiers.filesystem import (
     LOCK_NAME,
     NETWORK_FILE_SYSTEMS,
     STORE_FILES,
+    LockFile,
     file_system,
     hold_lock,
     identity,
@@ -299,7 +300,7 @@ class DirectoryFolder(Folder):
     def is_read(self, *, own: int = 0) -> bool:
         return is_being_read(self._root, own=own)
 
-    def acquire_lock(self) -> int | None:
+    def acquire_lock(self) -> LockFile | None:
         try:
             return hold_lock(self._root / LOCK_NAME, existing=True)
         except OSError:
@@ -368,19 +369,19 @@ class _ReadLockedStore(Store):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.data_path = directory / DATA_NAME
-        self._lock_descriptor: int | None = None  # None if there is no lock file, or the file system has no locks
+        self._lock: LockFile | None = None  # None if there is no lock file, or the file system has no locks
         with contextlib.suppress(FileNotFoundError):  # a copy where nobody may write has no lock file
             try:
-                self._lock_descriptor = share_lock(directory / LOCK_NAME)
+                self._lock = share_lock(directory / LOCK_NAME)
             except OSError as cause:
                 if cause.errno not in NO_LOCK_ERRNOS:
                     raise
 
     def close(self, *, keep: bool = True) -> None:
         """Give the shared lock up; the store is kept, whatever `keep` says."""
-        if self._lock_descriptor is not None:
-            unshare_lock(self._lock_descriptor)
-            self._lock_descriptor = None
+        if self._lock is not None:
+            unshare_lock(self._lock)
+            self._lock = None
 
 
 def _open_data(path: Path) -> tuple[int, bool]:

@@ -11,7 +11,7 @@ from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.protocols import Tier
 from offload.tiers.common import FileBytes, StoreOptions
-from offload.tiers.filesystem import UNLIMITED_BYTES
+from offload.tiers.filesystem import UNLIMITED_BYTES, LockFile
 from offload.tiers.objects import ObjectError
 
 TEMPORARY = ".tmp-"
@@ -101,8 +101,8 @@ class Folder(Protocol):
         """Return whether a store is known to have more readers than `own` ones of this process."""
         return False
 
-    def acquire_lock(self) -> int | None:
-        """Lock a store whose session has ended; return the descriptor for `release_lock`, None if that fails."""
+    def acquire_lock(self) -> LockFile | None:
+        """Lock a store whose session has ended; return the lock for `release_lock`, None if that fails."""
         return None
 
     def remove(self) -> None:

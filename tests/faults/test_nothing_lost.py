@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -34,7 +33,15 @@ from offload.checkpoint.stores import delete_free, delete_unused, find_stores, r
 from offload.tiers import FileTier
 from offload.tiers import store as store_module
 from offload.tiers.directories import DirectoryFolder
-from offload.tiers.filesystem import PINS_NAME, hold_lock, open_regular, read_regular, release_lock, replacing
+from offload.tiers.filesystem import (
+    PINS_NAME,
+    LockFile,
+    hold_lock,
+    open_regular,
+    read_regular,
+    release_lock,
+    replacing,
+)
 
 HISTORIES = Path(__file__).parent / "histories.py"
 
@@ -309,15 +316,15 @@ def test_a_store_that_is_taken_for_a_leftover_at_any_line_that_makes_or_deletes_
 def test_a_new_lock_that_whoever_deletes_leftovers_has_is_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, steps = fcntl.lockf, iter(("lock", "delete"))
+    real, steps = LockFile.lock, iter(("lock", "delete"))
 
-    def lockf(*args: Any) -> None:
+    def lock(*args: Any) -> None:
         if step := next(steps, None):
             assert ask(step) == (step == "delete")
         real(*args)
 
     with deleting_leftovers(path) as ask:
-        monkeypatch.setattr(fcntl, "lockf", lockf)
+        monkeypatch.setattr(LockFile, "lock", lock)
         come_and_go(path)
     assert not os.listdir(path)
     assert next(steps, None) is None
