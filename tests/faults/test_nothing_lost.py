@@ -512,6 +512,41 @@ def test_the_state_of_a_copy_is_never_a_leftover(
     assert steps_in(tmp_path / "moved", path) == 1
 
 
+@pytest.mark.parametrize("places", ["backup", "nvme backup", "nvme", "other"])
+def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
+    tmp_path: Path, path: Path, places: str
+) -> None:
+    """Also where nobody names the backup's stores: they lie beside its checkpoint as the original's did."""
+    (tmp_path / "other").mkdir()
+    backup = tmp_path / "backup"
+    write(path, 1, path / "run")
+    shutil.copytree(path, backup)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(path / "run")
+        run.train(2).save(path / "run")
+        run.train(5)
+    assert cli.main(["gc", str(backup)]) == 0
+    (store,) = find_stores(str(backup))
+    assert [pin.folder for pin in store.missing] == [str(path / "run")]
+    assert steps_in(backup / "run", *(tmp_path / name for name in places.split())) == 1
+    assert steps_in(backup / "run", backup) == 1
+    assert [pin.folder for pin in find_stores(str(backup))[0].pins] == [str(backup / "run")]  # it is no copy any more
+    assert steps_in(path / "run", path) == 3
+    assert offload.release_before_deletion(backup / "run", backup)
+    assert cli.main(["gc", str(backup)]) == 0
+    assert not find_stores(str(backup))
+
+
+def test_a_store_that_was_moved_to_another_disk_is_gone_on_with_and_freed(tmp_path: Path, path: Path) -> None:
+    write(path, 1, tmp_path / "run")
+    shutil.copytree(path, tmp_path / "moved")
+    shutil.rmtree(path)
+    assert steps_in(tmp_path / "run", tmp_path / "moved") == 1
+    write(tmp_path / "moved", 2, tmp_path / "run")
+    assert len(find_stores(str(tmp_path / "moved"))) == 1
+    assert steps_in(tmp_path / "run", tmp_path / "moved") == 2
+
+
 def test_a_copy_that_was_replaced_goes(tmp_path: Path, path: Path) -> None:
     with Run(path) as run:
         for number in range(4):
