@@ -17,6 +17,7 @@ from mirror import same
 
 import offload
 from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.saves import Saves
 from offload.checkpoint.stores import find_stores
 from offload.engine.seals import Seals
 from offload.schedule.operations import SaveTile
@@ -337,6 +338,31 @@ def test_callback_and_waiting(tmp_path: Path, paths: list[Path]) -> None:
         assert heard.wait(60)
         run.optimizer.wait_checkpoint(timeout_s=60)
     assert said == [None]
+
+
+def test_a_load_waits_for_the_save_that_is_under_way(
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_waiting = threading.Event()
+    run_job, wait_for_pending = Saves._run_job, Saves.wait_for_pending
+
+    def run_late(saves: Saves, *arguments: Any) -> None:
+        is_waiting.wait(60)
+        run_job(saves, *arguments)
+
+    def wait(saves: Saves) -> None:
+        is_waiting.set()
+        wait_for_pending(saves)
+
+    with Run(**PLACES["half"](paths)) as run:
+        for number in range(3):
+            run.train()
+            with monkeypatch.context() as patch:
+                patch.setattr(Saves, "_run_job", run_late)
+                run.optimizer.save_checkpoint(tmp_path / "ck", extra=number)
+                patch.setattr(Saves, "wait_for_pending", wait)
+                assert run.optimizer.load_checkpoint(tmp_path / "ck") == number
+            is_waiting.clear()
 
 
 def test_without_room_the_checkpoint_is_refused_and_training_goes_on(tmp_path: Path, paths: list[Path]) -> None:
