@@ -63,6 +63,12 @@ class Folder(Protocol):
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
         """Fill memory from a file of exactly that size."""
 
+    def content(self, name: str, scratch: str | None) -> contextlib.AbstractContextManager[FileBytes]:
+        """Open a file whose content may be larger than memory.
+
+        A bucket's object is brought to a temporary file first, in the directory `scratch`, or in `TMPDIR`.
+        """
+
     def identity(self) -> str:
         """Return what tells this folder from others on its device, also from copies of it; "" if nothing does."""
 
