@@ -16,6 +16,7 @@ import torch
 from mirror import same
 
 import offload
+from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.saves import Saves
 from offload.checkpoint.stores import find_stores
@@ -344,11 +345,11 @@ def test_a_load_waits_for_the_save_that_is_under_way(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_waiting = threading.Event()
-    run_job, wait_for_pending = Saves._run_job, Saves.wait_for_pending
+    run_job, wait_for_pending = CommitJob.run, Saves.wait_for_pending
 
-    def run_late(saves: Saves, *arguments: Any) -> None:
+    def run_late(job: CommitJob) -> None:
         is_waiting.wait(60)
-        run_job(saves, *arguments)
+        run_job(job)
 
     def wait(saves: Saves) -> None:
         is_waiting.set()
@@ -358,7 +359,7 @@ def test_a_load_waits_for_the_save_that_is_under_way(
         for number in range(3):
             run.train()
             with monkeypatch.context() as patch:
-                patch.setattr(Saves, "_run_job", run_late)
+                patch.setattr(CommitJob, "run", run_late)
                 run.optimizer.save_checkpoint(tmp_path / "ck", extra=number)
                 patch.setattr(Saves, "wait_for_pending", wait)
                 assert run.optimizer.load_checkpoint(tmp_path / "ck") == number
