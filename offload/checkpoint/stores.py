@@ -71,7 +71,7 @@ class Standing(enum.Enum):
 
     HELD = "it is in its folder"
     RELEASED = "a session has released or replaced it, or has ended before it was committed"
-    MISSING = "nobody can tell: it is not in its folder, and nothing there says that it, and no copy, was released"
+    MISSING = "nobody can tell: no folder has it, and it was not released, or only the original of a copied store was"
 
 
 def store_folder(path: str, store: uuid.UUID) -> Folder:
