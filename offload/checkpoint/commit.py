@@ -83,7 +83,7 @@ from offload.checkpoint.stores import (
     unpin,
 )
 from offload.errors import CheckpointError
-from offload.tiers.filesystem import release_lock
+from offload.tiers.filesystem import LockFile, release_lock
 from offload.tiers.place import Folder
 
 RANKS_TIMEOUT_S = 600.0
@@ -112,7 +112,7 @@ class KeptCheckpoint:
     rank: int
     stores: tuple[tuple[str, uuid.UUID], ...]
     save_number: int | None
-    locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
+    locks: tuple[tuple[str, uuid.UUID, LockFile], ...] = ()
     is_reported: bool = False
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import uuid
@@ -20,6 +19,7 @@ from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.whole import BESIDE, find_changed
 from offload.errors import CheckpointError
+from offload.tiers.common import filling
 from offload.tiers.place import TEMPORARY, raising_checkpoint_error
 
 
@@ -152,10 +152,8 @@ def fetch_file(source: str, target: str, nbytes: int, noted: tuple[int, int] | N
         os.makedirs(os.path.dirname(target), exist_ok=True)
         temporary = os.path.join(os.path.dirname(target), f"{TEMPORARY}{uuid.uuid4().hex}")
         with open(temporary, "w+b") as file:
-            if nbytes:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # if the disk were full, a write to a map would kill us
-                with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
-                    open_folder(folder).read_into(last, [whole])
+            with filling(file.fileno(), nbytes) as whole:
+                open_folder(folder).read_into(last, [whole])
             if noted is not None:
                 _, changed_ns = noted
                 os.utime(file.fileno(), ns=(changed_ns, changed_ns))

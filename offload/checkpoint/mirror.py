@@ -694,10 +694,11 @@ class RankPartCopy:
         """
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
-            content = open_folder(self.source.path).read(weights)
-            if content is None:
-                raise CheckpointError(f"{weights} is missing")
-            self.part.folder.write(weights, content)
+            target = self.part.folder
+            # Weights that no optimizer changes may be larger than memory.
+            scratch = target.path if target.has_locks else None
+            with open_folder(self.source.path).content(weights, scratch) as content:
+                target.write(weights, content)
         request = replace(self.part.request, find_ended=self.part.find_failed)
         manifest = self._manifest_of_copy()
         self.job = CommitJob(

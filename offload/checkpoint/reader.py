@@ -26,7 +26,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_commit, read_extra, read_manifest, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef
-from offload.checkpoint.stores import is_same
+from offload.checkpoint.stores import folders_above, is_same
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
 from offload.engine.views import tensor_at
@@ -607,30 +607,46 @@ class Checkpoint:
         return self._tiers[key]
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
-        """Change a rank's manifest to name the paths where its stores are now: stores and paths may have moved."""
+        """Change a rank's manifest to name the paths where its stores are now: stores and paths may have moved.
+
+        A copy of a store on `paths`, or one that lies beside the checkpoint as the store lay beside the original,
+        goes before the store that the checkpoint names: that may have gone on since.
+        """
         places = [parse_place(path) for path in paths]
         saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
         candidates = [*(place.name for place in places), *saved_paths]
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None:  # it lies in the checkpoint's own folder
                 continue
-            is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
-            found = parse_place(ref.path).search(ref.store, candidates)
+            named = [ref.path] if os.path.isdir(f"{ref.path}/offload-{ref.store}") else []
+            found = [*parse_place(ref.path).search(ref.store, candidates), *self._stores_beside(ref)]
             elsewhere = [path for path in found if not is_same(path, ref.path)]
-            if elsewhere:  # paths may have been exchanged, as by disks that are mounted in another order
-                self._find_store(rank, number, [ref.path, *elsewhere] if is_there else elsewhere)
+            # Paths may have been exchanged, as by disks that are mounted in another order.
+            exchanged = [path for path in elsewhere if any(is_same(path, saved) for saved in saved_paths)]
+            copies = [path for path in elsewhere if path not in exchanged]
+            if elsewhere:
+                self._find_store(rank, number, [*copies, *named, *exchanged])
             path = self.store_path(rank, number)
             for place in places:  # so that the path has the name that it has today
                 if is_same(place.path, path):
                     self._set_store_path(rank, number, place.name)
 
+    def _stores_beside(self, ref: StoreRef) -> list[str]:
+        """Return where a store lies in the two folders above the checkpoint, under the last names of its path."""
+        *_, path, rank = ("", *os.path.normpath(ref.path or "").split("/"))
+        names = ("", rank, f"{path}/{rank}")
+        places = [os.path.join(above, name) for above in folders_above(self.path) for name in names]
+        return [place for place in places if os.path.isdir(f"{place}/offload-{ref.store}")]
+
     def _find_store(self, rank: int, number: int, candidates: Sequence[str]) -> None:
         """Have a rank's manifest name the path that has a store, if one of `candidates` has it.
 
-        It is found by reading a tile of it, as all stores of a session have one name.
+        It is found by reading a tile of it, as all stores of a session have one name. The newest, which a copy from
+        before the checkpoint has not.
         """
         saved_path = self.manifests[rank].stores[number].path
-        tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
+        tiles = [tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number]
+        tile = max(tiles, key=lambda tile: self.manifests[rank].tiles[tile].step, default=None)
         try:
             for candidate in candidates:
                 self._set_store_path(rank, number, candidate)

@@ -64,7 +64,7 @@ from offload.protocols import Tier, TileId
 from offload.schedule.index import TileIndex, TileRecord
 from offload.schedule.operations import Commit, Save, SaveTile
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
-from offload.tiers.filesystem import release_lock
+from offload.tiers.filesystem import LockFile, release_lock
 from offload.tiers.place import Folder
 from offload.tiers.store import READER_NAME
 
@@ -110,7 +110,7 @@ class _StoreLocks:
     """
 
     reopened: dict[int, _ReopenedStore] = field(default_factory=dict)
-    locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
+    locks: tuple[tuple[str, uuid.UUID, LockFile], ...] = ()
 
     def release(self) -> None:
         """Close and unlock all of them."""
@@ -267,12 +267,12 @@ class Saves:
         if commit is None or commit.id in (own_ids or ()):
             return
         if own_ids is not None:
-            who = "another session has saved there since this one last saved or loaded it"
+            who = "another session has saved, or somebody has moved there, since this one last saved or loaded there"
         elif (pid := _find_user(folder, commit)) is not None:
             who = f"process {pid or 'of another machine'} has saved, or has gone on from, and which is still training"
         else:
             return
-        advice = "end one of them, save to another folder, or move that checkpoint away"
+        advice = "end the other run, save to another folder, or move that checkpoint away"
         raise CheckpointError(f"{folder.path} holds a checkpoint that {who}: {advice}")
 
     def begin(self, request: SaveRequest) -> None:

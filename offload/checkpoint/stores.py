@@ -11,6 +11,10 @@ or an empty folder, is no evidence: the name may mean another folder by now (ano
 that cannot be decided is kept, and reported as missing: a person may delete its store. Before a checkpoint is deleted
 with its folder, a `RELEASED` has to be written in one of the two folders above it, where it counts, too.
 
+A pin has the inode of its store's directory. In a copy of the directory, which has another one, a release in the
+pin's folder is no evidence: it was the original's, and the copy of the checkpoint may still be needed. Such a pin is
+missing, until a session that takes the copy over writes its own folder and the new inode into it.
+
 The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file (`begun_name`)
 to its folder before it pins a store; `COMMIT` replaces this file in one rename, so no checkpoint has both. The
 session that was to write `COMMIT` had the store's lock. The file's name has the folder's inode, so that the file
@@ -28,7 +32,7 @@ import reprlib
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.checkpoint.contents import read_manifests, read_released
 from offload.checkpoint.folder import is_name, open_folder
@@ -48,10 +52,18 @@ HERE = ".."
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`."""
+    """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`.
+
+    `inode` is what `Folder.identity` said of the store when the pin was written; "" if that is unknown.
+    """
 
     id: str
     folder: str
+    inode: str = ""
+
+    def written_in(self, store: Folder) -> Pin:
+        """Return the pin as it is to be written in a store."""
+        return replace(self, inode="" if self.folder == HERE else store.identity())
 
 
 class Standing(enum.Enum):
@@ -59,7 +71,7 @@ class Standing(enum.Enum):
 
     HELD = "it is in its folder"
     RELEASED = "a session has released or replaced it, or has ended before it was committed"
-    MISSING = "nobody can tell: it is not in its folder, and nothing there says that it was released"
+    MISSING = "nobody can tell: no folder has it, and it was not released, or only the original of a copied store was"
 
 
 def store_folder(path: str, store: uuid.UUID) -> Folder:
@@ -77,24 +89,29 @@ def read_pins(folder: Folder) -> list[Pin]:
     if content is None:
         return []
     where = f"{folder.path}/{PINS_NAME}"
-    rows = unseal("pins", content, where).get("pins")
+    body = unseal("pins", content, where)
+    rows, inodes = body.get("pins"), body.get("inodes", {})
     if not isinstance(rows, list) or not all(
         isinstance(row, list) and len(row) == 2 and all(is_name(text) for text in row) for row in rows
     ):
         raise CheckpointError(f"{where} is damaged: pins is {reprlib.repr(rows)}")
-    return [Pin(*row) for row in rows]
+    if not isinstance(inodes, dict) or not all(isinstance(inode, str) for inode in inodes.values()):
+        raise CheckpointError(f"{where} is damaged: inodes is {reprlib.repr(inodes)}")
+    return [Pin(id, name, inodes.get(id, "")) for id, name in rows]
 
 
 def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
     """Replace the pins of a store, durably."""
-    folder.write(PINS_NAME, seal("pins", {"pins": [[pin.id, pin.folder] for pin in pins]}))
+    inodes = {pin.id: pin.inode for pin in pins if pin.inode}  # by themselves: older versions read pins of two texts
+    folder.write(PINS_NAME, seal("pins", {"pins": [[pin.id, pin.folder] for pin in pins], "inodes": inodes}))
 
 
 def pin(folder: Folder, added: Pin) -> None:
     """Add a pin to a store."""
     pins = read_pins(folder)
+    added = added.written_in(folder)
     if added not in pins:
-        write_pins(folder, [*pins, added])
+        write_pins(folder, [*(pin for pin in pins if (pin.id, pin.folder) != (added.id, added.folder)), added])
 
 
 def unpin(folder: Folder, id: str) -> None:
@@ -136,12 +153,12 @@ def standing(pin: Pin, store: str) -> Standing:
         else:
             released_ids, _ = read_released(opened)
         begun = begun_name(opened, pin.id)
-        if begun and opened.read(begun) is not None:  # the save was killed before its `COMMIT`
-            return Standing.RELEASED
+        is_begun = begun and opened.read(begun) is not None  # the save was killed before its `COMMIT`
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
-    is_released = pin.id in released_ids or _is_named_above(opened.path, pin.id)
-    return Standing.RELEASED if is_released else Standing.MISSING
+    is_released = is_begun or pin.id in released_ids or _is_named_above(opened.path, pin.id)
+    is_copy = store and pin.inode and pin.inode != open_folder(store).identity()
+    return Standing.RELEASED if is_released and not is_copy else Standing.MISSING
 
 
 def folders_above(folder: str) -> tuple[str, ...]:
@@ -212,14 +229,21 @@ def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
 
 
 def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
-    """Write a moved checkpoint's new folder into its pin; the caller has the store's lock.
+    """Write a moved checkpoint's new folder, and the store's inode, into its pin; the caller has the store's lock.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
     """
     opened = store_folder(path, store)
     pins = read_pins(opened)
-    new_pins = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
+    moved = Pin(id, folder).written_in(opened)
+
+    def note(pin: Pin) -> Pin:
+        """Return the pin as it has to be."""
+        is_noted = pin.id != id or (is_same(pin.folder, folder) and pin.inode in ("", moved.inode))
+        return pin if is_noted else moved
+
+    new_pins = [note(pin) for pin in pins]
     if new_pins != pins:
         write_pins(opened, new_pins)
 
@@ -267,7 +291,7 @@ class Leftover:
         used_by: Pid of the process that has the store's lock; None if none has.
         being_read: Whether some process reads the store.
         pins: Pins of checkpoints that are in their folders.
-        missing: Pins of checkpoints that may be deleted, never committed, moved, or hidden by a mount.
+        missing: Pins of checkpoints that may be deleted, never committed, moved, hidden by a mount, or copied.
         problem: Why the store cannot be judged; "" if it can.
         opened_by: In an object store, the session that has opened the store and may still use it; "" if that is known
             to have ended, and where stores have locks.
@@ -372,7 +396,7 @@ def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
     if not any(pin.folder == HERE for pin in pins):  # it may be in a checkpoint from before there were such pins
         pins += _pins_of_copy_around(name)
     parent, _, _ = name.rpartition("/")
-    verdicts = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
+    verdicts = [(replace(pin, folder=parent) if pin.folder == HERE else pin, standing(pin, name)) for pin in pins]
     held_pins = tuple(pin for pin, verdict in verdicts if verdict is Standing.HELD)
     missing_pins = tuple(pin for pin, verdict in verdicts if verdict is Standing.MISSING)
     return held_pins, missing_pins

@@ -375,36 +375,51 @@ class Seen:
     """Remembers which folders runs' folders contain, to find those that were deleted during this session."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[str, int, int], set[str]] = {}
-        """By path, device and inode of the run's folder: another folder that gets its path is not taken for it."""
+        self._noted: dict[tuple[str, int, int], dict[str, tuple[int, int] | None]] = {}
+        """By path, device and inode of the run's folder: another folder that gets its path is not taken for it.
+
+        The names in it, each with what a renamed folder keeps: inode and time of change of a whole one's marker. None
+        where there is none.
+        """
 
     def note(self, whole: WholeFolder) -> None:
-        """Remember the names in the run's folder that `whole` lies in."""
+        """Remember what is in the run's folder that `whole` lies in."""
         with contextlib.suppress(OSError):
-            noted = self._names_noted_in(whole.above)
-            noted |= {*os.listdir(whole.above)}
+            self._noted_in(whole.above).update(_siblings(whole))
 
     def deleted_siblings(self, whole: WholeFolder) -> list[WholeFolder]:
         """Return the siblings of a whole folder that were deleted since they were noted; each is returned once.
 
-        Siblings of a folder "step_5/optim" are "step_4/optim" and so on. Nothing is returned if the run's folder
-        cannot be read, or is another than was noted: it was moved, say, or unmounted.
+        Siblings of a folder "step_5/optim" are "step_4/optim" and so on. One that was renamed is returned, under its
+        old name, when it is deleted. Nothing is returned if the run's folder cannot be read, or is another than was
+        noted: it was moved, say, or unmounted.
         """
         own_name, slash, inside = whole.name.partition("/")
         checkpoint = whole.checkpoint.removeprefix(own_name)
         try:
-            noted = self._names_noted_in(whole.above)
-            present = {*os.listdir(whole.above)}
+            noted = self._noted_in(whole.above)
+            present = _siblings(whole)
         except OSError:
             return []
-        deleted = noted - present - {own_name}
-        noted -= deleted  # so that each is returned once
-        return [
-            WholeFolder(whole.above, name + slash + inside, checkpoint and name + checkpoint)
-            for name in sorted(deleted)
-        ]
+        markers = {marker for marker in present.values() if marker is not None}
+        gone = noted.keys() - present.keys() - {own_name}
+        deleted = sorted(name for name in gone if noted[name] not in markers)
+        for name in deleted:  # so that each is returned once
+            del noted[name]
+        return [WholeFolder(whole.above, name + slash + inside, checkpoint and name + checkpoint) for name in deleted]
 
-    def _names_noted_in(self, above: str) -> set[str]:
-        """Return the set of names that were noted in a run's folder; callers change it."""
+    def _noted_in(self, above: str) -> dict[str, tuple[int, int] | None]:
+        """Return what was noted in a run's folder; callers change it."""
         status = os.stat(above)
-        return self._noted.setdefault((above, status.st_dev, status.st_ino), set())
+        return self._noted.setdefault((above, status.st_dev, status.st_ino), {})
+
+
+def _siblings(whole: WholeFolder) -> dict[str, tuple[int, int] | None]:
+    """Return the names in a whole folder's run's folder, each with what tells a whole folder there; see `Seen`."""
+    _, _, inside = whole.name.partition("/")
+    found: dict[str, tuple[int, int] | None] = dict.fromkeys(os.listdir(whole.above))
+    for name in found:
+        with contextlib.suppress(OSError):
+            status = os.stat(os.path.join(whole.above, name, inside, WHOLE))
+            found[name] = status.st_ino, status.st_mtime_ns
+    return found

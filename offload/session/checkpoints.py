@@ -254,21 +254,26 @@ class Checkpoints:
             CheckpointError: There is no checkpoint in the folder, or it cannot be read.
             Exception: What `take` raised.
         """
-        with self.open(path, buffers=CHECKPOINT_BUFFERS) as checkpoint:
+        with self._open(path, buffers=CHECKPOINT_BUFFERS) as checkpoint:
             checkpoint.read_pieces(self._parts.plan.layout.parameters, take, names)
 
-    def open(self, path: str | os.PathLike[str], *, buffers: int = BUFFERS) -> Checkpoint:
+    def open(self, path: str | os.PathLike[str]) -> Checkpoint:
         """Open a checkpoint of any session; its stores are looked for on this session's paths, too.
 
-        Stores of other ranks may lie on other hosts: a store has to be on this host only when it is read.
+        A save of this session that is under way ends first: it may be the one to open, or replace it. Stores of other
+        ranks may lie on other hosts: a store has to be on this host only when it is read.
 
         Args:
             path: The checkpoint's folder.
-            buffers: Most tiles in memory at once.
 
         Raises:
             CheckpointError: There is none, it is damaged or of a newer format, or one of its stores is missing.
         """
+        self._parts.saves.wait_for_pending()
+        return self._open(path)
+
+    def _open(self, path: str | os.PathLike[str], *, buffers: int = BUFFERS) -> Checkpoint:
+        """Do as `open`, with at most so many tiles in memory at once, beside a save that is under way."""
         config = self._parts.config
         places = [place.path for place in config.path_configs]
         return Checkpoint(path, verify=config.checksum, paths=places, whole=False, buffers=buffers)

@@ -6,14 +6,15 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 import uuid
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.protocols import Tier
-from offload.tiers.common import FileBytes, StoreOptions, check_options_without_threads
+from offload.tiers.common import FileBytes, StoreOptions, check_options_without_threads, filling
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
 from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, raising_checkpoint_error
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
@@ -115,6 +116,19 @@ class BucketFolder(Folder):
             nbytes = self._client.get_into(self._prefix + name, pieces)
         if nbytes != sum(len(piece) for piece in pieces):
             raise CheckpointError(f"{self.path}/{name} is damaged: it has another size than was written")
+
+    @contextlib.contextmanager
+    def content(self, name: str, scratch: str | None) -> Iterator[FileBytes]:
+        where = f"{self.path}/{name}"
+        with contextlib.ExitStack() as ends:
+            with raising_checkpoint_error("read", where):
+                nbytes = self._client.head(self._prefix + name)
+                if nbytes is None:
+                    raise CheckpointError(f"cannot read {where}: there is no such object")
+                file = ends.enter_context(tempfile.TemporaryFile(dir=scratch))
+                with filling(file.fileno(), nbytes) as whole:
+                    self.read_into(name, [whole])
+            yield FileBytes(file.fileno(), nbytes)
 
     def identity(self) -> str:
         """Return "": nothing tells a copy from the original."""

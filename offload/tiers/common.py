@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import mmap
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -113,6 +114,21 @@ class FileBytes:
         """Read and yield the content piece by piece."""
         for start in range(0, self._nbytes, FILE_PIECE_BYTES):
             yield self[start : start + FILE_PIECE_BYTES]
+
+
+@contextlib.contextmanager
+def filling(descriptor: int, nbytes: int) -> Iterator[memoryview]:
+    """Make an empty file `nbytes` long, and yield its content: what is written to it goes to the file.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    if not nbytes:
+        yield memoryview(b"")
+        return
+    os.posix_fallocate(descriptor, 0, nbytes)  # if the disk were full, a write to a map would kill us
+    with mmap.mmap(descriptor, nbytes) as content, memoryview(content) as whole:
+        yield whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

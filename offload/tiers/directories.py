@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from offload.tiers.filesystem import (
     LOCK_NAME,
     NETWORK_FILE_SYSTEMS,
     STORE_FILES,
+    LockFile,
     file_system,
     hold_lock,
     identity,
@@ -217,6 +218,15 @@ class DirectoryFolder(Folder):
             if is_shorter or file.read(1):  # a byte is left: the file is longer
                 raise CheckpointError(f"{file_path} is damaged: it has another size than was written")
 
+    @contextlib.contextmanager
+    def content(self, name: str, scratch: str | None) -> Iterator[FileBytes]:
+        """See `Folder.content`; the file is read in place."""
+        with contextlib.ExitStack() as ends:
+            with raising_checkpoint_error("read", os.path.join(self.path, name)):
+                opener = partial(open_regular, follow=self._follow)
+                file = ends.enter_context(open(self._root / name, "rb", opener=opener))
+            yield FileBytes(file.fileno(), os.fstat(file.fileno()).st_size)
+
     def identity(self) -> str:
         """See `Folder.identity`; the inode's number, which copies do not share."""
         with contextlib.suppress(OSError):
@@ -299,7 +309,7 @@ class DirectoryFolder(Folder):
     def is_read(self, *, own: int = 0) -> bool:
         return is_being_read(self._root, own=own)
 
-    def acquire_lock(self) -> int | None:
+    def acquire_lock(self) -> LockFile | None:
         try:
             return hold_lock(self._root / LOCK_NAME, existing=True)
         except OSError:
@@ -368,19 +378,19 @@ class _ReadLockedStore(Store):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.data_path = directory / DATA_NAME
-        self._lock_descriptor: int | None = None  # None if there is no lock file, or the file system has no locks
+        self._lock: LockFile | None = None  # None if there is no lock file, or the file system has no locks
         with contextlib.suppress(FileNotFoundError):  # a copy where nobody may write has no lock file
             try:
-                self._lock_descriptor = share_lock(directory / LOCK_NAME)
+                self._lock = share_lock(directory / LOCK_NAME)
             except OSError as cause:
                 if cause.errno not in NO_LOCK_ERRNOS:
                     raise
 
     def close(self, *, keep: bool = True) -> None:
         """Give the shared lock up; the store is kept, whatever `keep` says."""
-        if self._lock_descriptor is not None:
-            unshare_lock(self._lock_descriptor)
-            self._lock_descriptor = None
+        if self._lock is not None:
+            unshare_lock(self._lock)
+            self._lock = None
 
 
 def _open_data(path: Path) -> tuple[int, bool]:

@@ -60,28 +60,63 @@ _OWNER_BYTE = 0
 _READERS_BYTE = 1
 """The bytes of a store's lock file that its owner and its readers lock."""
 
+_FLOCK = "@hhqqi4x"
+"""`struct flock`: type, whence, start, length, pid; native alignment and padding."""
+
+_PID_BYTES = 20
+"""Length of what a lock file holds: its owner's pid, as the system knows none for a lock that is no process's."""
+
 _POLL_S = 1e-3
 """Seconds between attempts to acquire a lock that another process will release soon."""
 
 
-@dataclass(slots=True)
-class _LockFile:
-    """A lock file that this process has open.
+@dataclass(slots=True, eq=False)
+class LockFile:
+    """A store's lock file that this process has open, once for all its locks on it.
 
-    Closing any descriptor of a file gives up all POSIX locks of the process on it. So there is one entry for each
-    file, and its descriptors stay open until no lock is needed. A forked child inherits this table but not the locks,
-    so an entry says which process made it.
+    Its locks are open file description locks: they stay when others in this process open and close the file, as
+    whoever copies the folder does. A copy of a descriptor would keep them, so a forked child closes its own.
+
+    On network file systems they are POSIX record locks: closing any descriptor of the file gives up all that the
+    process has on it. So descriptors stay open until no lock is needed.
     """
 
-    pid: int
+    key: tuple[int, int]
     descriptors: list[int]
-    owned: bool = False  # by `hold_lock`
-    readers: int = 0  # locks of `share_lock`
+    has_record_locks: bool
+    owner: int = -1  # the descriptor that has the lock of `hold_lock`
+    readers: int = 0  # locks of `share_lock`, all of the first descriptor
+
+    def lock(self, descriptor: int, kind: int, byte: int) -> None:
+        """Lock or unlock a byte; raise OSError if another process has locked it, or there are no locks."""
+        command = fcntl.F_SETLK if self.has_record_locks else fcntl.F_OFD_SETLK
+        fcntl.fcntl(descriptor, command, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
+
+    def unlock(self, descriptor: int, byte: int) -> None:
+        """Unlock a byte: closing alone does not while a child that is just being forked has the descriptor, too."""
+        with contextlib.suppress(OSError):  # a file server may refuse this for a deleted file
+            self.lock(descriptor, fcntl.F_UNLCK, byte)
 
 
-_lock_files: dict[tuple[int, int], _LockFile] = {}
+_lock_files: dict[tuple[int, int], LockFile] = {}
 """The lock files by device and inode."""
-_table_lock = threading.Lock()
+_table_lock = threading.RLock()
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies of lock files, which would keep its parent's locks beyond the parent's life."""
+    for file in _lock_files.values():
+        for descriptor in file.descriptors:
+            os.close(descriptor)
+        file.descriptors.clear()
+        file.owner = -1
+        file.readers = 0
+    _lock_files.clear()
+    _table_lock.release()
+
+
+# Nobody forks between opening a lock file and noting it.
+os.register_at_fork(before=_table_lock.acquire, after_in_parent=_table_lock.release, after_in_child=_close_in_child)
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
@@ -267,10 +302,10 @@ def read_json(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool = 
         raise ValueError("it is nested too deeply") from None
 
 
-def hold_lock(path: Path, *, existing: bool = False) -> int:
-    """Lock a lock file for this process as a store's owner; return its descriptor for `release_lock`.
+def hold_lock(path: Path, *, existing: bool = False) -> LockFile:
+    """Lock a lock file for this process as a store's owner; return it for `release_lock`.
 
-    A POSIX record lock: freed when this process ends, however it ends, even if a forked child lives on.
+    Freed when this process ends, however it ends, even if a forked child lives on.
 
     Until a new lock file is locked its store looks like a leftover, so a process that deletes leftovers may lock it
     first. This waits until that process gives the lock up.
@@ -287,32 +322,36 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
     """
     with _table_lock:
         if existing:
-            if (known := _known_lock_file(path)) is not None and known.owned:
+            if (known := _known_lock_file(path)) is not None and known.owner >= 0:
                 raise BlockingIOError(errno.EAGAIN, "this process has locked it already", str(path))
             descriptor = open_regular(path, os.O_RDWR)
         else:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        entry = _ensure_entry(descriptor)
+        file = _note_lock_file(descriptor)
         try:
-            if not _try_lock_as_owner(descriptor, 0.0):
+            if not _try_lock_as_owner(file, descriptor, 0.0):
                 if existing:
                     raise BlockingIOError(errno.EAGAIN, "another process has locked it", str(path))
-                waits.wait_for(partial(_try_lock_as_owner, descriptor), lambda: f"whoever has locked {path}")
+                waits.wait_for(partial(_try_lock_as_owner, file, descriptor), lambda: f"whoever has locked {path}")
             # A new file's name is its session's alone: nobody else makes another file there.
             is_there = _is_at(path, descriptor) if existing else path.exists()
             if not is_there:
                 raise FileNotFoundError(errno.ENOENT, "somebody has deleted it meanwhile", str(path))
+            if not file.has_record_locks:
+                with contextlib.suppress(OSError):  # a full disk: messages do without
+                    os.pwrite(descriptor, f"{os.getpid():<{_PID_BYTES}}".encode(), 0)
         except BaseException:
-            _close_unused(entry)
+            file.unlock(descriptor, _OWNER_BYTE)
+            _close_unused(file)
             raise
-        entry.owned = True
-    return descriptor
+        file.owner = descriptor
+    return file
 
 
-def _try_lock_as_owner(descriptor: int, pause_s: float) -> bool:
+def _try_lock_as_owner(file: LockFile, descriptor: int, pause_s: float) -> bool:
     """Try to lock a lock file as owner; return whether that succeeded, after a pause if another process has it."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_BYTE)
+        file.lock(descriptor, fcntl.F_WRLCK, _OWNER_BYTE)
         return True
     except OSError as cause:
         if cause.errno not in (errno.EAGAIN, errno.EACCES):  # POSIX allows either for a lock of another process
@@ -321,82 +360,89 @@ def _try_lock_as_owner(descriptor: int, pause_s: float) -> bool:
     return False
 
 
-def release_lock(descriptor: int) -> None:
-    """Give up a lock of `hold_lock`."""
+def release_lock(file: LockFile) -> None:
+    """Give up a lock of `hold_lock`; a forked child has none."""
     with _table_lock:
-        entry = _ensure_entry(descriptor)
-        if entry.readers:  # else `_close_unused` gives it up by closing the file
-            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _OWNER_BYTE)
-        entry.owned = False
-        _close_unused(entry)
+        if file.owner >= 0:
+            file.unlock(file.owner, _OWNER_BYTE)
+            file.owner = -1
+            _close_unused(file)
 
 
-def share_lock(path: Path) -> int:
-    """Lock a store's lock file as a reader of what checkpoints name there; return a descriptor for `unshare_lock`.
+def share_lock(path: Path) -> LockFile:
+    """Lock a store's lock file as a reader of what checkpoints name there; return it for `unshare_lock`.
 
     Raises:
         OSError: There is no such file, or the file system has no locks.
     """
     with _table_lock:
-        known = _known_lock_file(path)
-        descriptor = known.descriptors[0] if known is not None else open_regular(path)
-        entry = _ensure_entry(descriptor)
+        file = _known_lock_file(path) or _note_lock_file(open_regular(path))
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _READERS_BYTE)
+            file.lock(file.descriptors[0], fcntl.F_RDLCK, _READERS_BYTE)
         except OSError:
-            _close_unused(entry)
+            _close_unused(file)
             raise
-        entry.readers += 1
-    return descriptor
+        file.readers += 1
+    return file
 
 
-def unshare_lock(descriptor: int) -> None:
-    """Give up one lock of `share_lock`; the last of this process unlocks the file."""
+def unshare_lock(file: LockFile) -> None:
+    """Give up one lock of `share_lock`; the last of this process unlocks the file. A forked child has none."""
     with _table_lock:
-        entry = _ensure_entry(descriptor)
-        entry.readers -= 1
-        if not entry.readers and entry.owned:  # else `_close_unused` gives it up by closing the file
-            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _READERS_BYTE)
-        _close_unused(entry)
+        if file.readers:
+            file.readers -= 1
+            if not file.readers:
+                file.unlock(file.descriptors[0], _READERS_BYTE)
+            _close_unused(file)
 
 
-def _known_lock_file(path: str | os.PathLike[str]) -> _LockFile | None:
-    """Return the entry of a lock file that this process has open; None if it has not."""
+def _known_lock_file(path: str | os.PathLike[str]) -> LockFile | None:
+    """Return a lock file that this process has open; None if it has not."""
     status = os.stat(path, follow_symlinks=False)
-    entry = _lock_files.get((status.st_dev, status.st_ino))
-    return entry if entry is not None and entry.pid == os.getpid() else None
+    return _lock_files.get((status.st_dev, status.st_ino))
 
 
-def _ensure_entry(descriptor: int) -> _LockFile:
-    """Return the entry of an open lock file, made if there is none; its descriptors include this one then."""
-    for known in _lock_files.values():
-        if known.pid == os.getpid() and descriptor in known.descriptors:
-            return known  # without `fstat`, which a file server may refuse for a deleted file
-    status = os.fstat(descriptor)
-    key = status.st_dev, status.st_ino
-    entry = _lock_files.get(key)
-    if entry is None or entry.pid != os.getpid():
-        entry = _lock_files[key] = _LockFile(os.getpid(), [])
-    if descriptor not in entry.descriptors:
-        entry.descriptors.append(descriptor)
-    return entry
-
-
-def _close_unused(entry: _LockFile) -> None:
-    """Close a lock file's descriptors if this process has no lock on it any more."""
-    if entry.owned or entry.readers:
-        return
-    for key in [key for key, known in _lock_files.items() if known is entry]:
-        del _lock_files[key]
-    for descriptor in entry.descriptors:
+def _note_lock_file(descriptor: int) -> LockFile:
+    """Return the lock file that was opened, with this descriptor among its own."""
+    try:
+        status = os.fstat(descriptor)
+        key = status.st_dev, status.st_ino
+        if key not in _lock_files:
+            _lock_files[key] = LockFile(key, [], _has_record_locks(descriptor))
+    except BaseException:
         os.close(descriptor)
+        raise
+    _lock_files[key].descriptors.append(descriptor)
+    return _lock_files[key]
+
+
+def _has_record_locks(descriptor: int) -> bool:
+    """Return whether a lock file gets POSIX record locks: on a network, or where the system has no others.
+
+    A file server may keep an open file description's lock when the process that has it was killed.
+    """
+    try:
+        byte_holder(descriptor, _OWNER_BYTE, fcntl.F_OFD_GETLK)
+        return file_system(f"/proc/self/fd/{descriptor}") in NETWORK_FILE_SYSTEMS
+    except OSError:
+        return True
+
+
+def _close_unused(file: LockFile) -> None:
+    """Close a lock file's descriptors if this process has no lock on it any more."""
+    if file.owner >= 0 or file.readers:
+        return
+    del _lock_files[file.key]
+    for descriptor in file.descriptors:
+        os.close(descriptor)
+    file.descriptors.clear()
 
 
 def lock_holder(store: str | os.PathLike[str]) -> int | None:
     """Return the pid of the process that is using a store, or None if its lock is free.
 
-    The lock is left as it is, even if this process holds it. For a holder on another machine the pid is 0, or one of
-    that machine.
+    The lock is left as it is, even if this process holds it. The pid is 0 if it is not known; for a holder on another
+    machine or in another container it may be one there.
 
     Args:
         store: A store's directory.
@@ -404,7 +450,7 @@ def lock_holder(store: str | os.PathLike[str]) -> int | None:
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder_of_byte(store, _OWNER_BYTE, lambda entry: entry.owned)
+    return _holder_of_byte(store, _OWNER_BYTE, lambda file: file.owner >= 0)
 
 
 def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
@@ -413,13 +459,13 @@ def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder_of_byte(store, _READERS_BYTE, lambda entry: entry.readers > own) is not None
+    return _holder_of_byte(store, _READERS_BYTE, lambda file: file.readers > own) is not None
 
 
-def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[_LockFile], bool]) -> int | None:
+def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[LockFile], bool]) -> int | None:
     """Return the pid of the process that has locked a byte of a store's lock file; None if none has.
 
-    The system does not report this process's own locks, so `is_own` tells from the file's entry.
+    The system does not report this process's own locks, so `is_own` tells from the open file.
     """
     path = os.path.join(store, LOCK_NAME)
     with _table_lock:
@@ -429,22 +475,38 @@ def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[
             return None
         if known is not None and is_own(known):
             return os.getpid()
-        descriptor = known.descriptors[0] if known is not None else open_regular(path)
+        if known is not None:  # opening it once more, and closing that, could give up our locks
+            command = fcntl.F_GETLK if known.has_record_locks else fcntl.F_OFD_GETLK
+            return _holder_of_lock(known.descriptors[0], byte, command)
+        descriptor = open_regular(path)
         try:
-            return byte_holder(descriptor, byte)
+            return _holder_of_lock(descriptor, byte, fcntl.F_GETLK)
         finally:
-            if known is None:  # else closing it would give up our locks
-                os.close(descriptor)
+            os.close(descriptor)
 
 
-def byte_holder(descriptor: int, byte: int) -> int | None:
-    """Return the pid of another process that has a record lock on a byte of a file, or None, as the system says.
+def _holder_of_lock(descriptor: int, byte: int, command: int) -> int | None:
+    """Do as `byte_holder`; the pid that the system does not know is the one that the owner has noted, or 0."""
+    pid = byte_holder(descriptor, byte, command)
+    if pid != -1:
+        return pid
+    noted = os.pread(descriptor, _PID_BYTES, 0).strip()
+    return int(noted) if noted.isdigit() else 0
+
+
+def byte_holder(descriptor: int, byte: int, command: int = fcntl.F_GETLK) -> int | None:
+    """Return the pid of another process that has locked a byte of a file, or None, as the system says.
+
+    Args:
+        descriptor: The file's.
+        byte: Its position.
+        command: F_GETLK, or F_OFD_GETLK to ask for locks of other descriptors, also of this process. The pid is -1
+            for an open file description's lock.
 
     Raises:
         OSError: The file system has no locks.
     """
-    flock = "@hhqqi4x"  # struct flock: type, whence, start, length, pid; native alignment and padding
-    wanted = struct.pack(flock, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    # F_GETLK: the system replaces it by a lock that conflicts, or by type F_UNLCK if none does.
-    lock_type, _, _, _, pid = struct.unpack(flock, fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    # The system replaces it by a lock that conflicts, or by type F_UNLCK if none does.
+    lock_type, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, command, wanted))
     return None if lock_type == fcntl.F_UNLCK else int(pid)

@@ -11,7 +11,7 @@ from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.protocols import Tier
 from offload.tiers.common import FileBytes, StoreOptions
-from offload.tiers.filesystem import UNLIMITED_BYTES
+from offload.tiers.filesystem import UNLIMITED_BYTES, LockFile
 from offload.tiers.objects import ObjectError
 
 TEMPORARY = ".tmp-"
@@ -63,6 +63,12 @@ class Folder(Protocol):
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
         """Fill memory from a file of exactly that size."""
 
+    def content(self, name: str, scratch: str | None) -> contextlib.AbstractContextManager[FileBytes]:
+        """Open a file whose content may be larger than memory.
+
+        A bucket's object is brought to a temporary file first, in the directory `scratch`, or in `TMPDIR`.
+        """
+
     def identity(self) -> str:
         """Return what tells this folder from others on its device, also from copies of it; "" if nothing does."""
 
@@ -101,8 +107,8 @@ class Folder(Protocol):
         """Return whether a store is known to have more readers than `own` ones of this process."""
         return False
 
-    def acquire_lock(self) -> int | None:
-        """Lock a store whose session has ended; return the descriptor for `release_lock`, None if that fails."""
+    def acquire_lock(self) -> LockFile | None:
+        """Lock a store whose session has ended; return the lock for `release_lock`, None if that fails."""
         return None
 
     def remove(self) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.processes import Process
-from offload.tiers.filesystem import LOCK_NAME, PINS_NAME, hold_lock, release_lock, replacing, sync_directory
+from offload.tiers.filesystem import (
+    LOCK_NAME,
+    PINS_NAME,
+    LockFile,
+    hold_lock,
+    release_lock,
+    replacing,
+    sync_directory,
+)
 from offload.tiers.place import TEMPORARY
 
 DATA_NAME = "tiles"
@@ -61,7 +69,7 @@ class Store:
         check_directory(path)
         self.directory = Path(os.path.abspath(path)) / f"offload-{store}"
         self.data_path = self.directory / DATA_NAME
-        self._lock: int | None = None  # descriptor of the lock file; None if the file system has no locks
+        self._lock: LockFile | None = None  # None if the file system has no locks
         if existing:
             self._lock = hold_lock(self.directory / LOCK_NAME, existing=True)
             self._identity = _identity(os.stat(self.directory))

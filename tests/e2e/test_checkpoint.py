@@ -16,7 +16,9 @@ import torch
 from mirror import same
 
 import offload
+from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.saves import Saves
 from offload.checkpoint.stores import find_stores
 from offload.engine.seals import Seals
 from offload.schedule.operations import SaveTile
@@ -339,6 +341,31 @@ def test_callback_and_waiting(tmp_path: Path, paths: list[Path]) -> None:
     assert said == [None]
 
 
+def test_a_load_waits_for_the_save_that_is_under_way(
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_waiting = threading.Event()
+    run_job, wait_for_pending = CommitJob.run, Saves.wait_for_pending
+
+    def run_late(job: CommitJob) -> None:
+        is_waiting.wait(60)
+        run_job(job)
+
+    def wait(saves: Saves) -> None:
+        is_waiting.set()
+        wait_for_pending(saves)
+
+    with Run(**PLACES["half"](paths)) as run:
+        for number in range(3):
+            run.train()
+            with monkeypatch.context() as patch:
+                patch.setattr(CommitJob, "run", run_late)
+                run.optimizer.save_checkpoint(tmp_path / "ck", extra=number)
+                patch.setattr(Saves, "wait_for_pending", wait)
+                assert run.optimizer.load_checkpoint(tmp_path / "ck") == number
+            is_waiting.clear()
+
+
 def test_without_room_the_checkpoint_is_refused_and_training_goes_on(tmp_path: Path, paths: list[Path]) -> None:
     state_bytes = 12 * sum(SIZES)
     tight = {"host_memory": 0, "staging_memory": 3 * 12 * 1024, "paths": [{"path": paths[0]}]}
@@ -561,7 +588,9 @@ def test_two_sessions_that_save_to_one_folder_do_not_replace_each_others(tmp_pat
         two.train()
         two.save(tmp_path / "ck")
         expected = two.state()
-        refusal = f"{tmp_path}/ck holds a checkpoint that another session has saved there since this one last saved"
+        refusal = (
+            f"{tmp_path}/ck holds a checkpoint that another session has saved, or somebody has moved there"
+        )
         with pytest.raises(offload.CheckpointError, match=refusal):
             one.save(tmp_path / "ck")
         one.save(tmp_path / "other")

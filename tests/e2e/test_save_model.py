@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import cli
+from offload.checkpoint.fetch import fetch
+from offload.tiers.buckets import BucketFolder
 from offload.tiers.directories import DirectoryFolder
 
 
@@ -154,6 +156,37 @@ def test_a_mirror_has_it_too(tmp_path: Path) -> None:
     optimizer, _ = run(other, tmp_path / "elsewhere")
     with optimizer:
         optimizer.load_checkpoint(tmp_path / "mirror" / "ck", model=other)
+    assert_equal(everything(other), everything(model))
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_frozen_weights_are_mirrored_and_fetched_piece_by_piece(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """They may be larger than memory."""
+
+    def without_weights(read: Callable[[Any, str], bytes | None]) -> Callable[[Any, str], bytes | None]:
+        def refuse(folder: Any, name: str) -> bytes | None:
+            assert not name.startswith("model-")
+            return read(folder, name)
+
+        return refuse
+
+    for folder in (DirectoryFolder, BucketFolder):
+        monkeypatch.setattr(folder, "read", without_weights(folder.read))
+    (tmp_path / "mirror").mkdir()
+    mirror = str(tmp_path / "mirror") if kind == "directory" else f"s3://{BUCKET}/model-{uuid.uuid4()}"
+    model, other = Adapted(), unlike()
+    optimizer, head = run(model, tmp_path / "path", mirror=mirror)
+    with optimizer:
+        train(model, optimizer, head, 2)
+        with optimizer.checkpoint_folder(tmp_path / "run" / "step-2"):
+            optimizer.save_checkpoint(tmp_path / "run" / "step-2" / "optimizer", model=model)
+        optimizer.wait_mirror()
+    fetch(mirror, "step-2", str(tmp_path / "fetched"))
+    optimizer, _ = run(other, tmp_path / "elsewhere")
+    with optimizer:
+        optimizer.load_checkpoint(tmp_path / "fetched" / "step-2" / "optimizer", model=other)
     assert_equal(everything(other), everything(model))
 
 

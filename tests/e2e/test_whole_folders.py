@@ -117,6 +117,17 @@ def test_another_runs_folders_are_neither_replaced_nor_deleted(loop: Loop) -> No
         assert loop.mirrored() == {"step-1", "step-3", "step-4"}
 
 
+def test_a_renamed_folder_keeps_its_copy_until_it_is_deleted(loop: Loop) -> None:
+    for number in range(1, 4):
+        loop.save(f"step-{number}")
+        assert loop.mirrored() == {f"step-{before}" for before in range(1, number + 1)}
+        if number == 1:
+            (loop.run / "step-1").rename(loop.run / "best")
+    shutil.rmtree(loop.run / "best")
+    loop.save("step-4")
+    assert loop.mirrored() == {"step-2", "step-3", "step-4"}
+
+
 def test_a_run_whose_disk_is_not_mounted_empties_no_mirror(loop: Loop) -> None:
     loop.save("step-1")
     assert loop.mirrored() == {"step-1"}

@@ -173,6 +173,7 @@ class Session:
         """Save, after noting which checkpoints this may release."""
         world = self.world
         folder = (world.root / name).resolve()
+        released = [*world.released]
         with contextlib.suppress(offload.CheckpointError):
             world.released.append(read_commit(open_folder(folder)).id)
         if not copy:
@@ -185,7 +186,14 @@ class Session:
                         world.released.append(id)
         world.intended = zlib.crc32(self.optimizer.state_for(self.weight)["master"].numpy().tobytes())
         world.store()
-        self.optimizer.save_checkpoint(world.root / name, copy=copy)
+        try:
+            self.optimizer.save_checkpoint(world.root / name, copy=copy)
+        except offload.CheckpointError as refusal:
+            if "somebody has moved there" not in str(refusal):
+                raise
+            world.released, world.intended = released, None
+            world.store()
+            return
         self.optimizer.wait_checkpoint()
         id = read_commit(open_folder(folder)).id
         world.values[id] = world.intended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -34,7 +33,15 @@ from offload.checkpoint.stores import delete_free, delete_unused, find_stores, r
 from offload.tiers import FileTier
 from offload.tiers import store as store_module
 from offload.tiers.directories import DirectoryFolder
-from offload.tiers.filesystem import PINS_NAME, hold_lock, open_regular, read_regular, release_lock, replacing
+from offload.tiers.filesystem import (
+    PINS_NAME,
+    LockFile,
+    hold_lock,
+    open_regular,
+    read_regular,
+    release_lock,
+    replacing,
+)
 
 HISTORIES = Path(__file__).parent / "histories.py"
 
@@ -309,15 +316,15 @@ def test_a_store_that_is_taken_for_a_leftover_at_any_line_that_makes_or_deletes_
 def test_a_new_lock_that_whoever_deletes_leftovers_has_is_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, steps = fcntl.lockf, iter(("lock", "delete"))
+    real, steps = LockFile.lock, iter(("lock", "delete"))
 
-    def lockf(*args: Any) -> None:
+    def lock(*args: Any) -> None:
         if step := next(steps, None):
             assert ask(step) == (step == "delete")
         real(*args)
 
     with deleting_leftovers(path) as ask:
-        monkeypatch.setattr(fcntl, "lockf", lockf)
+        monkeypatch.setattr(LockFile, "lock", lock)
         come_and_go(path)
     assert not os.listdir(path)
     assert next(steps, None) is None
@@ -503,6 +510,41 @@ def test_the_state_of_a_copy_is_never_a_leftover(
     shutil.rmtree(folder) if where == "archive" else None
     assert cli.main(["gc", str(tmp_path / "moved")]) == 0
     assert steps_in(tmp_path / "moved", path) == 1
+
+
+@pytest.mark.parametrize("places", ["backup", "nvme backup", "nvme", "other"])
+def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
+    tmp_path: Path, path: Path, places: str
+) -> None:
+    """Also where nobody names the backup's stores: they lie beside its checkpoint as the original's did."""
+    (tmp_path / "other").mkdir()
+    backup = tmp_path / "backup"
+    write(path, 1, path / "run")
+    shutil.copytree(path, backup)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(path / "run")
+        run.train(2).save(path / "run")
+        run.train(5)
+    assert cli.main(["gc", str(backup)]) == 0
+    (store,) = find_stores(str(backup))
+    assert [pin.folder for pin in store.missing] == [str(path / "run")]
+    assert steps_in(backup / "run", *(tmp_path / name for name in places.split())) == 1
+    assert steps_in(backup / "run", backup) == 1
+    assert [pin.folder for pin in find_stores(str(backup))[0].pins] == [str(backup / "run")]  # it is no copy any more
+    assert steps_in(path / "run", path) == 3
+    assert offload.release_before_deletion(backup / "run", backup)
+    assert cli.main(["gc", str(backup)]) == 0
+    assert not find_stores(str(backup))
+
+
+def test_a_store_that_was_moved_to_another_disk_is_gone_on_with_and_freed(tmp_path: Path, path: Path) -> None:
+    write(path, 1, tmp_path / "run")
+    shutil.copytree(path, tmp_path / "moved")
+    shutil.rmtree(path)
+    assert steps_in(tmp_path / "run", tmp_path / "moved") == 1
+    write(tmp_path / "moved", 2, tmp_path / "run")
+    assert len(find_stores(str(tmp_path / "moved"))) == 1
+    assert steps_in(tmp_path / "run", tmp_path / "moved") == 2
 
 
 def test_a_copy_that_was_replaced_goes(tmp_path: Path, path: Path) -> None:

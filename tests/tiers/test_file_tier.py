@@ -38,7 +38,7 @@ from offload.tiers import (
     slot_bytes,
     tier_error,
 )
-from offload.tiers.filesystem import UNLIMITED_BYTES, hold_lock, release_lock
+from offload.tiers.filesystem import UNLIMITED_BYTES, hold_lock, is_being_read, release_lock, share_lock, unshare_lock
 
 TARGET = 4 << 20
 NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
@@ -195,21 +195,61 @@ def test_the_lock_is_held_until_close(tmp_path: Path) -> None:
     assert lock_holder(tmp_path) is None  # no store at all
 
 
+def test_who_opens_the_lock_file_too_gives_no_lock_up(tmp_path: Path) -> None:
+    """As `shutil.copytree` of a run's folder does."""
+    lock = hold_lock(tmp_path / "lock")
+    readers = [share_lock(tmp_path / "lock") for _ in range(2)]
+    for reader in readers:
+        (tmp_path / "lock").read_bytes()
+        assert holder_seen_by_another(tmp_path) == os.getpid()
+        assert reader_seen_by_another(tmp_path)
+        assert not is_being_read(tmp_path, own=len(readers))
+        unshare_lock(reader)
+        readers = readers[1:]
+    assert not reader_seen_by_another(tmp_path)
+    release_lock(lock)
+    assert holder_seen_by_another(tmp_path) is None
+
+
+def test_a_record_lock_of_an_older_version_counts(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    code = "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX, 1); print(); input()"
+    command = [sys.executable, "-uc", code, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as older:
+        assert older.stdout is not None
+        older.stdout.readline()
+        assert lock_holder(tmp_path) == older.pid
+        with pytest.raises(BlockingIOError):
+            hold_lock(tmp_path / "lock", existing=True)
+        older.communicate(b"\n")
+    release_lock(hold_lock(tmp_path / "lock", existing=True))
+
+
 def test_a_lock_goes_that_its_server_does_not_know_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may have an error for whoever asks about a file that somebody has deleted."""
     lock = hold_lock(tmp_path / "lock")
+    (descriptor,) = lock.descriptors
     (tmp_path / "lock").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", lambda descriptor: os.stat(tmp_path / "lock"))
         release_lock(lock)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(lock)
+        os.fstat(descriptor)
 
 
 def holder_seen_by_another(store: Path) -> int | None:
-    code = "import sys; from offload.tiers import lock_holder; print(lock_holder(sys.argv[1]))"
+    told = told_by_another("lock_holder", store)
+    return None if told == "None" else int(told)
+
+
+def reader_seen_by_another(store: Path) -> bool:
+    return told_by_another("is_being_read", store) == "True"
+
+
+def told_by_another(function: str, store: Path) -> str:
+    code = f"import sys; from offload.tiers.filesystem import {function}; print({function}(sys.argv[1]))"
     out = subprocess.run([sys.executable, "-c", code, str(store)], capture_output=True, text=True, check=True)
-    return None if out.stdout.strip() == "None" else int(out.stdout)
+    return out.stdout.strip()
 
 
 HOLDER = """
@@ -217,11 +257,10 @@ import os, sys, uuid
 from offload._native import CompletionQueue
 from offload.tiers import FileTier
 tier = FileTier(sys.argv[1], uuid.UUID(sys.argv[2]), CompletionQueue())
-child = os.fork()
-if child == 0:
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
     sys.stdin.buffer.read()
     os._exit(0)
-print(child, flush=True)
 sys.stdin.buffer.read()
 """
 
