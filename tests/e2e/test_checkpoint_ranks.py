@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import same
-from sharded import spawn
+from sharded import on_ranks, spawn
 
 import offload
 from offload import waits
@@ -414,6 +414,20 @@ def two_ranks(folder: Path) -> None:
         dist.barrier()
         optimizer.close()
         dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_load_together_or_not_at_all(folder: Path) -> None:
+    """What one rank cannot load, none goes on from: the next, older one has to be the same for all."""
+    weight = torch.nn.Parameter(torch.ones(5000).bfloat16())
+    optimizer = offload.AdamW([("weight", weight)], offload={"paths": [folder]})
+    optimizer.save_checkpoint(folder / "ck")
+    optimizer.wait_checkpoint()
+    seen = folder / "ck" if dist.get_rank() == 0 else folder / "missing"
+    with pytest.raises(offload.CheckpointError, match="missing" if dist.get_rank() else "rank 1 could not load"):
+        optimizer.load_checkpoint(seen)
+    optimizer.load_checkpoint(folder / "ck")
+    optimizer.close()
 
 
 @pytest.mark.slow
