@@ -56,6 +56,12 @@ class Cut:
         kinds = enumerate(self.placements)
         return [self.mesh.get_group(dimension) for dimension, kind in kinds if not kind.is_replicate()]
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks have this piece."""
+        kinds = enumerate(self.placements)
+        return any(kind.is_replicate() and self.mesh.size(dimension) > 1 for dimension, kind in kinds)
+
 
 def is_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`."""

@@ -338,7 +338,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._holder.open()
             self._weights.refresh(gradients=False)
             bounds = self._weights.bound.values()
-            agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds)
+            agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds, self.engine)
             positions = {bound.parameter: bound.position for bound in bounds}
             # Bytes for the checkpoint beside the state; a function of the model's rest is called in the background.
             content: bytes | Callable[[], bytes] | None = extra_bytes
