@@ -186,6 +186,37 @@ def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
     ranks[1 - rank].engine.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ["begin", "commit"])
+def test_a_rank_that_has_failed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, rank: int
+) -> None:
+    """Another rank gives up at once, and the next save leaves nothing of that."""
+
+    def fail(*_: object) -> bytes:
+        raise offload.CheckpointError("mine")
+
+    with two(tmp_path) as ranks:
+        ranks.step()
+        ranks.save(tmp_path / "ck", 1 - rank)
+        if moment == "begin":
+            with monkeypatch.context() as patched:
+                patched.setattr(DirectoryFolder, "prepare", fail)
+                with pytest.raises(offload.CheckpointError, match="mine"):
+                    ranks.save(tmp_path / "ck", rank)
+        else:
+            request = offload.SaveRequest(tmp_path / "ck", id="a" * 32, rank=rank, ranks=2, extra=fail)
+            ranks[rank].engine.checkpoints.save(request)
+        with pytest.raises(offload.CheckpointError, match=f"rank {rank} has failed"):
+            ranks.wait(1 - rank)
+        ranks.step()
+        expected = joined(ranks)
+        ranks.save(tmp_path / "ck", id="b")
+        ranks.wait()
+        assert not list((tmp_path / "ck").glob("failed-*"))
+    assert_holds(tmp_path / "ck", expected)
+
+
 def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path) -> None:
     with two(tmp_path, close_s=0.05) as ranks:
         ranks[0].step()
