@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload import waits
+from offload.checkpoint.commit import RANKS_TIMEOUT_S
 from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError
 from offload.layout import bare_names
@@ -84,6 +89,55 @@ def on_all_ranks(work: Callable[[], object], other: str) -> None:
         failure = error
     if any_rank(failure is not None):
         raise failure or CheckpointError(other)  # this rank's own error, else another rank's
+
+
+class Meeting:
+    """How ranks hear, without a collective, that all have come to the end of a block, or that one has failed before.
+
+    A rank that has failed waits for nobody: it may end, or go on to collectives that the others do not expect. Making
+    one is a collective.
+
+    Args:
+        what: The block, for errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        size, self._rank = world()
+        answers: list[Any] = [None] * size
+        if size > 1:
+            torch.distributed.all_gather_object(answers, (uuid.uuid4().hex, Process.this()))
+            self._key = f"offload/meeting/{answers[0][0]}"
+            self._processes = [process for _, process in answers]
+        # None with MPI, where ranks meet in the next collective alone.
+        self._store: Any = torch.distributed.distributed_c10d._get_default_store() if size > 1 else None
+
+    def note_failure(self) -> None:
+        """Tell the other ranks that this one has failed, and does not come; if that can be done."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._key}/failed", str(self._rank))
+
+    def wait(self) -> None:
+        """Wait until all ranks have come; after `RANKS_TIMEOUT_S` return, for a collective with a limit of its own.
+
+        Raises:
+            CheckpointError: One does not come: it has failed, or ended.
+        """
+        if self._store is None:
+            return
+        come, pause_s = self._store.add(f"{self._key}/come", 1), 0.001
+        silence, until_s = waits.Silence(), time.monotonic() + RANKS_TIMEOUT_S
+        while come < len(self._processes) and time.monotonic() < until_s:
+            gone = [f"{rank} has ended" for rank in _ended_ranks(self._processes)]
+            if self._store.check([f"{self._key}/failed"]):
+                gone.append(f"{self._store.get(f'{self._key}/failed').decode()} has failed")
+            come = self._store.add(f"{self._key}/come", 0)
+            if gone and come < len(self._processes):
+                raise CheckpointError(f"{self._what} is not whole: rank {gone[-1]}; see what it has said last")
+            silence.warn_if_due(lambda: f"all ranks, so that {self._what} is whole")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
 
 
 def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engine: Engine) -> SaveRequest:

@@ -389,7 +389,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: The folder is in a bucket, or has no possible name.
             CheckpointError: The folder cannot be written, or, when the context ends: a file cannot be made durable,
-                or see `wait_checkpoint`.
+                or see `wait_checkpoint`; or another rank has left the context by an error.
         """
         return folders.checkpoint_folder(self, os.fspath(folder))
 

@@ -19,6 +19,7 @@ import offload
 from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.marker import Mark, mark_of
 from offload.checkpoint.reader import Checkpoint
 from offload.limits import Limits
 from offload.rules import GroupScalars
@@ -458,6 +459,33 @@ def test_ranks_load_together_or_not_at_all(folder: Path) -> None:
     with pytest.raises(offload.CheckpointError, match="missing" if dist.get_rank() else "rank 1 could not load"):
         optimizer.load_checkpoint(seen)
     optimizer.load_checkpoint(folder / "ck")
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_a_folder_by_an_error_is_not_waited_for(folder: Path) -> None:
+    """It goes on with the others, who hear of it when they leave; the folder is not whole."""
+    weight = torch.nn.Parameter(torch.ones(5000).bfloat16())
+    optimizer = offload.AdamW([("weight", weight)], offload={"paths": [folder]})
+    run = folder / "run"
+
+    def save(failing: int) -> None:
+        with optimizer.checkpoint_folder(run):
+            optimizer.save_checkpoint(run / "optimizer")
+            if dist.get_rank() == failing:
+                raise OSError("mine")
+        assert failing == -1
+
+    for failing in (0, 1):
+        error, words = (OSError, "mine") if dist.get_rank() == failing else (offload.CheckpointError, "has failed")
+        with pytest.raises(error, match=words):
+            save(failing)
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert int(ones.sum()) == 6
+        assert mark_of(str(run)) is Mark.BEGUN
+    save(-1)
+    assert mark_of(str(run)) is Mark.WHOLE
     optimizer.close()
 
 
