@@ -12,9 +12,10 @@
 Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
 
 Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. A rank gives up when its
-session breaks, when `close` has waited long enough, when it sees that a rank's process has ended before its part was
-done, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by writing `COMMIT`, and everything that a `COMMIT` may name
-has to be kept:
+session breaks, when `close` has waited long enough, when it sees that a rank's process has ended, or its part failed,
+before that was done, or after `RANKS_TIMEOUT_S`. A rank whose part has failed says so by an empty file
+(`note_failure`), which goes with the next `COMMIT` in the folder. Only rank 0 decides, by writing `COMMIT`, and
+everything that a `COMMIT` may name has to be kept:
 
     rank 0 gives up before it begins to write `COMMIT`: no other rank writes it, so there will be no checkpoint;
         the files of this rank are deleted. Manifests of other ranks remain, and are ignored.
@@ -34,6 +35,7 @@ but no data.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -49,6 +51,7 @@ from offload.checkpoint.contents import read_commit, read_manifests, read_releas
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
+    FAILURE,
     OWN_FILE,
     RELEASED_NAME,
     CommitRecord,
@@ -56,6 +59,7 @@ from offload.checkpoint.manifest import (
     StoreRef,
     encode,
     extra_name,
+    failure_name,
     manifest_name,
     names_of,
     seal_commit,
@@ -222,7 +226,7 @@ class CommitJob:
             else:
                 self._wait(
                     lambda: "" if _is_committed(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
-                    find_ended=self._find_ended_too_early,
+                    find_gone=self._find_gone,
                 )
         except CheckpointError:
             if not self._may_be_named or (manifest.rank == 0 and self._is_commit_surely_missing()):
@@ -257,7 +261,7 @@ class CommitJob:
         It names the checkpoints `earlier_ids`, which the folder held before.
         """
         manifest = self.manifest
-        self._wait(self._describe_missing, find_ended=self._find_ended_too_early)
+        self._wait(self._describe_missing, find_gone=self._find_gone)
         if self.cancelled.is_set():
             raise CheckpointError(f"{self.folder.path} was not committed: the session broke")
         self._may_be_named = True
@@ -289,38 +293,43 @@ class CommitJob:
         id, ranks = self.manifest.id, self.manifest.ranks
         return [rank for rank in range(ranks) if manifest_name(id, rank) not in names]
 
-    def _find_ended_too_early(self) -> list[int]:
-        """Return the ranks whose processes have ended before they did what this commit needs of them."""
+    def _find_gone(self) -> str:
+        """Return, in words, the ranks that have ended, or failed, before they did what this commit needs; or ""."""
         ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will never come
-        missing = self._ranks_without_manifest() if ended else []
-        # Rank 0 has `COMMIT` to write, the others only their manifests.
-        return [rank for rank in ended if rank == 0 or rank in missing]
+        names = {*self.folder.names()}
+        manifest = self.manifest
+        failed = [rank for rank in range(manifest.ranks) if failure_name(manifest.id, rank) in names]
+        for ranks, what in ((ended, "ended"), (failed, "failed")):
+            # Rank 0 has `COMMIT` to write, the others only their manifests.
+            gone = [rank for rank in ranks if rank == 0 or manifest_name(manifest.id, rank) not in names]
+            if gone:
+                return f"rank {', '.join(map(str, gone))} has {what}"
+        return ""
 
     def _wait(
         self,
         missing: Callable[[], str],
         who_says: str = "the other ranks say",
-        find_ended: Callable[[], Sequence[int]] = tuple,  # returns none
+        find_gone: Callable[[], str] = str,  # returns ""
     ) -> None:
         """Wait until nothing is missing any more: `missing` returns in words what is, or "".
 
-        Raise `CheckpointError` if that takes too long, or if `find_ended` returns ranks: what is missing cannot come
-        then. The error tells users to see what `who_says`, such as "the other ranks say".
+        Raise `CheckpointError` if that takes too long, or if `find_gone` returns in words which ranks have gone: what
+        is missing cannot come then. The error tells users to see what `who_says`, such as "the other ranks say".
         """
         silence, last_what = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
         try:
             while True:
-                ended = find_ended()
+                gone = find_gone()
                 what = missing()
                 if not what:
                     break
                 self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
                 if what != last_what:  # something has come
                     silence.end()
-                if ended:
-                    story = f"{self.folder.path} was not committed: rank {', '.join(map(str, ended))} has ended"
-                    raise CheckpointError(f"{story}; see what it has said last")
+                if gone:
+                    raise CheckpointError(f"{self.folder.path} was not committed: {gone}; see what it has said last")
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {who_says}")
@@ -396,7 +405,7 @@ class CommitJob:
             self.folder.delete(RELEASED_NAME)
         # Not those of other ids: another save to this folder may be under way.
         for name in self.folder.names():
-            id = name.split("-")[1] if OWN_FILE.fullmatch(name) else ""
+            id = name.split("-")[1] if OWN_FILE.fullmatch(name) or FAILURE.fullmatch(name) else ""
             if id in replaced and id != self._mirrored_id:
                 self.folder.delete(name)
 
@@ -424,6 +433,16 @@ def _is_committed(folder: Folder, id: str) -> bool | None:
         return content is not None and unseal_commit(content, folder.path).id == id
     except CheckpointError:
         return None
+
+
+def note_failure(folder: Folder, request: SaveRequest) -> None:
+    """Tell the other ranks that this one's part of a save has failed, so that they give it up; if that can be done.
+
+    For a save that this rank has not committed, and that is not in doubt.
+    """
+    if request.ranks > 1:
+        with contextlib.suppress(CheckpointError):
+            folder.write(failure_name(request.id, request.rank), b"")
 
 
 def is_being_read(checkpoint: KeptCheckpoint) -> bool:

@@ -50,7 +50,7 @@ OWN_FILE = re.compile(rf"manifest-{ID}-\d+\.json|(extra|model)-{ID}-\d+\.bin")
 """Names of the files in a checkpoint's folder that this package may delete."""
 
 FAILURE = re.compile(rf"failed-{ID}-\d+")
-"""Names of the files by which a mirror's rank says that it has failed."""
+"""Names of the files by which a rank says that its part of a save, or of the mirror's copy, has failed."""
 
 _MIRROR_FILE = rf"mirror-{ID}-\d+\.json|{FAILURE.pattern}"
 OWN = re.compile(
@@ -196,6 +196,11 @@ def extra_name(id: str, rank: int) -> str:
 def model_name(id: str, rank: int) -> str:
     """Return the name of the file with a rank's weights that no optimizer changes."""
     return f"model-{id}-{rank}.bin"
+
+
+def failure_name(id: str, rank: int) -> str:
+    """Return the name of the file that says that a rank has failed."""
+    return f"failed-{id}-{rank}"
 
 
 MODEL_KEY = "offload.model"

@@ -49,6 +49,7 @@ from offload.checkpoint.manifest import (
     MirrorProgress,
     StoreRef,
     TileRef,
+    failure_name,
     model_name,
     seal_progress,
     unseal_progress,
@@ -534,7 +535,7 @@ class RankPart:
 
     def failure_name(self, rank: int) -> str:
         """Return the name of the file that says that a rank has failed."""
-        return f"failed-{self.request.id}-{rank}"
+        return failure_name(self.request.id, rank)
 
     def is_committed(self) -> bool:
         """Return whether the folder holds the checkpoint."""

@@ -20,11 +20,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
+from offload.checkpoint.commit import CommitJob, KeptCheckpoint, note_failure, release
 from offload.checkpoint.contents import read_commit, read_manifest
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
@@ -471,6 +472,9 @@ class Saves:
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
+            if pending.thread is None:  # else the commit has told the other ranks, unless it is in doubt
+                told = partial(note_failure, pending.folder, pending.request)
+                threading.Thread(target=told, name="offload-save-failed", daemon=True).start()
         self._note_end(pending, error)
         return save_numbers
 
@@ -664,6 +668,8 @@ class Saves:
             self._commit_error = cause
             # A checkpoint that others may still commit is kept like one that was committed.
             code = 0 if job is not None and job.is_doubtful else -1
+            if code:
+                note_failure(pending.folder, pending.request)
         self._queue.post(commit.op, code)
 
     def _make_job(self, pending: PendingSave, records: Mapping[TileId, TileRecord]) -> CommitJob:

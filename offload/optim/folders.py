@@ -10,7 +10,7 @@ from typing import Any
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.marker import ALONE, Mark, Marker, mark_begun, mark_of, mark_whole
 from offload.errors import ConfigError
-from offload.optim.ranks import any_rank, on_all_ranks, world
+from offload.optim.ranks import Meeting, any_rank, on_all_ranks, world
 from offload.tiers import parse_place
 
 
@@ -22,9 +22,15 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
     """
     folder = directory_of(folder)
     begin_folder(folder)
+    meeting = Meeting(folder)
     with optimizer.engine.checkpoints.keeping_all():  # the folder before stays whole until this one is
-        yield
-        optimizer.wait_checkpoint()
+        try:
+            yield
+            optimizer.wait_checkpoint()
+        except BaseException:
+            meeting.note_failure()
+            raise
+        meeting.wait()
         mark_folder(folder)
     mirror_folder(optimizer, folder)
 

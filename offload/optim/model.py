@@ -28,6 +28,8 @@ from offload.tiers.place import Folder
 
 Form = tuple[str, str, list[int]]
 """Name, dtype and shape of a frozen weight; of this rank's shard, if it is sharded."""
+Place = list[list[int]]
+"""Sizes of a sharded tensor in each dimension, first indices of this rank's shard, and the shard's sizes."""
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,6 +40,26 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _form(name: str, tensor: torch.Tensor) -> Form:
     """Return name, dtype and shape of a tensor, as they are written to a checkpoint."""
     return name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+    """Return the places of sharded tensors; a partial one has none, as its ranks' elements are summands."""
+    places: dict[str, Place] = {}
+    for name, tensor in tensors.items():
+        kinds: Any = getattr(tensor, "placements", ())
+        if shards.is_dtensor(tensor) and not all(kind.is_replicate() or kind.is_partial() for kind in kinds):
+            box = shards.box_of(tensor)
+            places[name] = [[*tensor.shape], [first for first, _ in box], [size for _, size in box]]
+    return places
+
+
+def _describe(place: Place | None) -> str:
+    """Return in words which elements a rank has; None: all."""
+    if place is None:
+        return "all elements"
+    whole, firsts, sizes = place
+    ranges = ", ".join(f"{first}:{first + size}" for first, size in zip(firsts, sizes, strict=True))
+    return f"[{ranges}] of shape {whole}"
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -129,6 +151,7 @@ class ModelRest:
         head = {
             "extra": None if extra is None else len(extra),
             "frozen": [_form(name, _local(weight.detach())) for name, weight in self.frozen.items()],
+            "places": _places(self.tensors),
             "checksum": digest,
         }
         return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
@@ -168,6 +191,7 @@ class SavedRest:
         file: The file with frozen weights.
         extra: The caller's own bytes; None if there were none.
         frozen: The weights in the file, in order.
+        places: The places of all sharded tensors; None if they are not known, as in files of earlier versions.
         digest: The file's.
         content: All but frozen weights, as `torch.save` wrote it.
     """
@@ -176,6 +200,7 @@ class SavedRest:
     file: str
     extra: bytes | None
     frozen: list[Form]
+    places: dict[str, Place] | None
     digest: int
     content: bytes
 
@@ -190,9 +215,10 @@ class SavedRest:
         try:
             header = json.loads(head)
             forms = [(str(name), str(dtype), [*shape]) for name, dtype, shape in header["frozen"]]
+            places = None if header.get("places") is None else dict(header["places"])
             extra = None if header["extra"] is None else content[: int(header["extra"])]
             rest = content[len(extra or b"") :]
-            return cls(path, model_name(id, rank), extra, forms, int(header["checksum"]), rest)
+            return cls(path, model_name(id, rank), extra, forms, places, int(header["checksum"]), rest)
         except (ValueError, TypeError, LookupError) as cause:
             raise CheckpointError(f"{path} is damaged: what it has of the model cannot be read") from cause
 
@@ -237,6 +263,15 @@ class SavedRest:
                 raise CheckpointError(
                     f"{self.path} has {name} as {saved_dtype} of shape {saved_shape}, and here it is {dtype} of "
                     f"shape {shape}; of frozen weights that ranks share, each rank has its own part"
+                )
+        places_here = _places(rest.tensors)
+        saved_places = places_here if self.places is None else self.places
+        for name in here:
+            place, place_here = saved_places.get(name), places_here.get(name)
+            if place != place_here:
+                raise CheckpointError(
+                    f"{self.path} has {_describe(place)} of {name} for this rank, which here has "
+                    f"{_describe(place_here)}: load it with the mesh and placements that it was saved with"
                 )
         return copied
 

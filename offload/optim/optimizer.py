@@ -510,13 +510,20 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
     def _is_asked_for_state(self) -> bool:
         """Return whether torch takes this step so that the optimizer makes its state: rate and gradients are 0.
 
-        That is `_init_optim_state` in torch/distributed/checkpoint/state_dict.py.
+        That is `_init_optim_state` in torch/distributed/checkpoint/state_dict.py. If weights are cut over ranks, the
+        gradients of all these ranks count: a collective, if the rate is 0 and nothing was updated yet.
         """
         has_rate = any(number(group["lr"]) != 0 for group in self.param_groups)
         if has_rate or self._state.has_updates:
             return False
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+        are_zero = not any(bool(shards.local(gradient).any()) for gradient in gradients)
+        note = float(bool(gradients)) if are_zero else math.inf
+        trainable = [(p, name) for p, name, _ in names(self.param_groups) if p.requires_grad]
+        rows_over, owners = self._weights.rows_over, self._weights.owners
+        cuts = [shards.cut_of(parameter, name, rows_over, owners.get(parameter)) for parameter, name in trainable]
+        sum_of_notes = shards.total((cut, note) for cut in cuts) if any(cuts) else note
+        return 0 < sum_of_notes < math.inf
 
     def _show_state(self) -> None:
         """Show state of parameters with a gradient as zeros from now on, without an update."""

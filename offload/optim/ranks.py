@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,17 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload import waits
+from offload.checkpoint.commit import RANKS_TIMEOUT_S
 from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError
 from offload.layout import bare_names
 from offload.optim.weights import BoundParameter
 from offload.processes import Process
+from offload.session.engine import Engine
 from offload.tiers.common import digest_of
 
 log = logging.getLogger("offload")
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same weight."""
+SAMPLED = 3
+"""Weights, the smallest, by whose state ranks find out whether those with the same weights have the same state."""
 
 
 class _Answer(NamedTuple):
@@ -33,11 +41,15 @@ class _Answer(NamedTuple):
 
 
 class _Digest(NamedTuple):
-    """Shape and dtype of a whole weight, which piece of it a rank has, and a digest of the piece's beginning."""
+    """Shape and dtype of a whole weight, which piece of it a rank has, and a digest of the piece's beginning.
+
+    `state` is the step count, and a digest of the piece's state if that is in the sample.
+    """
 
     whole: tuple[Any, ...]
     place: tuple[Any, ...]
     digest: int
+    state: tuple[int, int | None]
 
 
 def world() -> tuple[int, int]:
@@ -79,23 +91,75 @@ def on_all_ranks(work: Callable[[], object], other: str) -> None:
         raise failure or CheckpointError(other)  # this rank's own error, else another rank's
 
 
-def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> SaveRequest:
+class Meeting:
+    """How ranks hear, without a collective, that all have come to the end of a block, or that one has failed before.
+
+    A rank that has failed waits for nobody: it may end, or go on to collectives that the others do not expect. Making
+    one is a collective.
+
+    Args:
+        what: The block, for errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        size, self._rank = world()
+        answers: list[Any] = [None] * size
+        if size > 1:
+            torch.distributed.all_gather_object(answers, (uuid.uuid4().hex, Process.this()))
+            self._key = f"offload/meeting/{answers[0][0]}"
+            self._processes = [process for _, process in answers]
+        # None with MPI, where ranks meet in the next collective alone.
+        self._store: Any = torch.distributed.distributed_c10d._get_default_store() if size > 1 else None
+
+    def note_failure(self) -> None:
+        """Tell the other ranks that this one has failed, and does not come; if that can be done."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._key}/failed", str(self._rank))
+
+    def wait(self) -> None:
+        """Wait until all ranks have come; after `RANKS_TIMEOUT_S` return, for a collective with a limit of its own.
+
+        Raises:
+            CheckpointError: One does not come: it has failed, or ended.
+        """
+        if self._store is None:
+            return
+        come, pause_s = self._store.add(f"{self._key}/come", 1), 0.001
+        silence, until_s = waits.Silence(), time.monotonic() + RANKS_TIMEOUT_S
+        while come < len(self._processes) and time.monotonic() < until_s:
+            gone = [f"{rank} has ended" for rank in _ended_ranks(self._processes)]
+            if self._store.check([f"{self._key}/failed"]):
+                gone.append(f"{self._store.get(f'{self._key}/failed').decode()} has failed")
+            come = self._store.add(f"{self._key}/come", 0)
+            if gone and come < len(self._processes):
+                raise CheckpointError(f"{self._what} is not whole: rank {gone[-1]}; see what it has said last")
+            silence.warn_if_due(lambda: f"all ranks, so that {self._what} is whole")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+
+
+def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engine: Engine) -> SaveRequest:
     """Agree on a save that all ranks make together.
 
     Returns:
         The request with id, names and number of ranks, alike on all ranks, and with this rank's part. It is a replica
-        if an earlier rank has the same weights. If ranks have weights of their own under the same names, as with
-        FSDP1, its metadata has a `prefix` of this rank's names.
+        if an earlier rank has the same weights, and the same state as far as that is compared. If ranks have weights
+        of their own under the same names, as with FSDP1, its metadata has a `prefix` of this rank's names.
 
     Raises:
-        CheckpointError: Ranks have different weights under the same names; raised on all of them.
+        CheckpointError: Ranks have different weights or state under the same names; raised on all of them.
     """
     size, rank = world()
     agreed = replace(request, rank=rank, ranks=size, metadata={"prefix": ""})
     if size == 1:
         return replace(agreed, names=bare_names(bound.name for bound in bounds))
     answers: list[Any] = [None] * size
-    weights_here = {bound.name: _digest(bound) for bound in bounds}
+    sampled: dict[BoundParameter, int] = {}
+    on_all_ranks(lambda: sampled.update(_state_digests(bounds, engine)), "another rank could not read its state")
+    states = {bound: (engine.step_count(bound.position), sampled.get(bound)) for bound in bounds}
+    weights_here = {bound.name: _digest(bound, states[bound]) for bound in bounds}
     own_answer = _Answer(request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
     torch.distributed.all_gather_object(answers, own_answer)
     find_ended = partial(_ended_ranks, [answer.process for answer in answers])
@@ -107,16 +171,19 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> S
         return replace(agreed, names=names, replica=replica)
 
     name, one, other = clash
+    weights = [answers[each].weights[name] for each in (one, other)]
+    is_of_state = weights[0]._replace(state=(0, None)) == weights[1]._replace(state=(0, None))
+    what = "weights with different state" if is_of_state else "different weights"
     if not all(answer.are_of_rank for answer in answers):
         raise CheckpointError(
-            f"ranks {one} and {other} have different weights that are both called {name}: give every weight a name "
+            f"ranks {one} and {other} have {what} that are both called {name}: give every weight a name "
             "of its own, or use `offload.Engine`, whose parameters know their places"
         )
     log.log(
         logging.WARNING if rank == 0 else logging.INFO,
-        "ranks %d and %d have different weights that are both called %s, as with FSDP1 or ZeroRedundancyOptimizer: "
+        "ranks %d and %d have %s that are both called %s, as with FSDP1 or ZeroRedundancyOptimizer: "
         "each rank saves its own, for as many ranks to load",
-        *(one, other, name),
+        *(one, other, what, name),
     )
     prefix = f"rank{rank}."
     names = {name: prefix + bare for name, bare in names.items()}
@@ -141,23 +208,37 @@ def is_flattened(parameter: torch.Tensor) -> bool:
 def _find_clash(everyone: Sequence[Mapping[str, _Digest]]) -> tuple[str, int, int] | None:
     """Return a name under which two ranks have different weights, and these ranks; None if there is none.
 
-    Pieces of one weight agree in shape and dtype of the whole; the same pieces agree in their digest, too.
+    Pieces of one weight agree in shape and dtype of the whole; the same pieces agree in digest and step count, too.
     """
     first_seen: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by what is compared: the first rank that has it
     for rank, weights in enumerate(everyone):
-        for name, (whole, place, digest) in weights.items():
-            for key, value in (((name,), whole), ((name, place), digest)):
+        for name, (whole, place, *content) in weights.items():
+            for key, value in (((name,), whole), ((name, place), content)):
                 first_rank, first_value = first_seen.setdefault(key, (rank, value))
                 if first_value != value:
                     return name, first_rank, rank
     return None
 
 
-def _digest(bound: BoundParameter) -> _Digest:
+def _state_digests(bounds: Collection[BoundParameter], engine: Engine) -> dict[BoundParameter, int]:
+    """Return digests of the state of the smallest weights that other ranks may have, too; reads it where it lives."""
+    replicated = [each for each in bounds if each.local.numel() and (each.cut is None or each.cut.is_replicated)]
+    updated = [bound for bound in replicated if engine.step_count(bound.position)]
+    sample = sorted(updated, key=lambda bound: (bound.local.numel(), bound.name))[:SAMPLED]
+    digests: dict[BoundParameter, int] = {}
+    states = engine.state.read([bound.position for bound in sample], own_masters=False) if sample else []
+    for bound, tensors in zip(sample, states, strict=True):
+        digests[bound] = 0
+        for values in tensors.values():
+            digests[bound] = digest_of(values.view(torch.uint8).numpy().data, digests[bound])
+    return digests
+
+
+def _digest(bound: BoundParameter, state: tuple[int, int | None]) -> _Digest:
     """Return what a weight is compared by on all ranks."""
     weight = bound.parameter
     piece = bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, piece.numel(), bound.cut.box)
     beginning = piece.as_strided((piece.numel(),), (1,))[:DIGEST_NUMEL].cpu()
     digest = digest_of(beginning.view(torch.uint8).numpy().data)
-    return _Digest((tuple(weight.shape), weight.dtype), place, digest)
+    return _Digest((tuple(weight.shape), weight.dtype), place, digest, state)

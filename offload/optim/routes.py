@@ -406,14 +406,11 @@ class StepRoute(Route):
         self._host_copies: deque[_HostCopy] = deque()  # not handled yet, oldest first
 
     def hook_copied_groups(self, model: torch.nn.Module) -> bool:
-        """Hook the groups of a model whose gradients FSDP2 copies to the host; return whether there are any."""
-        groups = [
-            group
-            for group in shards.fsdp_groups(model)
-            if any(map(shards.copies_gradients_to_host, shards.gathered_by(group)))
-        ]
+        """Hook the groups of a model whose gradients FSDP2 copies to the host; return whether FSDP2 shards it."""
+        groups = shards.fsdp_groups(model)
         for group in groups:
-            if group not in self._hooked_groups:
+            copies = any(map(shards.copies_gradients_to_host, shards.gathered_by(group)))
+            if copies and group not in self._hooked_groups:
                 self._hooked_groups.append(group)
                 self._handles.append(shards.PatchedMethod(group, "post_backward", self._after_reduction))
                 self.needs_model_hook = False  # so that updates in backward are allowed

@@ -56,6 +56,12 @@ class Cut:
         kinds = enumerate(self.placements)
         return [self.mesh.get_group(dimension) for dimension, kind in kinds if not kind.is_replicate()]
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks have this piece."""
+        kinds = enumerate(self.placements)
+        return any(kind.is_replicate() and self.mesh.size(dimension) > 1 for dimension, kind in kinds)
+
 
 def is_dtensor(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`."""
@@ -354,14 +360,27 @@ def rank_elements_of(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.
     """Return this rank's elements of a tensor that a user gave for a parameter, which is cut by `cut`.
 
     Raises:
-        ConfigError: It is cut in another way.
+        ConfigError: It is cut in another way, or is another rank's.
     """
     if is_dtensor(tensor):
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
         if cut is None or (mesh, placements) != (cut.mesh, cut.placements):
             allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
             raise ConfigError(what, f"a DTensor of {placements}", allowed)
+        # A mesh that was pickled has the coordinate of the rank that did that.
+        if _place_in(mesh, placements) != _place_in(cut.mesh, placements):
+            advice = (
+                "each rank loads what it has saved itself: save optimizer.state_dict() on every rank, or use "
+                "save_checkpoint or torch.distributed.checkpoint"
+            )
+            raise ConfigError(what, "another rank's elements", advice)
     return own(tensor, cut)
+
+
+def _place_in(mesh: Any, placements: tuple[Any, ...]) -> list[int]:
+    """Return where this rank is in a mesh, without the dimensions over which elements are replicated."""
+    coordinate = mesh.get_coordinate() or ()
+    return [number for number, kind in zip(coordinate, placements, strict=False) if not kind.is_replicate()]
 
 
 def total(parts: Iterable[tuple[Cut | None, float]]) -> float:

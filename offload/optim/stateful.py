@@ -215,18 +215,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
         after: fp32 weights are not changed, unless there is a master for them.
 
         Raises:
-            ConfigError: If groups, parameters or shapes do not match; nothing has changed then.
+            ConfigError: Groups, parameters or shapes do not match, or it is another rank's; nothing has changed then.
+            CheckpointError: With `shard=True`: another rank could not load its own; nothing has changed then.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replacement = hook(self, state_dict)
             if replacement is not None:
                 state_dict = replacement
-        saved_groups = checked_groups(state_dict, self.param_groups, self._check_saved_group)
-        saved_keys = chain.from_iterable(group["params"] for group in saved_groups)
-        own_parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        parameters: dict[Any, torch.Tensor] = dict(zip(saved_keys, own_parameters, strict=True))
-        entries, others = self._checked_entries(state_dict["state"], parameters)
+        with self._failing_on_all_ranks() if self._weights.are_exchanged else contextlib.nullcontext():
+            saved_groups = checked_groups(state_dict, self.param_groups, self._check_saved_group)
+            saved_keys = chain.from_iterable(group["params"] for group in saved_groups)
+            own_parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+            parameters: dict[Any, torch.Tensor] = dict(zip(saved_keys, own_parameters, strict=True))
+            entries, others = self._checked_entries(state_dict["state"], parameters)
         self._warn_of_left_out(parameters, state_dict["state"])
         with self._lock:
             if self._holder.engine_if_open is not None:  # else there is no state, neither here nor in the dict
@@ -336,7 +338,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._holder.open()
             self._weights.refresh(gradients=False)
             bounds = self._weights.bound.values()
-            agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds)
+            agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds, self.engine)
             positions = {bound.parameter: bound.position for bound in bounds}
             # Bytes for the checkpoint beside the state; a function of the model's rest is called in the background.
             content: bytes | Callable[[], bytes] | None = extra_bytes
@@ -387,7 +389,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: The folder is in a bucket, or has no possible name.
             CheckpointError: The folder cannot be written, or, when the context ends: a file cannot be made durable,
-                or see `wait_checkpoint`.
+                or see `wait_checkpoint`; or another rank has left the context by an error.
         """
         return folders.checkpoint_folder(self, os.fspath(folder))
 
@@ -433,7 +435,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         are the same, nothing is copied: state that is not at home in memory stays in its store slots. Parameters are
         matched by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
         order. Frozen parameters of the groups get their state, too; parameters that the checkpoint has no state of
-        begin with new state.
+        begin with new state. With `torch.distributed`, all ranks call this together: if one cannot load, all raise.
 
         Args:
             path: The checkpoint's folder.
@@ -447,10 +449,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged, or of another model, as when it has state of a
                 parameter that no group has. Nothing has changed then, unless damage was found while the state was
-                read, which breaks the session. State that stays in its store slots is read, and verified, when it
-                is next used.
+                read, which breaks the session; or another rank could not load what this one has loaded. State that
+                stays in its store slots is read, and verified, when it is next used.
         """
-        with self._lock, self._loading_on_all_ranks(), self.engine.checkpoints.open(path) as checkpoint:
+        with self._loading_on_all_ranks(), self.engine.checkpoints.open(path) as checkpoint:
             world_size, rank = ranks.world()
             saved_ranks = len(checkpoint.manifests)
             rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
@@ -491,7 +493,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Go on from optimizer state of another format, streamed: safetensors, or `torch.distributed.checkpoint`.
 
         Parameters are matched by their names. A missing master is taken from the weight, so load the model's weights
-        first; where there is a master, the weight is derived from it.
+        first; where there is a master, the weight is derived from it. With `torch.distributed`, all ranks call this
+        together: if one cannot load, all raise.
 
         Args:
             path: A file, as `offload.checkpoint.exchange.export_safetensors` writes them, or the folder of a
@@ -502,7 +505,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: It cannot be read, or is of another model.
         """
-        with self._lock, self._loading_on_all_ranks(), contextlib.ExitStack() as ends:
+        with self._loading_on_all_ranks(), contextlib.ExitStack() as ends:
             if os.path.isdir(path):
                 scratch = ends.enter_context(tempfile.TemporaryDirectory())
                 source = import_distributed(path, os.path.join(scratch, "state"))
@@ -519,11 +522,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _loading_on_all_ranks(self) -> Iterator[None]:
-        """After a block that loads, exchange the rows of weights that each rank has loaded; if one failed, all raise.
+        """For a block that loads, under the lock: if one rank fails, all raise; else ranks exchange weights then."""
+        with self._failing_on_all_ranks(), self._lock:
+            self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded
+            yield
+        with self._lock:
+            self._weights.gather()
+
+    @contextlib.contextmanager
+    def _failing_on_all_ranks(self) -> Iterator[None]:
+        """After a block, raise on all ranks if it has failed on one: else ranks would go on with different state.
 
         An `AnotherRankFailedError` has been raised on all ranks already, so no exchange follows.
         """
-        self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded to owner ranks
         error: Exception | None = None
         try:
             yield
@@ -531,7 +542,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             raise
         except Exception as caught:
             error = caught
-        self._weights.gather_loaded(error)
+        if ranks.world()[0] > 1:
+            self._weights.agree_on_load(error)
+        elif error is not None:
+            raise error
 
     def _bind_saved(self, source: StateSource, prefix: str = "") -> tuple[dict[str, str], set[str]]:
         """Bind the parameters of groups that a checkpoint has state of, frozen or not; open the engine for that.
@@ -572,7 +586,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if unused:
             _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(unused))
         if any(parameter not in bound for parameter in saved):
-            self._weights.agree_on_load()  # before an addition, which is a collective if matrices are dealt
+            if self._weights.are_exchanged:
+                self._weights.agree_on_load()  # before an addition, which is a collective if matrices are dealt
             self._add_new_parameters(saved)
         if without_saved_state:
             which = "it begins" if len(without_saved_state) == 1 else "they begin"

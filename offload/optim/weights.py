@@ -348,27 +348,22 @@ class Weights:
         """Weights of which each rank updates rows that others need."""
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
-    def gather_loaded(self, error: Exception | None) -> None:
-        """Exchange the rows that each rank has loaded; raise on all ranks if one could not load. Collective.
-
-        `error` is this rank's, or None.
-        """
-        self.agree_on_load(error)  # raises here if only other ranks failed
-        if error is not None:
-            raise error  # this rank's own, now that the others know
-        self.gather()
+    @property
+    def are_exchanged(self) -> bool:
+        """Whether ranks exchange updated weights: these are cut by rows, or dealt."""
+        return self.rows_over is not None or bool(self.dealt)
 
     def agree_on_load(self, error: Exception | None = None) -> None:
-        """Raise `AnotherRankFailedError` if this rank could load (`error` is None) and another could not.
+        """Raise this rank's error, or `AnotherRankFailedError` if only other ranks could not load. Collective.
 
-        A collective, if weights are cut by rows or dealt.
+        `error` is this rank's, or None if it could load.
         """
-        if self.rows_over is None and not self.dealt:
-            return
         answers: list[str | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(answers, None if error is None else str(error))
         failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
-        if failed and error is None:
+        if error is not None:
+            raise error  # now that the others know
+        if failed:
             raise AnotherRankFailedError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
 
     def gather(self, note: bool | None = None) -> bool | None:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from offload import combinations, waits
+from offload.checkpoint.commit import note_failure
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
@@ -67,7 +68,11 @@ class Checkpoints:
         with self._thread.turn():
             if not request.copy and not parts.config.checkpoints:
                 combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
-            self._save(folder, request)
+            try:
+                self._save(folder, request)
+            except OffloadError:
+                note_failure(folder, request)
+                raise
 
     def _manifest(self, request: SaveRequest) -> Manifest:
         """Return the manifest of a checkpoint of the state as it is now; records of tiles are added later."""

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import same
-from sharded import spawn
+from sharded import on_ranks, spawn
 
 import offload
 from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.marker import Mark, mark_of
 from offload.checkpoint.reader import Checkpoint
 from offload.limits import Limits
 from offload.rules import GroupScalars
@@ -184,6 +185,37 @@ def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
     left = list((tmp_path / "ab"[rank]).iterdir())
     assert len(left) == rank  # rank 0 knows that there is no checkpoint, another one does not
     ranks[1 - rank].engine.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ["begin", "commit"])
+def test_a_rank_that_has_failed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, rank: int
+) -> None:
+    """Another rank gives up at once, and the next save leaves nothing of that."""
+
+    def fail(*_: object) -> bytes:
+        raise offload.CheckpointError("mine")
+
+    with two(tmp_path) as ranks:
+        ranks.step()
+        ranks.save(tmp_path / "ck", 1 - rank)
+        if moment == "begin":
+            with monkeypatch.context() as patched:
+                patched.setattr(DirectoryFolder, "prepare", fail)
+                with pytest.raises(offload.CheckpointError, match="mine"):
+                    ranks.save(tmp_path / "ck", rank)
+        else:
+            request = offload.SaveRequest(tmp_path / "ck", id="a" * 32, rank=rank, ranks=2, extra=fail)
+            ranks[rank].engine.checkpoints.save(request)
+        with pytest.raises(offload.CheckpointError, match=f"rank {rank} has failed"):
+            ranks.wait(1 - rank)
+        ranks.step()
+        expected = joined(ranks)
+        ranks.save(tmp_path / "ck", id="b")
+        ranks.wait()
+        assert not list((tmp_path / "ck").glob("failed-*"))
+    assert_holds(tmp_path / "ck", expected)
 
 
 def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path) -> None:
@@ -414,6 +446,47 @@ def two_ranks(folder: Path) -> None:
         dist.barrier()
         optimizer.close()
         dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_load_together_or_not_at_all(folder: Path) -> None:
+    """What one rank cannot load, none goes on from: the next, older one has to be the same for all."""
+    weight = torch.nn.Parameter(torch.ones(5000).bfloat16())
+    optimizer = offload.AdamW([("weight", weight)], offload={"paths": [folder]})
+    optimizer.save_checkpoint(folder / "ck")
+    optimizer.wait_checkpoint()
+    seen = folder / "ck" if dist.get_rank() == 0 else folder / "missing"
+    with pytest.raises(offload.CheckpointError, match="missing" if dist.get_rank() else "rank 1 could not load"):
+        optimizer.load_checkpoint(seen)
+    optimizer.load_checkpoint(folder / "ck")
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_a_folder_by_an_error_is_not_waited_for(folder: Path) -> None:
+    """It goes on with the others, who hear of it when they leave; the folder is not whole."""
+    weight = torch.nn.Parameter(torch.ones(5000).bfloat16())
+    optimizer = offload.AdamW([("weight", weight)], offload={"paths": [folder]})
+    run = folder / "run"
+
+    def save(failing: int) -> None:
+        with optimizer.checkpoint_folder(run):
+            optimizer.save_checkpoint(run / "optimizer")
+            if dist.get_rank() == failing:
+                raise OSError("mine")
+        assert failing == -1
+
+    for failing in (0, 1):
+        error, words = (OSError, "mine") if dist.get_rank() == failing else (offload.CheckpointError, "has failed")
+        with pytest.raises(error, match=words):
+            save(failing)
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert int(ones.sum()) == 6
+        assert mark_of(str(run)) is Mark.BEGUN
+    save(-1)
+    assert mark_of(str(run)) is Mark.WHOLE
+    optimizer.close()
 
 
 @pytest.mark.slow

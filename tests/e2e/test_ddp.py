@@ -177,6 +177,25 @@ def test_ranks_keep_their_rows_and_others_resume(
     resume(tmp_path, dtype, True, 4)  # one process has all rows
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_a_state_dict_of_another_rank_is_refused(folder: Path, dtype: torch.dtype) -> None:
+    """It has that rank's rows; a rank that could load it hears of the other's refusal."""
+    rank = dist.get_rank()
+    model, mirror = new(dtype)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, DistributedDataParallel(model), mirror, range(2), 2)
+    if rank == 0:
+        torch.save(optimizer.state_dict(), folder / "saved")
+    dist.barrier()
+    saved = torch.load(folder / "saved")
+    error, message = [(offload.CheckpointError, "rank 1 could"), (offload.ConfigError, "another rank's")][rank]
+    with pytest.raises(error, match=message):
+        optimizer.load_state_dict(saved)
+    mirror.assert_same(optimizer, model.parameters())
+    optimizer.close()
+
+
 def test_without_other_ranks_it_changes_nothing(tmp_path: Path) -> None:
     model, mirror = new(torch.bfloat16)
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(tmp_path)) as optimizer:

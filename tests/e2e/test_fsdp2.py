@@ -639,6 +639,20 @@ def test_what_cannot_be_sharded_is_refused_by_name(folder: Path) -> None:
         assert optimizer.engine.step_count(1) == 3
 
 
+@pytest.mark.parametrize("kind", [offload.AdamW, offload.Muon])
+@on_ranks(2)
+def test_a_step_counts_on_all_ranks_or_on_none(folder: Path, kind: type[offload.AdamW]) -> None:
+    """At a rate of 0, as warm-up begins with, the gradients of one rank alone may all be 0."""
+    model = sharded_model()  # some weights have elements on rank 0 alone
+    optimizer = kind(model.named_parameters(), lr=0.0, offload=config(folder))
+    for value, steps in ((0.0, 0), (float(dist.get_rank() == 0), 1), (0.0, 2)):  # the first counts nowhere
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.step()
+        assert {optimizer.engine.step_count(name) for name, _ in model.named_parameters()} == {steps}
+    optimizer.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_state_goes_in_and_out(folder: Path, dtype: torch.dtype) -> None:

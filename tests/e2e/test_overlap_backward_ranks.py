@@ -529,6 +529,9 @@ def test_models_without_buckets_for_us_are_refused(folder: Path) -> None:
         builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         with pytest.raises(ConfigError, match="communication hook"):
             optimizer.overlap_backward(builtin)
+    sharded = fully_shard(network(torch.bfloat16))
+    with offload.AdamW(sharded.named_parameters(), offload={"paths": [folder]}) as optimizer:
+        optimizer.overlap_backward(sharded)  # FSDP2's needs no hook here
     # Another optimizer of the same model hears what the first one heard, and the hook keeps none.
     (folder / "second").mkdir(exist_ok=True)
     config = offload.OffloadConfig(host_memory=0, overlap="backward", paths=[folder / "second"], shard=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from s3_server import BUCKET, S3Server
 from sharded import local, spawn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -304,7 +304,7 @@ def sharded(folder: Path, mesh: tuple[int, ...]) -> None:
     names = ("replicas", "parts")[-len(mesh) :]
     over = init_device_mesh("cpu", mesh, mesh_dim_names=names)
 
-    def made(seed: int) -> Any:
+    def made(seed: int, over: DeviceMesh = over) -> Any:
         torch.manual_seed(seed)
         base = fully_shard(torch.nn.Linear(16, 16).bfloat16().requires_grad_(False), mesh=over)
         torch.nn.init.normal_(base.weight)  # in place: the shard's own count of changes does not tell
@@ -326,6 +326,11 @@ def sharded(folder: Path, mesh: tuple[int, ...]) -> None:
     with optimizer:
         optimizer.load_checkpoint(folder / "ck", model=other)
         assert_equal(everything(other), saved)
+    if len(mesh) > 1:  # of as many ranks, two have each other's part of the base
+        other = made(2, DeviceMesh("cpu", over.mesh.T, mesh_dim_names=names))
+        refused = pytest.raises(offload.CheckpointError, match=r"has \[.* for this rank, which here has")
+        with optimizer_of(other, folder / f"path{dist.get_rank()}") as optimizer, refused:
+            optimizer.load_checkpoint(folder / "ck", model=other)
 
 
 @pytest.mark.slow

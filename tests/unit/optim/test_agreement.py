@@ -28,8 +28,23 @@ def make(value: float = 1.0, numel: int = 6, **names: str) -> Weights:
     return bounds
 
 
-def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[SaveRequest | CheckpointError]:
+class Updated(RecordedEngine):
+    """An engine that has made some updates; each value of its state is `moment`."""
+
+    def __init__(self, steps: int = 1, moment: float = 0.0) -> None:
+        super().__init__()
+        self.steps, self.moment, self.state = steps, moment, self
+
+    def read(self, positions: list[int], *, own_masters: bool) -> list[dict[str, torch.Tensor]]:
+        return [{"exp_avg": torch.full((6,), self.moment)} for _ in positions]
+
+
+def agree(
+    monkeypatch: pytest.MonkeyPatch, everyone: list[Weights], engines: list[Updated] | None = None
+) -> list[SaveRequest | CheckpointError]:
     """Have each rank agree with the others: once to hear what each says, then with what all have said."""
+    monkeypatch.setattr(ranks, "any_rank", bool)
+    engines = engines or [Updated() for _ in everyone]
     said: dict[int, Any] = {}
     found: list[SaveRequest | CheckpointError] = []
     for heard in (False, True):
@@ -42,7 +57,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[Save
             monkeypatch.setattr(ranks, "world", lambda rank=rank: (len(everyone), rank))
             monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
             try:
-                agreed = agree_on_save(SaveRequest("ck"), bounds)
+                agreed = agree_on_save(SaveRequest("ck"), bounds, engines[rank])  # type: ignore[arg-type]
             except CheckpointError as error:
                 agreed = error  # type: ignore[assignment]
             if heard:
@@ -57,10 +72,11 @@ def cut(bound: BoundParameter, start: int) -> BoundParameter:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    agreed = agree_on_save(SaveRequest("ck"), make(a="_orig_mod.a", b="_orig_mod.b"))
+    engine: Any = Updated()
+    agreed = agree_on_save(SaveRequest("ck"), make(a="_orig_mod.a", b="_orig_mod.b"), engine)
     assert (agreed.ranks, agreed.rank, agreed.replica, agreed.metadata) == (1, 0, False, {"prefix": ""})
     assert agreed.names == {"_orig_mod.a": "a", "_orig_mod.b": "b"}
-    assert agreed.id != agree_on_save(SaveRequest("ck"), []).id
+    assert agreed.id != agree_on_save(SaveRequest("ck"), [], engine).id
     assert not agreed.find_ended()
 
 
@@ -102,6 +118,16 @@ def test_other_weights_of_the_same_name_are_refused_on_all_ranks(
     for error in agree(monkeypatch, [mine, other]):
         assert isinstance(error, CheckpointError)
         assert "ranks 0 and 1 have different weights that are both called layer.a" in str(error)
+
+
+@pytest.mark.parametrize("other", [Updated(steps=2), Updated(moment=1.0)], ids=["steps", "moments"])
+def test_the_same_weights_with_other_state_are_no_replicas(monkeypatch: pytest.MonkeyPatch, other: Updated) -> None:
+    """As of ranks that train by themselves and have just averaged their weights."""
+    for error in agree(monkeypatch, [make(a="a"), make(a="a")], [Updated(), other]):
+        assert isinstance(error, CheckpointError)
+        assert "ranks 0 and 1 have weights with different state that are both called a" in str(error)
+    everyone = [make(a=f"rank{rank}.a") for rank in range(2)]  # with names of their own each saves its own
+    assert not any(found.replica for found in agree(monkeypatch, everyone, [Updated(), other]))
 
 
 def test_weights_that_nobody_has_named_are_saved_by_rank(
