@@ -212,6 +212,7 @@ class Route:
         """
         gradient = bound.parameter.grad
         if gradient is None:
+            self._refuse_taken(bound)
             return
         if self.announcer is not None:
             self.announcer.arrives(self._engine.gradients, bound.position)
@@ -224,6 +225,20 @@ class Route:
             self._scaling.note_arrival(bound, gradient, builds_graph)
         if bound.dealt_weight is None:  # else the step sends its shard to the owner rank
             self._handle_gradient(bound, gradient)
+
+    def _refuse_taken(self, bound: BoundParameter) -> None:
+        """Refuse a gradient that is gone when its hook runs, if it has left for another optimizer of the parameter."""
+        if self._engine.broken is None and any(
+            other is not self and other.has_departed(bound.parameter) for other in _attached
+        ):
+            advice = (
+                "close the earlier optimizer of this parameter: its settings let gradients leave .grad in backward"
+            )
+            raise ConfigError(f"gradient of {bound.name}", "gone to another optimizer", advice)
+
+    def has_departed(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter's gradient has been taken out of `.grad` in backward, since the last step."""
+        return False
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Do this route's part with a gradient when it arrives: routes send it, copy it or mark it; here nothing."""
@@ -654,6 +669,10 @@ class DepartureRoute(Route):
                 "nothing: if this loop clips, call optimizer.clip_grad_norm_ instead"
             )
         self._has_warned = True
+
+    def has_departed(self, parameter: torch.Tensor) -> bool:
+        """See `Route.has_departed`."""
+        return self._bound.get(parameter) in self.departures
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Send a gradient off, and have the engine told when autograd ends this pass."""
