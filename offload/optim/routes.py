@@ -227,10 +227,9 @@ class Route:
             self._handle_gradient(bound, gradient)
 
     def _refuse_taken(self, bound: BoundParameter) -> None:
-        """Refuse a gradient that is gone when its hook runs, if it has left for another optimizer of the parameter."""
-        if self._engine.broken is None and any(
-            other is not self and other.has_departed(bound.parameter) for other in _attached
-        ):
+        """Refuse a gradient that is gone when its hook runs, if it has left for another optimizer."""
+        others = (other for other in _attached if other is not self)
+        if self._engine.broken is None and any(other.has_departed(bound.parameter) for other in others):
             advice = (
                 "close the earlier optimizer of this parameter: its settings let gradients leave .grad in backward"
             )
