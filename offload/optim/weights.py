@@ -233,14 +233,14 @@ class Weights:
             ConfigError: A weight cannot be updated any more.
         """
         changed_names = []
-        if not self.are_where_bound():  # moved weights may share memory now
+        stamps = [(bound, bound.current_stamp()) for bound in self.bound.values()]
+        changed = [(bound, stamp) for bound, stamp in stamps if stamp != bound.stamp]  # moved or written to
+        if any(bound.stamp is None or stamp.address != bound.stamp.address for bound, stamp in changed):
+            # Moved weights may share memory now.
             shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
-        for parameter, bound in self.bound.items():
-            stamp = bound.current_stamp()
-            if stamp == bound.stamp:  # neither moved nor written to
-                continue
+        for bound, stamp in changed:
             check_form(bound)
-            check_parameter(parameter, bound.name, self.required_device)
+            check_parameter(bound.parameter, bound.name, self.required_device)
             if bound.dealt_weight is None:  # a dealt one is bound to its copy, which `refresh` makes anew
                 self._holder.engine.bind_weight(bound.position, stamp.address)
                 if self._reload_master(bound):
