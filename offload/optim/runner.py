@@ -95,7 +95,7 @@ class _ReadsAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_new = func in LIFTS  # the class makes a tensor of numbers, which is to be fake
         # A trial changes nothing real.
         if tensors and not is_new and not func._schema.is_mutable and not any(map(_is_fake, tensors)):
-            with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))

@@ -105,8 +105,8 @@ class Checkpoints:
         # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
-        unmade = {*foreign, *self._due_before_save(request.replica)}
-        if unmade := sorted(unmade | self._find_rewritten(folder, request, unmade)):
+        due = {*foreign, *self._due_before_save(request.replica)}
+        if unmade := sorted(due | self._find_rewritten(folder, request, due)):
             masters = range(len(layout.parameters))
             # Masters are taken from weights, which stay as they are (`sets_weights`).
             visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, sets_weights=False)
