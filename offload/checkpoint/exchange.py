@@ -154,6 +154,7 @@ class SafetensorsSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.last_version = 0
+        self._strides: Mapping[str, tuple[int, ...]] = {}
         self._entries: dict[str, tuple[tuple[int, ...], int]] = {}
         """Shape of each tensor in the file, and where its bytes begin."""
         try:
@@ -223,10 +224,16 @@ class SafetensorsSource:
         """Return the number of elements of a parameter."""
         return int(np.prod(self._shape_of_state(name), dtype=np.int64))
 
+    def use_strides(self, strides: Mapping[str, tuple[int, ...]]) -> None:
+        """Read parameters' state, by name, in the order of memory that strides give; in the file it is row-major."""
+        self._strides = strides
+
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return shape and strides of a parameter."""
+        """Return shape and strides of a parameter, the latter as `use_strides` was given them."""
         shape = self._shape_of_state(name)
-        return shape, tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
+        row_major = tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
+        strides = self._strides.get(name, row_major)
+        return shape, strides if len(strides) == len(shape) else row_major
 
     def _shape_of_state(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter's first state tensor, which is the parameter's."""
@@ -291,17 +298,33 @@ class SafetensorsSource:
                     if key not in self._entries:
                         raise CheckpointError(f"{self.path}: {key} is missing")
                     _, begin = self._entries[key]
-                    file.seek(begin + item.start * _ITEM.itemsize)
                     is_never_negative = item.tensor in self._rules[item.name].roots
+                    in_order = self._read_in_order(file, item, begin)
+                    file.seek(begin + item.start * _ITEM.itemsize)
                     for start in range(0, item.out.numel(), READ_NUMEL):
                         out = item.out[start : start + READ_NUMEL]
                         values = buffer[: out.numel()]
-                        _fill(file, values)
+                        if in_order is None:
+                            _fill(file, values)
+                        else:
+                            values.copy_(in_order[start : start + READ_NUMEL])
                         if is_never_negative and bool((values < 0).any()):
                             raise CheckpointError(f"{self.path} is damaged: {key} has negative elements")
                         store_rounded(values, out)
         except (OSError, EOFError) as cause:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause
+
+    def _read_in_order(self, file: io.FileIO, item: Range, begin: int) -> torch.Tensor | None:
+        """Return a range's elements, from a tensor that is read whole; None if memory is row-major, as the file."""
+        shape, strides = self.shape_of(item.name)
+        in_order = torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
+        if in_order.is_contiguous():
+            return None
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        file.seek(begin)
+        _fill(file, whole)
+        flat = torch.empty_like(in_order, device="cpu").copy_(whole).as_strided((whole.numel(),), (1,))
+        return flat[item.start : item.start + item.out.numel()]
 
     def use_read_buffer(self, address: int, nbytes: int) -> None:
         """Ignore lent memory: the buffer of this source is small."""

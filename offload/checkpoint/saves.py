@@ -17,14 +17,14 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from offload import waits
-from offload._native import CompletionQueue
+from offload._native import CompletionQueue, crc32c
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, note_failure, release
 from offload.checkpoint.contents import read_commit, read_manifest
 from offload.checkpoint.folder import open_folder
@@ -415,6 +415,23 @@ class Saves:
         address, nbytes = self._buffers
         invariant(address > 0, "a copy buffer that was not made")
         return address + buffer * nbytes
+
+    def find_rewritten(self, held: Iterable[tuple[TileId, TileRecord]]) -> set[int]:
+        """Return the subgroups of which fp32 weights are not what checkpoints hold, given those that they hold.
+
+        No save is under way.
+
+        Raises:
+            OffloadError: There is no memory for copy buffers.
+        """
+        address, _ = self._memory.ensure_checkpoint_buffers(self._views.plan)
+        rewritten: set[int] = set()
+        for tile, record in held:
+            if tile.subgroup not in rewritten:
+                self._views.gather_tile(tile, address)
+                if crc32c(address, record.location.nbytes) != record.checksum:
+                    rewritten.add(tile.subgroup)
+        return rewritten
 
     def gather(self, operation: SaveTile) -> None:
         """Copy a tile to its copy buffer, if the operation has one, as it is to be stored."""

@@ -19,6 +19,7 @@ import torch
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
+from offload.optim.shards import Stamp
 
 BUCKET_BYTES = 64 << 20
 """Bytes of whole weights or gradients that are exchanged at once."""
@@ -62,20 +63,20 @@ class DealtWeight:
         self.copy = self.empty(parameter.dtype)
         self.gradient: torch.Tensor | None = None
         self._boxes = boxes  # of the shards of all ranks
-        self._stamp: tuple[int, int] | None = None  # of this rank's shard when it was equal to `copy` last
+        self._stamp: Stamp | None = None  # of this rank's shard when it was equal to `copy` last
 
-    def current_stamp(self) -> tuple[int, int]:
-        """Return address and version of this rank's shard as it is now."""
-        return shards.local(self.parameter).data_ptr(), shards.version(self.parameter)
+    def _current_stamp(self) -> Stamp:
+        """Return the stamp of this rank's shard as it is now."""
+        return shards.stamp(self.parameter, shards.local(self.parameter), self._stamp)
 
     @property
     def is_stale(self) -> bool:
         """Whether this rank's shard has changed since `copy` was made, as far as torch counts changes."""
-        return self._stamp != self.current_stamp()
+        return self._stamp != self._current_stamp()
 
     def note_fresh(self) -> None:
         """Note that this rank's shard and `copy` are equal."""
-        self._stamp = self.current_stamp()
+        self._stamp = self._current_stamp()
 
     def note_stale(self) -> None:
         """Note that this rank's shard has changed, whatever torch has counted."""

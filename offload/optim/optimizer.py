@@ -24,7 +24,6 @@ from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, check_text, invariant
-from offload.kernels.reference import DTYPE_CODES
 from offload.layout import PARAMETER_NAMES, Parameter
 from offload.limits import Limits
 from offload.optim import ranks, shards
@@ -90,7 +89,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._training_thread = threading.get_ident()  # the thread that took the last step
 
         if holder.is_deferred:
-            self._widen_gradients(parameters)  # as `_open` does, which comes only after the first backward here
+            self._route.widen(parameters)  # as `_open` does, which comes only after the first backward here
         else:
             self._open(holder.config)
 
@@ -116,8 +115,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
         with torch.inference_mode(False):  # a step in inference mode may open it, and views need version counters
             self._holder.start(descriptions, config, gradient_slots=self._route.has_slots)
-            # Frozen parameters, too: torch lets `grad_dtype` be set only before a parameter has a gradient.
-            self._widen_gradients(self._parameters())
+            # Frozen parameters, too: they may be thawed.
+            self._route.widen(self._parameters())
             self._attach(trainable, descriptions)
         tell_little(self.engine.plan.state_bytes, self._parameters())
 
@@ -188,7 +187,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
                 bound = self._weights.bound  # may have some of them, after an interrupted call
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
             if is_constructed:  # else the constructor does it for all
-                self._widen_gradients(group["params"])
+                self._route.widen(group["params"])
         except BaseException:  # an interrupt, too
             self.param_groups.pop()
             if is_constructed:
@@ -213,14 +212,6 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
                 if parameter.requires_grad:  # frozen ones are checked when they have a gradient
                     check_parameter(parameter, name, self._weights.required_device)
 
-    def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have autograd accumulate gradients in float32, if `gradient_dtype` says so and the route allows it."""
-        if self._holder.config.gradient_dtype == "float32" and self._route.allows_wider_gradients:
-            for parameter in parameters:
-                # FSDP2 has a setting of its own for this, and parameters that cannot be updated are left alone.
-                if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_dtensor(parameter):
-                    parameter.grad_dtype = torch.float32
-
     def _add(self, parameters: list[torch.Tensor]) -> None:
         """Add parameters to the engine, unless an interrupted call has done so, and bind them."""
         descriptions = self._weights.describe(self.param_groups, parameters, self._kept_as)
@@ -236,7 +227,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         engine_count = len(self.engine.plan.layout.parameters)
         is_complete = len(bound) + len(parameters) == engine_count
         invariant(is_complete, "parameters that were interrupted while they were added")
-        self._widen_gradients(parameters)
+        self._route.widen(parameters)
         for parameter, description in zip(parameters, descriptions, strict=True):
             record = self._weights.bind(parameter, description.name)
             self._route.attach(record)
@@ -287,6 +278,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         gradients that were changed after they were clipped or unscaled.
         """
         self._bind_new_parameters()
+        self._route.widen(self._weights.bound)  # torch.utils.swap_tensors undoes it: load_state_dict may call that
         self._weights.refresh(gradients=True)
         active = self._route.bind_gradients()
         self._scaling.check(self._route.gradient_ids())
@@ -796,11 +788,6 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         try:
             self._overlap.unhook()
             self._route.detach()
-            # Undo `_widen_gradients`; torch lets `grad_dtype` be set only while there is no gradient.
-            for parameter in self._parameters():
-                if parameter.grad_dtype not in (None, parameter.dtype):
-                    parameter.grad = None
-                    parameter.grad_dtype = parameter.dtype
             self._holder.close()
             self._route.drop_references()  # the lanes have ended
             self._weights.free_copies()

@@ -36,6 +36,9 @@ from offload.optim.weights import BoundParameter, Weights, check_form
 
 log = logging.getLogger("offload")
 
+_attached: weakref.WeakSet[Route] = weakref.WeakSet()
+"""Routes of optimizers that have not been closed, to find several that have one parameter."""
+
 NO_PASS = -1
 """What torch returns as the number of the backward pass (`_current_graph_task_id`) while none is under way."""
 
@@ -161,6 +164,19 @@ class Route:
         self._handles: list[Any] = []  # of hooks, to remove them
         self._unhooked: dict[BoundParameter, None] = {}  # attached frozen parameters, which torch refuses hooks of
         self._read_tensors: list[torch.Tensor] = []  # gradients that the step reads
+        self._widened: dict[torch.Tensor, None] = {}  # parameters that get gradients in float32, as settings say
+        _attached.add(self)
+
+    def widen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Have autograd accumulate gradients in float32, if `gradient_dtype` says so and the route allows it."""
+        if self._holder.config.gradient_dtype != "float32" or not self.allows_wider_gradients:
+            return
+        for parameter in parameters:
+            # FSDP2 has a setting of its own for this, and parameters that cannot be updated are left alone.
+            if parameter.dtype in DTYPE_CODES and not shards.is_dtensor(parameter):
+                self._widened[parameter] = None
+                if parameter.grad_dtype is not torch.float32:
+                    _set_grad_dtype(parameter, torch.float32)
 
     def attach(self, bound: BoundParameter) -> None:
         """Hook a parameter, so that `handle_arrival` gets each gradient; a frozen parameter is hooked once thawed."""
@@ -196,6 +212,7 @@ class Route:
         """
         gradient = bound.parameter.grad
         if gradient is None:
+            self._refuse_taken(bound)
             return
         if self.announcer is not None:
             self.announcer.arrives(self._engine.gradients, bound.position)
@@ -208,6 +225,19 @@ class Route:
             self._scaling.note_arrival(bound, gradient, builds_graph)
         if bound.dealt_weight is None:  # else the step sends its shard to the owner rank
             self._handle_gradient(bound, gradient)
+
+    def _refuse_taken(self, bound: BoundParameter) -> None:
+        """Refuse a gradient that is gone when its hook runs, if it has left for another optimizer."""
+        others = (other for other in _attached if other is not self)
+        if self._engine.broken is None and any(other.has_departed(bound.parameter) for other in others):
+            advice = (
+                "close the earlier optimizer of this parameter: its settings let gradients leave .grad in backward"
+            )
+            raise ConfigError(f"gradient of {bound.name}", "gone to another optimizer", advice)
+
+    def has_departed(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter's gradient has been taken out of `.grad` in backward, since the last step."""
+        return False
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Do this route's part with a gradient when it arrives: routes send it, copy it or mark it; here nothing."""
@@ -364,11 +394,18 @@ class Route:
         self._free_dealt_gradients()
 
     def detach(self) -> None:
-        """Remove the hooks of all parameters."""
+        """Remove the hooks of all parameters, and undo `widen` for those that no other optimizer has widened."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._unhooked.clear()
+        _attached.discard(self)
+        for parameter in self._widened:
+            is_as_torch = parameter.grad_dtype in (None, parameter.dtype)
+            if not is_as_torch and not any(parameter in other._widened for other in _attached):
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+        self._widened.clear()
 
 
 class _HostCopy(NamedTuple):
@@ -629,6 +666,10 @@ class DepartureRoute(Route):
             )
         self._has_warned = True
 
+    def has_departed(self, parameter: torch.Tensor) -> bool:
+        """See `Route.has_departed`."""
+        return self._bound.get(parameter) in self.departures
+
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Send a gradient off, and have the engine told when autograd ends this pass."""
         if not shards.placed_as(gradient, bound.parameter):
@@ -755,6 +796,18 @@ class _ArrivalHook:
             builds_graph = torch.is_grad_enabled()
             with torch.no_grad():
                 route.handle_arrival(bound, builds_graph)
+
+
+def _set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Set the dtype of a parameter's gradients; one that there is becomes one of that dtype.
+
+    torch allows it only while there is none.
+    """
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
 
 
 def _current_pass() -> int:

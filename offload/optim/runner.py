@@ -16,8 +16,14 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.manifest import check_text
 from offload.dtypes import DtypeCode
@@ -73,11 +79,24 @@ OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
 """Attributes of any optimizer that are handled here; a class must not keep state in others."""
 
 
+LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What `torch.tensor` does with a tensor of the numbers that it was given."""
+
+
 class _ReadsAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes fake tensors read as the number 1: a class may read one, for an `if`, and fake tensors have no values."""
+    """Makes fake tensors read as the number 1: a class may read one, for an `if`, and fake tensors have no values.
+
+    What is computed of real tensors alone, as of a rate that was given in one, has its values.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; return 1 in the tensor's type where a fake tensor is read. torch calls this."""
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        is_new = func in LIFTS  # the class makes a tensor of numbers, which is to be fake
+        # A trial changes nothing real.
+        if tensors and not is_new and not func._schema.is_mutable and not any(map(_is_fake, tensors)):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import combinations
 from offload.errors import ConfigError
@@ -289,7 +290,38 @@ def counting_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def version(tensor: torch.Tensor) -> int:
     """Return a number that grows with every change in place that torch counts."""
+    if not is_dtensor(tensor):  # each step asks this of all weights
+        return tensor._version
     return sum(part._version for part in counting_tensors(tensor))
+
+
+class Stamp(NamedTuple):
+    """What a weight was when it was noted: a write that torch counts changes it, and so does other memory.
+
+    Memory that `weight.data = ...` frees may come back with the next such write, at the same address and with the
+    same version. Its storage is another one: the weak reference lets memory go, but not the storage's own small
+    object, by whose address storages are told apart.
+
+    Attributes:
+        address: Where this rank's elements lie.
+        version: The weight's version.
+        storage: Their storage.
+    """
+
+    address: int
+    version: int
+    storage: StorageWeakRef
+
+
+def stamp(weight: torch.Tensor, elements: torch.Tensor, last: Stamp | None) -> Stamp:
+    """Return a weight's stamp as it is now; `elements` are this rank's, and `last` is its earlier stamp, if any."""
+    # Not by `untyped_storage`, which is slow and makes a Python object, unless this is another storage.
+    storage = torch._C._storage_address(elements)  # type: ignore[attr-defined]
+    if last is None or last.storage.cdata != storage:
+        storage_ref = StorageWeakRef(elements.untyped_storage())  # type: ignore[no-untyped-call]
+    else:
+        storage_ref = last.storage
+    return Stamp(elements.data_ptr(), version(weight), storage_ref)
 
 
 def free_memory(tensor: torch.Tensor) -> None:

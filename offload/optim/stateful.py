@@ -514,6 +514,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             # Other programs' files have no hyperparameters.
             groups = self._groups_of_checkpoint(source.metadata, source.path) if source.metadata else None
             saved_names, without_saved_state = self._bind_saved(source)
+            bounds = self._weights.bound.values()
+            source.use_strides({saved_names[bound.name]: bound.form.strides for bound in bounds})
             self._load(source, groups if hyperparameters else None, saved_names, without_saved_state)
 
     def _groups_of_checkpoint(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:

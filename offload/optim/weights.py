@@ -22,7 +22,7 @@ from offload.optim import shards
 from offload.optim.dealt import Dealt, DealtWeight
 from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
-from offload.optim.shards import Cut
+from offload.optim.shards import Cut, Stamp
 from offload.optim.slots import GradientSlot
 from offload.rules import UpdateRule
 from offload.session.state_copy import copy_run
@@ -47,7 +47,7 @@ class BoundParameter:
 
     Attributes:
         form: The form of the weight that the state belongs to.
-        stamp: Address and version of the weight after the last update or check.
+        stamp: What the weight was after the last update or check.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.
         slot: Memory for the gradient, set by `SlotRoute`; other routes have none.
@@ -61,7 +61,7 @@ class BoundParameter:
     position: int
     name: str
     form: Form
-    stamp: tuple[int, int]
+    stamp: Stamp | None
     cut: Cut | None
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
@@ -90,11 +90,10 @@ class BoundParameter:
             self.parameter.grad = reduced  # so that it is not reduced twice
         return shards.local(reduced), shards.local(self.parameter)
 
-    def current_stamp(self) -> tuple[int, int]:
-        """Return address and version of the weight as it is now; of a dealt one, those of this rank's shard."""
-        if self.dealt_weight is not None:
-            return self.dealt_weight.current_stamp()
-        return self.local.data_ptr(), shards.version(self.parameter)
+    def current_stamp(self) -> Stamp:
+        """Return the stamp of the weight as it is now; of a dealt one, that of this rank's shard."""
+        elements = self.local if self.dealt_weight is None else shards.local(self.parameter)
+        return shards.stamp(self.parameter, elements, self.stamp)
 
 
 class AnotherRankFailedError(CheckpointError):
@@ -208,7 +207,7 @@ class Weights:
             position=len(self.bound),
             name=name,
             form=_form_of(parameter),
-            stamp=(0, 0),  # set below, by the record itself
+            stamp=None,  # set below, by the record itself
             cut=shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter)),
             dealt_weight=dealt_weight,
         )
@@ -234,17 +233,16 @@ class Weights:
             ConfigError: A weight cannot be updated any more.
         """
         changed_names = []
-        if not self.are_where_bound():  # moved weights may share memory now
+        stamps = [(bound, bound.current_stamp()) for bound in self.bound.values()]
+        changed = [(bound, stamp) for bound, stamp in stamps if stamp != bound.stamp]  # moved or written to
+        if any(bound.stamp is None or stamp.address != bound.stamp.address for bound, stamp in changed):
+            # Moved weights may share memory now.
             shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
-        for parameter, bound in self.bound.items():
-            stamp = bound.current_stamp()
-            if stamp == bound.stamp:  # neither moved nor written to
-                continue
+        for bound, stamp in changed:
             check_form(bound)
-            check_parameter(parameter, bound.name, self.required_device)
+            check_parameter(bound.parameter, bound.name, self.required_device)
             if bound.dealt_weight is None:  # a dealt one is bound to its copy, which `refresh` makes anew
-                address, _ = stamp
-                self._holder.engine.bind_weight(bound.position, address)
+                self._holder.engine.bind_weight(bound.position, stamp.address)
                 if self._reload_master(bound):
                     changed_names.append(bound.name)
             bound.stamp = stamp
@@ -300,7 +298,7 @@ class Weights:
     def are_where_bound(self) -> bool:
         """Return whether all weights lie where the engine knows them."""
         stamps = ((bound.current_stamp(), bound.stamp) for bound in self.bound.values())
-        return all(address == bound_address for (address, _), (bound_address, _) in stamps)
+        return all(last is not None and now.address == last.address for now, last in stamps)
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
         """Return fp32 weights, which updates read as masters; None if a weight does not lie where it is bound."""

@@ -205,6 +205,11 @@ class Machine:
         """Return whether a subgroup's state has never been changed."""
         return self._subgroups[subgroup].version is None
 
+    def held_weights(self, subgroup: int) -> Mapping[TileId, TileRecord]:
+        """Return the records with which checkpoints hold fp32 weights of a subgroup's version; {} if none does."""
+        weight_tiles = self.plan.layout.subgroups[subgroup].weight_tiles
+        return self.saver.held_version(weight_tiles, self._subgroups[subgroup].version)
+
     @property
     def is_evicting(self) -> bool:
         """Whether an eviction is under way."""
@@ -584,7 +589,7 @@ class Machine:
     def _evict_subgroup(self, number: int) -> None:
         """Flush a subgroup from its home; if a checkpoint holds this version already, use those slots instead."""
         subgroup_layout, slot_counts = self.plan.layout.subgroups[number], self._slot_counts(number)
-        held_records = self.saver.held_version(subgroup_layout, self._subgroups[number].version)
+        held_records = self.saver.held_version(subgroup_layout.tiles, self._subgroups[number].version)
         if not held_records:
             self._begin_flush(number)
             return

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
-from offload.layout import Subgroup
+from offload.layout import PlacedTile
 from offload.plan.budget import CHECKPOINT_BUFFERS, Home, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, TileIndex, TileRecord
@@ -205,12 +205,12 @@ class Saver:
         records_of_tile = (records.get(tile) for records in newest_first)
         return next((record for record in records_of_tile if record is not None and record.step == version), None)
 
-    def held_version(self, subgroup: Subgroup, version: int | None) -> Mapping[TileId, TileRecord]:
-        """Return the records with which checkpoints hold a version of a subgroup's state; {} unless all tiles are."""
+    def held_version(self, tiles: Iterable[PlacedTile], version: int | None) -> Mapping[TileId, TileRecord]:
+        """Return the records with which checkpoints hold a version of a subgroup's tiles; {} unless all are held."""
         held: dict[TileId, TileRecord] = {}
         if version is None:  # it is fresh
             return held
-        for tile, _, _ in subgroup.tiles:
+        for tile, _, _ in tiles:
             record = self._held_record(tile, version)
             if record is None:
                 return {}

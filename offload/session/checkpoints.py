@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -109,7 +110,8 @@ class Checkpoints:
         # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
-        if unmade := sorted({*foreign, *self._due_before_save(request.replica)}):
+        due = {*foreign, *self._due_before_save(request.replica)}
+        if unmade := sorted(due | self._find_rewritten(folder, request, due)):
             masters = range(len(layout.parameters))
             # Masters are taken from weights, which stay as they are (`sets_weights`).
             visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, sets_weights=False)
@@ -171,6 +173,24 @@ class Checkpoints:
         if is_replica:
             return [number for number in numbers if tables.is_due(number)]
         return [n for n in numbers if tables.is_due(n) or machine.is_fresh(n) or tables.is_rewritten(n)]
+
+    def _find_rewritten(self, folder: Folder, request: SaveRequest, known_to_be: Collection[int]) -> set[int]:
+        """Return subgroups, beside those that are known, whose fp32 weights are not what checkpoints hold any more.
+
+        torch counts no writes through `.data` or NumPy. So weights that a checkpoint would share with an earlier one,
+        as no step has updated them since, are read and compared; mostly there are none.
+        """
+        machine, found = self._parts.machine, set[int]()
+        numbers = range(0 if request.replica else len(self._parts.plan.layout.subgroups))
+        held = [*chain.from_iterable(machine.held_weights(n).items() for n in numbers if n not in known_to_be)]
+
+        def compare() -> None:
+            """Read the weights, on the engine thread."""
+            found.update(self._parts.saves.find_rewritten(held))
+
+        if held:
+            self._request(folder.path, compare, needs_memory=False)
+        return found
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
         """Make a request that is part of a save; if it fails and the session goes on, raise that as the save's error.

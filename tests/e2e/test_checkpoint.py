@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -440,6 +441,34 @@ def test_state_that_has_not_changed_is_not_written_twice(tmp_path: Path, paths: 
     assert_holds(tmp_path / "two", state, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("host_memory", [0, "1GiB"])
+@pytest.mark.parametrize("loads", [False, True], ids=["after a save", "after a load"])
+def test_fp32_weights_written_past_version_counters_are_saved_as_they_are(
+    tmp_path: Path, paths: list[Path], host_memory: Any, loads: bool
+) -> None:
+    config: dict[str, Any] = {"host_memory": host_memory, "paths": paths[:1], "checkpoints_kept": 3}
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Run(torch.float32, **config))
+        run.train(2)
+        run.save(tmp_path / "one")
+        states = {"one": run.state()}
+        if loads:
+            run.optimizer.close()
+            run = stack.enter_context(Run(torch.float32, seed=1, **config))
+            run.optimizer.load_checkpoint(tmp_path / "one")
+        run.parameters[0].data.mul_(0.5)  # averaged weights swapped in, a mask, ...
+        run.parameters[-1].detach().numpy()[:] = 7
+        run.save(tmp_path / "two")
+        states["two"] = run.state()
+        before = sum(item.nbytes for item in run.optimizer.timeline())
+        run.save(tmp_path / "three")  # nothing has changed
+        states["three"] = states["two"]
+        assert sum(item.nbytes for item in run.optimizer.timeline()) == before
+    assert not same(states["one"], states["two"])
+    for name, state in states.items():
+        assert_holds(tmp_path / name, state, dtype=torch.float32)
+
+
 def double_moments(run: Run) -> None:
     state = deepcopy(run.optimizer.state_dict())
     for entry in state["state"].values():
@@ -588,9 +617,7 @@ def test_two_sessions_that_save_to_one_folder_do_not_replace_each_others(tmp_pat
         two.train()
         two.save(tmp_path / "ck")
         expected = two.state()
-        refusal = (
-            f"{tmp_path}/ck holds a checkpoint that another session has saved, or somebody has moved there"
-        )
+        refusal = f"{tmp_path}/ck holds a checkpoint that another session has saved, or somebody has moved there"
         with pytest.raises(offload.CheckpointError, match=refusal):
             one.save(tmp_path / "ck")
         one.save(tmp_path / "other")

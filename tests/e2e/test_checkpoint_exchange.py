@@ -69,6 +69,32 @@ def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> No
         assert same(states(optimizer, [*other.parameters()]), after)
 
 
+@pytest.mark.parametrize("format", ["safetensors", "distributed"])
+@pytest.mark.parametrize("saved", [torch.channels_last, torch.contiguous_format])
+def test_weights_in_another_memory_format(tmp_path: Path, format: str, saved: torch.memory_format) -> None:
+    def convolution(seed: int, memory_format: torch.memory_format) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return torch.nn.Conv2d(30, 50, 3).to(memory_format=memory_format)  # several subgroups
+
+    def state_of(net: torch.nn.Module, optimizer: offload.AdamW) -> list[torch.Tensor]:
+        return [entry[name] for entry in map(optimizer.state.get, net.parameters()) for name in sorted(entry)]
+
+    (tmp_path / "path").mkdir()
+    net = convolution(0, saved)
+    with ours(net, host_memory=0, paths=[tmp_path / "path"]) as optimizer:
+        train(net, optimizer, 2)
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        before = state_of(net, optimizer)
+    target = tmp_path / "state"
+    assert cli.main(["export", str(tmp_path / "ck"), str(target), "--format", format, "--quiet"]) == 0
+    other = convolution(1, torch.channels_last)
+    with ours(other) as optimizer:
+        optimizer.import_state(target)
+        assert all(map(torch.equal, state_of(other, optimizer), before))
+        assert all(map(torch.equal, other.parameters(), net.parameters()))  # an fp32 weight is its master
+
+
 def test_a_plain_optimizer_reads_what_we_wrote(tmp_path: Path) -> None:
     net = model()
     with ours(net) as optimizer:

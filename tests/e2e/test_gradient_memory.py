@@ -138,6 +138,29 @@ def test_a_wider_gradient_is_refused_by_name(tmp_path: Path):
             optimizer.step()
 
 
+@pytest.mark.parametrize("memory", [0, None])
+def test_gradients_that_leave_for_an_earlier_optimizer_are_refused_by_name(memory: int | None, tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as earlier, optimizer_of(layers, tmp_path, memory) as later:
+        with pytest.raises(ConfigError, match=r"gradient of 7\.bias.*close the earlier optimizer"):
+            backward(layers)
+        earlier.close()
+        later.zero_grad()
+        backward(layers)
+        before = weights(layers)
+        later.step()
+        assert not same(weights(layers), before)
+
+
+def test_an_optimizer_takes_the_place_of_one_that_nobody_holds(tmp_path: Path):
+    layers = model()
+    optimizer = optimizer_of(layers, tmp_path)
+    optimizer = optimizer_of(layers, tmp_path)  # the earlier one is forgotten only after this one was made
+    backward(layers)
+    optimizer.step()
+    optimizer.close()
+
+
 def test_a_pass_that_is_interrupted_is_not_used_by_half(tmp_path: Path):
     layers = model()
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,53 @@ def test_wide_gradients_are_checked_as_they_are_kept(streaming: Any) -> None:
         assert before == norm_of(parameter.grad)
         parameter.grad.data[-1] = 1e3
         assert float(optimizer.clip_grad_norm_(1e9)) == norm_of(parameter.grad) != before
+
+
+def summed(parameter: torch.Tensor, passes: int = 300) -> float:
+    """Return what gradients of 1 sum to: 256 in bfloat16, whatever comes after that."""
+    for _ in range(passes):
+        parameter.sum().backward()
+    return parameter.grad.max().item()
+
+
+@pytest.mark.parametrize("made", ["made", "added", "wrapped"])
+def test_a_gradient_that_is_there_already_becomes_a_wide_one(streaming: Any, made: str) -> None:
+    parameter, config = make(torch.bfloat16), streaming(gradient_dtype="float32", subgroup_numel=8192)
+    parameter.sum().backward()
+    first = [make(torch.bfloat16)] if made == "added" else [parameter]
+    kind = partial(offload.wrap, torch.optim.SGD) if made == "wrapped" else offload.AdamW
+    with kind(first, lr=1e-2, offload=config) as optimizer:
+        if made == "added":
+            optimizer.add_param_group({"params": [parameter]})
+        assert summed(parameter, 299) == 300
+        optimizer.step()
+        optimizer.zero_grad()
+        assert summed(parameter) == 300
+    assert parameter.grad_dtype is torch.bfloat16
+
+
+def test_gradients_stay_wide_until_the_last_optimizer_that_widened_them_is_closed(streaming: Any) -> None:
+    parameter, other = make(torch.bfloat16), make(torch.bfloat16)
+    other.grad_dtype = torch.float32  # a setting of the program's own
+    first = offload.AdamW([parameter], offload=streaming(gradient_dtype="float32"))
+    second = offload.AdamW([parameter], offload=streaming(gradient_dtype="float32"))
+    third = offload.AdamW([parameter, other], offload=streaming())
+    first.close()
+    third.close()
+    assert summed(parameter) == 300
+    assert other.grad_dtype is torch.float32
+    second.close()
+    assert parameter.grad_dtype is torch.bfloat16
+
+
+def test_gradients_of_swapped_parameters_become_wide_again(streaming: Any) -> None:
+    parameter = make(torch.bfloat16)
+    with offload.AdamW([parameter], lr=0.0, offload=streaming(gradient_dtype="float32")) as optimizer:
+        torch.utils.swap_tensors(parameter, make(torch.bfloat16))
+        summed(parameter, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert summed(parameter) == 300
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

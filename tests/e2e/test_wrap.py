@@ -32,6 +32,7 @@ CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "amsgrad": (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
     "adamw, foreach": (optim.AdamW, {"foreach": True}),
     "adamw, rate in a tensor": (optim.AdamW, {"lr": torch.tensor(1e-2)}),
+    "sgd, rate in a tensor": (optim.SGD, {"lr": torch.tensor(1e-2), "momentum": 0.9}),
 }
 STEPS = 16
 """Past those of the first steps that classes begin otherwise with."""
