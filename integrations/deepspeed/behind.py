@@ -161,8 +161,7 @@ def set_aside(file: str, *, is_kept: bool) -> None:
     Unless it `is_kept`: the thread of a save in the background deletes it then.
     """
     if os.path.isfile(file):
-        os.makedirs(os.path.dirname(partial_of(file)), exist_ok=True)
-        os.rename(file, f"{partial_of(file)}{ASIDE}")
+        stream.in_its_folder(partial_of(file), lambda: os.rename(file, f"{partial_of(file)}{ASIDE}"))
         if not is_kept:  # before the new one needs the room
             discard_partial(file)
 

@@ -33,6 +33,9 @@ _ITEM_BYTES = 4
 WEIGHT = "weight"
 """What a checkpoint's `visit` calls masters that are rounded to the weights' type."""
 
+MOST_TRIALS = 100
+"""How often a folder is made that another rank deletes."""
+
 COLUMNS = 4093
 """Number of sums in a digest: a prime, so that exchanging two rows of a weight changes the sums."""
 
@@ -53,14 +56,26 @@ def writing_holes(checkpoint_engine: Any) -> Iterator[list[Any]]:
     def save(state_dict: Any, path: str) -> None:
         """Replaces the checkpoint engine's `save`."""
         saved.append(state_dict)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        save_with_holes(state_dict, path)
+        in_its_folder(path, lambda: save_with_holes(state_dict, path))
 
     checkpoint_engine.save = save
     try:
         yield saved
     finally:
         del checkpoint_engine.save
+
+
+def in_its_folder(path: str, work: Callable[[], None]) -> None:
+    """Make the folder of a file, and do the work that puts the file there.
+
+    Ranks share the folder, and each deletes it with its last file: it may go between the two, and is made again then.
+    """
+    for _ in range(MOST_TRIALS):
+        with contextlib.suppress(FileNotFoundError):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return work()
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return work()
 
 
 Starts = Mapping[str, Sequence[int | None]]

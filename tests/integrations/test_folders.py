@@ -528,3 +528,28 @@ def test_a_deepspeed_tag_is_called_as_deepspeed_calls_it(tmp_path: Path, tag: An
     engine.load_checkpoint(str(tmp_path), tag)
     assert saved == [name]
     assert mirrored == [name, name]
+
+
+def test_a_file_is_set_aside_though_another_rank_deletes_the_folder_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of DeepSpeed share it, and each deletes it if it is empty: also just after another one has made it."""
+    behind = pytest.importorskip("offload.integrations.deepspeed.behind", exc_type=Exception)
+    file, make = tmp_path / "rank-0.pt", os.makedirs
+    left = 3
+
+    def make_late(path: str, exist_ok: bool) -> None:
+        nonlocal left
+        left -= 1
+        make(path, exist_ok=exist_ok)
+        if left:
+            behind.discard_partial(str(tmp_path / "rank-1.pt"))
+
+    monkeypatch.setattr(os, "makedirs", make_late)
+    file.write_text("old")
+    behind.set_aside(str(file), is_kept=True)
+    assert Path(f"{behind.partial_of(str(file))}{behind.ASIDE}").read_text() == "old"
+    file.write_text("old")
+    behind.set_aside(str(file), is_kept=False)
+    assert not list(tmp_path.iterdir())
+    assert left == -1
