@@ -11,6 +11,7 @@ import contextlib
 import glob
 import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
@@ -394,7 +395,11 @@ def _write_folder(
     def copy(source: str, destination: str) -> None:
         """Copy a file to the disk, in pieces; `copytree` calls this, too."""
         nonlocal done
-        if not os.path.isfile(source):
+        try:
+            is_file = stat.S_ISREG(os.stat(source).st_mode)
+        except FileNotFoundError:  # a link to nothing; what else is wrong with a link is raised
+            is_file = False
+        if not is_file:
             raise CheckpointError(f"{source} is no file, and cannot be copied")
         with open(source, "rb") as source_file, open(destination, "xb") as copied_file:
             while piece := source_file.read(PIECE_BYTES):
