@@ -528,7 +528,7 @@ class OffloadConfig:
         "parameter",
         OneOf("parameter", "float32"),
         """"parameter" (gradients in the weight's dtype) or "float32". Those that DDP, FSDP or `shard` reduce for the
-        CPU are in the weight's dtype anyway.""",
+        CPU are in the weight's dtype anyway. A gradient that is there already, in a buffer of yours, is copied.""",
         **NO_OPTION,
         deepspeed=combinations.DEEPSPEED_DTYPE,
         alike=True,

@@ -296,7 +296,10 @@ class CommitJob:
     def _find_gone(self) -> str:
         """Return, in words, the ranks that have ended, or failed, before they did what this commit needs; or ""."""
         ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will never come
-        names = {*self.folder.names()}
+        try:
+            names = {*self.folder.names()}
+        except CheckpointError:  # it may be possible later
+            return ""
         manifest = self.manifest
         failed = [rank for rank in range(manifest.ranks) if failure_name(manifest.id, rank) in names]
         for ranks, what in ((ended, "ended"), (failed, "failed")):

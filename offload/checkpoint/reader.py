@@ -26,7 +26,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_commit, read_extra, read_manifest, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef
-from offload.checkpoint.stores import folders_above, is_same
+from offload.checkpoint.stores import folders_above, is_pinned_in, is_same
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
 from offload.engine.views import tensor_at
@@ -609,8 +609,9 @@ class Checkpoint:
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
         """Change a rank's manifest to name the paths where its stores are now: stores and paths may have moved.
 
-        A copy of a store on `paths`, or one that lies beside the checkpoint as the store lay beside the original,
-        goes before the store that the checkpoint names: that may have gone on since.
+        The store that the checkpoint names comes first if it has a pin of this checkpoint in this folder. Else this
+        is a copy, and a copy of the store goes first, on `paths` or where it lies beside the checkpoint as the store
+        lay beside the original: the original may have gone on since.
         """
         places = [parse_place(path) for path in paths]
         saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
@@ -624,8 +625,10 @@ class Checkpoint:
             # Paths may have been exchanged, as by disks that are mounted in another order.
             exchanged = [path for path in elsewhere if any(is_same(path, saved) for saved in saved_paths)]
             copies = [path for path in elsewhere if path not in exchanged]
+            is_original = bool(named) and is_pinned_in(self.path, self.id, ref.path, ref.store)
             if elsewhere:
-                self._find_store(rank, number, [*copies, *named, *exchanged])
+                first = [*named, *copies] if is_original else [*copies, *named]
+                self._find_store(rank, number, [*first, *exchanged])
             path = self.store_path(rank, number)
             for place in places:  # so that the path has the name that it has today
                 if is_same(place.path, path):

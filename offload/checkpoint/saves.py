@@ -264,14 +264,16 @@ class Saves:
         Raises:
             CheckpointError: Its session is alive, or has saved it after this one last saved or loaded there.
         """
-        own_ids = self._ids_by_folder.get(folder.path)
-        if commit is None or commit.id in (own_ids or ()):
+        if commit is None or any(commit.id in own_ids for own_ids in self._ids_by_folder.values()):
             return
-        if own_ids is not None:
+        if folder.path in self._ids_by_folder:
             who = "another session has saved, or somebody has moved there, since this one last saved or loaded there"
         elif (pid := _find_user(folder, commit)) is not None:
             who = f"process {pid or 'of another machine'} has saved, or has gone on from, and which is still training"
         else:
+            if not self._ids_by_folder:  # a run goes on in its folder, as from a state dict
+                with contextlib.suppress(CheckpointError):
+                    self.run = read_manifest(folder, commit.id, 0, commit.ranks).run or self.run
             return
         advice = "end the other run, save to another folder, or move that checkpoint away"
         raise CheckpointError(f"{folder.path} holds a checkpoint that {who}: {advice}")
@@ -429,7 +431,7 @@ class Saves:
         for tile, record in held:
             if tile.subgroup not in rewritten:
                 self._views.gather_tile(tile, address)
-                if crc32c(address, record.location.nbytes) != record.checksum:
+                if record.checksum and crc32c(address, record.location.nbytes) != record.checksum:  # 0: it has none
                     rewritten.add(tile.subgroup)
         return rewritten
 

@@ -228,6 +228,16 @@ def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
     return any(standing(pin, opened.path) is Standing.HELD for pin in pins_elsewhere)
 
 
+def is_pinned_in(folder: str, id: str, path: str, store: uuid.UUID) -> bool:
+    """Return whether a store has the pin of a checkpoint in that folder, and is the one that it was written in."""
+    with contextlib.suppress(CheckpointError):
+        opened = store_folder(path, store)
+        for found in read_pins(opened):
+            if found.id == id and found.folder != HERE and is_same(found.folder, folder):
+                return found.inode in ("", opened.identity())
+    return False
+
+
 def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     """Write a moved checkpoint's new folder, and the store's inode, into its pin; the caller has the store's lock.
 

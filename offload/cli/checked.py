@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 import numpy as np
@@ -112,7 +112,7 @@ class _Watch:
         self._torch_twins: WeakKeyDictionary[Any, _TorchTwin] = WeakKeyDictionary()
         self._max_norms: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # of the next step, if it is clipped
         self._saved: dict[str, str] = {}  # folders of this run, by the script's names of checkpoints
-        self._gradients_leave = False  # whether settings for a GPU, which a rehearsal leaves out, have them leave it
+        self._leaving = WeakSet[Any]()  # optimizers whose gradients would leave a GPU, which a rehearsal leaves out
 
     def begin(self) -> None:
         """Replace methods of the optimizers, and register hooks before and after each step."""
@@ -153,16 +153,19 @@ class _Watch:
         config = config if self._request.config is None else self._request.config
         config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
         plain(optimizer, params, defaults, self._config_for_run(config), *options)
+        if self._request.on_cpu and not config.keep_grads:
+            self._leaving.add(optimizer)
 
-    def _note_clip(self, plain: Any, *arguments: Any, **options: Any) -> Any:
+    def _note_clip(self, plain: Any, parameters: Any, *arguments: Any, **options: Any) -> Any:
         """Replace torch's `clip_grad_norm_`: note the call if it would find no gradients on a GPU."""
-        self.seen.clips_nothing |= self._gradients_leave
-        return plain(*arguments, **options)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        leaving = {id(p) for optimizer in self._leaving for group in optimizer.param_groups for p in group["params"]}
+        self.seen.clips_nothing |= any(id(parameter) in leaving for parameter in clipped)
+        return plain(clipped, *arguments, **options)
 
     def _config_for_run(self, config: OffloadConfig) -> OffloadConfig:
         """Return the config to use in place of the script's: in memory, or with folders of this run's own."""
         if self._request.on_cpu:
-            self._gradients_leave |= not config.keep_grads
             config = dataclasses.replace(config, **ON_CPU)
         if self._request.reference:
             return config.in_memory().updated_by_cpu()

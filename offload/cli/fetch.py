@@ -32,10 +32,15 @@ def _describe_plain(mirror: str) -> str:
     from offload.checkpoint.contents import is_checkpoint, some_of
     from offload.checkpoint.folder import open_folder
     from offload.checkpoint.manifest import COMMIT_NAME
+    from offload.checkpoint.marker import BEGUN
 
     ends = f"/{COMMIT_NAME}"
-    folders = [f"{mirror}/{name.removesuffix(ends)}" for name, _ in open_folder(mirror).walk() if name.endswith(ends)]
-    plain = [folder for folder in [*folders, mirror] if is_checkpoint(folder)]
+    names = [name for name, _ in open_folder(mirror).walk()]
+    begun = [name.removesuffix(BEGUN) for name in names if name.endswith(f"/{BEGUN}")]  # a trainer's, cut short
+    with_commit = [
+        name.removesuffix(ends) for name in names if name.endswith(ends) and not name.startswith((*begun,))
+    ]
+    plain = [folder for folder in [*(f"{mirror}/{name}" for name in with_commit), mirror] if is_checkpoint(folder)]
     return f"; load what is there from there, by optimizer.load_checkpoint: {some_of(plain)}" if plain else ""
 
 

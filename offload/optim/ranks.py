@@ -27,8 +27,9 @@ log = logging.getLogger("offload")
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same weight."""
-SAMPLED = 3
-"""Weights, the smallest, by whose state ranks find out whether those with the same weights have the same state."""
+SAMPLED, MOST_SAMPLED_NUMEL = 3, 1 << 20
+"""Weights, the smallest, by whose state ranks find out whether those with the same weights have the same state; and
+most elements of one."""
 
 
 class _Answer(NamedTuple):
@@ -126,6 +127,13 @@ class Meeting:
         """
         if self._store is None:
             return
+        try:
+            self._wait()
+        except torch.distributed.DistError as cause:  # the store has gone, with the rank that has it
+            raise CheckpointError(f"{self._what} is not whole: ranks cannot meet: {cause}") from cause
+
+    def _wait(self) -> None:
+        """Do as `wait`, if there is a store."""
         come, pause_s = self._store.add(f"{self._key}/come", 1), 0.001
         silence, until_s = waits.Silence(), time.monotonic() + RANKS_TIMEOUT_S
         while come < len(self._processes) and time.monotonic() < until_s:
@@ -222,8 +230,13 @@ def _find_clash(everyone: Sequence[Mapping[str, _Digest]]) -> tuple[str, int, in
 
 def _state_digests(bounds: Collection[BoundParameter], engine: Engine) -> dict[BoundParameter, int]:
     """Return digests of the state of the smallest weights that other ranks may have, too; reads it where it lives."""
-    replicated = [each for each in bounds if each.local.numel() and (each.cut is None or each.cut.is_replicated)]
-    updated = [bound for bound in replicated if engine.step_count(bound.position)]
+    updated = [
+        bound
+        for bound in bounds
+        if 0 < bound.local.numel() <= MOST_SAMPLED_NUMEL
+        and (bound.cut.is_replicated if bound.cut is not None else not is_flattened(bound.parameter))
+        and engine.step_count(bound.position)
+    ]
     sample = sorted(updated, key=lambda bound: (bound.local.numel(), bound.name))[:SAMPLED]
     digests: dict[BoundParameter, int] = {}
     states = engine.state.read([bound.position for bound in sample], own_masters=False) if sample else []

@@ -231,7 +231,8 @@ class Route:
         others = (other for other in _attached if other is not self)
         if self._engine.broken is None and any(other.has_departed(bound.parameter) for other in others):
             advice = (
-                "close the earlier optimizer of this parameter: its settings let gradients leave .grad in backward"
+                "close the earlier optimizer of this parameter: its settings let gradients leave .grad in backward "
+                "(a traceback that is kept, as notebooks do, may hold it)"
             )
             raise ConfigError(f"gradient of {bound.name}", "gone to another optimizer", advice)
 
@@ -403,8 +404,7 @@ class Route:
         for parameter in self._widened:
             is_as_torch = parameter.grad_dtype in (None, parameter.dtype)
             if not is_as_torch and not any(parameter in other._widened for other in _attached):
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
+                _set_grad_dtype(parameter, parameter.dtype)
         self._widened.clear()
 
 

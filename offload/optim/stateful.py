@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from offload import waits
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MODEL_KEY
@@ -545,7 +547,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         if ranks.world()[0] > 1:
-            self._weights.agree_on_load(error)
+            text = "waiting for all ranks to load: load_checkpoint and import_state are calls of every rank"
+            late = threading.Timer(waits.QUIET_S, _log.warning, [text])
+            late.daemon = True
+            late.start()
+            try:
+                self._weights.agree_on_load(error)
+            finally:
+                late.cancel()
         elif error is not None:
             raise error
 

@@ -188,7 +188,7 @@ class Checkpoints:
             """Read the weights, on the engine thread."""
             found.update(self._parts.saves.find_rewritten(held))
 
-        if held:
+        if held and self._parts.config.checksum:  # else there is nothing to compare with
             self._request(folder.path, compare, needs_memory=False)
         return found
 

@@ -480,7 +480,8 @@ def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[
             return _holder_of_lock(known.descriptors[0], byte, command)
         descriptor = open_regular(path)
         try:
-            return _holder_of_lock(descriptor, byte, fcntl.F_GETLK)
+            pid = _holder_of_lock(descriptor, byte, fcntl.F_GETLK)
+            return 0 if pid == os.getpid() else pid  # another container's: this process has its lock files open
         finally:
             os.close(descriptor)
 

@@ -626,6 +626,19 @@ def test_two_sessions_that_save_to_one_folder_do_not_replace_each_others(tmp_pat
         assert same(run.state(), expected)
 
 
+def test_a_sessions_own_checkpoints_may_change_places(tmp_path: Path) -> None:
+    with Run(host_memory=0, paths=[tmp_path], checkpoints_kept=2) as run:
+        for name in ("last", "best"):
+            run.train()
+            run.save(tmp_path / name)
+        (tmp_path / "last").rename(tmp_path / "moved")
+        (tmp_path / "best").rename(tmp_path / "last")
+        run.train()
+        run.save(tmp_path / "last")
+        expected = run.state()
+    assert_holds(tmp_path / "last", expected)
+
+
 SAVED = """
 import sys, torch, offload
 weight = torch.nn.Parameter(torch.ones(64, 64))

@@ -228,6 +228,8 @@ def test_another_runs_copy_is_not_replaced_as_its_folder_has_the_name(tmp_path: 
     assert_holds(tmp_path / "mirror" / "last", gone_on)
     moved = train("one/last", tmp_path / "mirror" / "last")
     assert_holds(tmp_path / "mirror" / "last", moved)
+    anew = train("one/last")  # in the run's own folder, as one that loads a state dict goes on
+    assert_holds(tmp_path / "mirror" / "last", anew)
 
 
 # Behind training

@@ -537,6 +537,19 @@ def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
     assert not find_stores(str(backup))
 
 
+def test_a_run_goes_on_with_its_own_stores_though_a_backup_of_them_is_nearer(tmp_path: Path, path: Path) -> None:
+    home = tmp_path / "home"
+    write(path, 1, home / "run" / "ck")
+    shutil.copytree(path, home / path.name)
+    shutil.copytree(home / "run", home / "run.bak")
+    with Run(path, home / path.name) as run:
+        run.optimizer.load_checkpoint(home / "run" / "ck")
+        for _ in range(2):
+            run.train().save(home / "run" / "ck")
+    assert steps_in(home / "run.bak" / "ck", home / path.name) == 1
+    assert steps_in(home / "run" / "ck", path, home / path.name) == 3
+
+
 def test_a_store_that_was_moved_to_another_disk_is_gone_on_with_and_freed(tmp_path: Path, path: Path) -> None:
     write(path, 1, tmp_path / "run")
     shutil.copytree(path, tmp_path / "moved")
