@@ -892,9 +892,14 @@ class Session:
     def park(self, value: Any) -> None:
         keep_host, waits = value
         if not self.loop.gradients:  # else it is refused
-            with contextlib.suppress(offload.InfeasiblePlanError):
+            try:
                 self.optimizer.park(keep_host, wait=waits)
                 assert self.optimizer.engine.is_parked or not waits
+            except offload.InfeasiblePlanError as error:
+                with contextlib.suppress(offload.SessionBrokenError):
+                    self.optimizer.metrics()  # goes on as it was
+                    return
+                raise error from None  # its engine, which was to be opened late, could not be
 
     def unpark(self, _value: Any) -> None:
         self.optimizer.unpark()
@@ -1068,11 +1073,11 @@ def live_apart(program: Program, folder: Path, small: Path | None, actions: list
         raise AssertionError(why.read_text() if why.exists() else f"a process has ended with status {status}")
 
 
-def small_disk(kind: str, folder: Path) -> contextlib.AbstractContextManager[Path]:
+def small_disk(kind: str, folder: Path, nbytes: int = SMALL_BYTES) -> contextlib.AbstractContextManager[Path]:
     """A file system that is soon full; see `mounted`."""
     if kind == "tmpfs":
-        return mounted(kind, folder, f"size={SMALL_BYTES}")
-    return mounted(kind, folder, nbytes=SMALL_BYTES, made=("-m", "0", "-b", "4096", "-O", "^has_journal"))
+        return mounted(kind, folder, f"size={nbytes}")
+    return mounted(kind, folder, nbytes=nbytes, made=("-m", "0", "-b", "4096", "-O", "^has_journal"))
 
 
 def run(program: Program, folder: Path) -> Counter[str]:
@@ -1087,7 +1092,11 @@ def run(program: Program, folder: Path) -> Counter[str]:
         small = None
         if program.settings.get("small"):
             with contextlib.suppress(OSError):
-                small = ends.enter_context(small_disk(program.settings["small"][0], folder))
+                # A body's weights, with checkpoints kept, need more; "breaks" goes on elsewhere where that lacks.
+                is_large = program.settings.get("body") is not None and not program.settings.get("breaks")
+                small = ends.enter_context(
+                    small_disk(program.settings["small"][0], folder, (1 + is_large) * SMALL_BYTES)
+                )
         if not program.kills:
             return live(program, folder, small, program.actions)
         for actions in lives(program.actions):

@@ -14,8 +14,8 @@ Whatever happens in between, a folder holds the checkpoint from before or the ne
 Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. A rank gives up when its
 session breaks, when `close` has waited long enough, when it sees that a rank's process has ended, or its part failed,
 before that was done, or after `RANKS_TIMEOUT_S`. A rank whose part has failed says so by an empty file
-(`note_failure`), which goes with the next `COMMIT` in the folder. Only rank 0 decides, by writing `COMMIT`, and
-everything that a `COMMIT` may name has to be kept:
+(`note_failure`), which goes with its session's next `COMMIT` in the folder. Only rank 0 decides, by writing
+`COMMIT`, and everything that a `COMMIT` may name has to be kept:
 
     rank 0 gives up before it begins to write `COMMIT`: no other rank writes it, so there will be no checkpoint;
         the files of this rank are deleted. Manifests of other ranks remain, and are ignored.
