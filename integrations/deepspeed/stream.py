@@ -70,12 +70,13 @@ def in_its_folder(path: str, work: Callable[[], None]) -> None:
 
     Ranks share the folder, and each deletes it with its last file: it may go between the two, and is made again then.
     """
-    for _ in range(MOST_TRIALS):
-        with contextlib.suppress(FileNotFoundError):
+    for left in reversed(range(MOST_TRIALS)):
+        try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return work()
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    return work()
+        except FileNotFoundError:
+            if not left:
+                raise
 
 
 Starts = Mapping[str, Sequence[int | None]]

@@ -441,7 +441,7 @@ def _is_committed(folder: Folder, id: str) -> bool | None:
 def note_failure(folder: Folder, request: SaveRequest) -> None:
     """Tell the other ranks that this one's part of a save has failed, so that they give it up; if that can be done.
 
-    For a save that this rank has not committed, and that is not in doubt.
+    For a save, or a mirror's copy, that this rank has not committed, and that is not in doubt.
     """
     if request.ranks > 1:
         with contextlib.suppress(CheckpointError):

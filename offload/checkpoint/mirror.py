@@ -39,7 +39,7 @@ import psutil
 
 from offload import metrics, waits
 from offload._native import CompletionQueue
-from offload.checkpoint.commit import CommitJob, KeptCheckpoint
+from offload.checkpoint.commit import CommitJob, KeptCheckpoint, note_failure
 from offload.checkpoint.contents import read_commit, read_manifest
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
@@ -533,10 +533,6 @@ class RankPart:
         """Return the name of a rank's progress file; of this one's if no rank is given."""
         return f"mirror-{self.request.id}-{self.request.rank if rank is None else rank}.json"
 
-    def failure_name(self, rank: int) -> str:
-        """Return the name of the file that says that a rank has failed."""
-        return failure_name(self.request.id, rank)
-
     def is_committed(self) -> bool:
         """Return whether the folder holds the checkpoint."""
         commit = commit_to_replace(self.folder)
@@ -567,20 +563,19 @@ class RankPart:
             CheckpointError: Rank 0 has failed before this rank could see that it had begun.
         """
         names = self.folder.names()
-        if self.is_new and self.failure_name(0) in names:  # else it may be of an earlier session's copy
+        if self.is_new and failure_name(self.request.id, 0) in names:  # else it may be of an earlier session's copy
             raise CheckpointError("rank 0 has failed; see what it says")
         return self.progress_name(0) in names or self.is_committed()
 
     def note_failure(self) -> None:
         """Tell the other ranks that this one has failed."""
-        with contextlib.suppress(OffloadError):
-            if self.request.ranks > 1:
-                self.folder.write(self.failure_name(self.request.rank), b"\n")
+        with contextlib.suppress(OffloadError):  # the folder cannot be opened
+            note_failure(self.folder, self.request)
 
     def find_failed(self) -> list[int]:
         """Return the ranks that will not do their parts: they have ended, failed or, as rank 0, given up."""
         names = self.folder.names()
-        failed = [rank for rank in range(self.request.ranks) if self.failure_name(rank) in names]
+        failed = [rank for rank in range(self.request.ranks) if failure_name(self.request.id, rank) in names]
         given_up = [] if self.progress_name(0) in names else [0]
         return [*self.request.find_ended(), *failed, *given_up]
 

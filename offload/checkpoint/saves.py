@@ -268,13 +268,17 @@ class Saves:
             return
         if folder.path in self._ids_by_folder:
             who = "another session has saved, or somebody has moved there, since this one last saved or loaded there"
-        elif (pid := _find_user(folder, commit)) is not None:
-            who = f"process {pid or 'of another machine'} has saved, or has gone on from, and which is still training"
         else:
-            if not self._ids_by_folder:  # a run goes on in its folder, as from a state dict
-                with contextlib.suppress(CheckpointError):
-                    self.run = read_manifest(folder, commit.id, 0, commit.ranks).run or self.run
-            return
+            try:
+                manifest = read_manifest(folder, commit.id, 0, commit.ranks)
+            except CheckpointError:
+                return  # it is damaged
+            pid = _find_user(manifest)
+            if pid is None:
+                if not self._ids_by_folder:  # a run goes on in its folder, as from a state dict
+                    self.run = manifest.run or self.run
+                return
+            who = f"process {pid or 'of another machine'} has saved, or has gone on from, and which is still training"
         advice = "end the other run, save to another folder, or move that checkpoint away"
         raise CheckpointError(f"{folder.path} holds a checkpoint that {who}: {advice}")
 
@@ -999,10 +1003,10 @@ def check_mirror(config: OffloadConfig) -> None:
         parse_place(config.mirror, "mirror").check("mirror")
 
 
-def _find_user(folder: Folder, commit: CommitRecord) -> int | None:
-    """Return the pid of another process that uses rank 0's stores of a folder's checkpoint; None if none does."""
-    with contextlib.suppress(CheckpointError, OSError):  # it is damaged, or its stores are gone
-        for path, store in read_manifest(folder, commit.id, 0, commit.ranks).stores_elsewhere:
+def _find_user(manifest: Manifest) -> int | None:
+    """Return the pid of another process that uses the stores that a manifest names; None if none does."""
+    with contextlib.suppress(CheckpointError, OSError):  # the stores are gone
+        for path, store in manifest.stores_elsewhere:
             pid = store_folder(path, store).used_by()
             if pid not in (None, os.getpid()):
                 return pid

@@ -211,7 +211,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
     own = _own_differences(as_it_is, in_memory)
     # NaN is too far, too.
     too_far = [(step, name, apart, room) for step, name, apart, room in in_memory.beside if not apart <= room]
-    is_different = first is not None or bool(own) or bool(too_far) or as_it_is.clips_nothing
+    is_apart = first is not None or bool(own) or bool(too_far)
     found = [
         f"as it is and in memory: the same bits in {len(as_it_is.tensors)} gradients, weights and tensors of state"
     ]
@@ -219,7 +219,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         found[0] += f", and {len(as_it_is.own)} tensors of the script's own"
     if not as_it_is.is_whole:
         found.append(f"the script has more tensors: those of the nearest {MOST_OBJECTS:,} objects are compared")
-    if first is not None or own or too_far:
+    if is_apart:
         request.dump = [*([first] if first else []), *((request.steps, name) for name in own[:MOST_SHOWN])]
         again = _run_both(request, folder, progress, first=2, total=4)
         difference, further = _difference_lines(folder, first, own, seen, again)
@@ -239,6 +239,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
             "torch's clip_grad_norm_ DIFFERS on a GPU: with keep_grads=False gradients have left it by then, and it "
             "clips nothing. Call optimizer.clip_grad_norm_"
         )
+    is_different = is_apart or as_it_is.clips_nothing
     return {"different": is_different, "found": found, "share_of_allowed": share, "metrics": as_it_is.metrics}
 
 

@@ -547,7 +547,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         if ranks.world()[0] > 1:
-            text = "waiting for all ranks to load: load_checkpoint and import_state are calls of every rank"
+            text = "waiting for all ranks to load: that is a call of every rank"
             late = threading.Timer(waits.QUIET_S, _log.warning, [text])
             late.daemon = True
             late.start()

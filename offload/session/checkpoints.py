@@ -181,14 +181,16 @@ class Checkpoints:
         as no step has updated them since, are read and compared; mostly there are none.
         """
         machine, found = self._parts.machine, set[int]()
-        numbers = range(0 if request.replica else len(self._parts.plan.layout.subgroups))
+        if request.replica or not self._parts.config.checksum:  # then there is nothing to compare
+            return found
+        numbers = range(len(self._parts.plan.layout.subgroups))
         held = [*chain.from_iterable(machine.held_weights(n).items() for n in numbers if n not in known_to_be)]
 
         def compare() -> None:
             """Read the weights, on the engine thread."""
             found.update(self._parts.saves.find_rewritten(held))
 
-        if held and self._parts.config.checksum:  # else there is nothing to compare with
+        if held:
             self._request(folder.path, compare, needs_memory=False)
         return found
 

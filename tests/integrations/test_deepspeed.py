@@ -128,6 +128,11 @@ def start(
     return results
 
 
+def failures(found: dict[str, str]) -> list[str]:
+    """Return what failed checks have said, whole: what pytest shows of a dict is cut."""
+    return [f"{name}: {said}" for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "part"), [(world, part) for world in PARTS for part in range(PARTS[world])])
@@ -135,8 +140,7 @@ def test_checks(world: int, part: int, tmp_path: Path) -> None:
     """A start takes longer than most checks, so that several are made in one."""
     names = tuple(name for name in OTHERS if name not in (OF_ANY_WORLD, WITHOUT_RANKS)[world - 1])
     found = start(world, tmp_path, names[part :: PARTS[world]])
-    failed = [f"{name}: {said}" for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)]
-    assert not failed, "\n".join(failed)  # whole: what pytest shows of a dict is cut
+    assert not failures(found), "\n".join(failures(found))
     if set(found.values()) != {"ok"}:
         pytest.skip("; ".join(f"{name}: {said}" for name, said in found.items() if said != "ok"))
 
@@ -204,8 +208,7 @@ def test_older_versions(version: str, tmp_path: Path) -> None:
         pytest.skip(f"deepspeed {version} cannot be installed here: {done.stderr[-500:]!r}")
     names = ("alone_older", *(name for name in OTHERS if name not in NOT_OLDER))
     found = start(1, tmp_path, names, timeout_s=1800, python=sys.executable, PYTHONPATH=str(tmp_path / "older"))
-    failed = [f"{name}: {said}" for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)]
-    assert not failed, "\n".join(failed)
+    assert not failures(found), "\n".join(failures(found))
 
 
 @pytest.mark.slow

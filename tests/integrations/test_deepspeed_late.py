@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from accelerator import processes
-from test_deepspeed import OTHERS, SKIPPED, start
+from test_deepspeed import OTHERS, failures, start
 
 NAME = "alone_on_an_accelerator"
 SOME = ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place", "phases_change_nothing")
@@ -69,5 +69,4 @@ def test_weights_that_ranks_gather_behind_a_step_leave_the_device_s_collectives_
 def test_all_checks(world: int, placement: str, tmp_path: Path) -> None:
     """Beside stock DeepSpeed, which is on the accelerator as well then."""
     found = start(world, tmp_path, OTHERS, timeout_s=3000, PLACEMENT=placement, DELAYS=str(world))
-    failed = [f"{name}: {said}" for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)]
-    assert not failed, "\n".join(failed)
+    assert not failures(found), "\n".join(failures(found))
