@@ -89,7 +89,7 @@ def _distance(shape: Shape, target_numel: int) -> float:
 
 
 def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed: int) -> Any:
-    """Return a model with random weights that depend on the seed, the shape and the device only."""
+    """Return a model with random weights that depend on the seed, the shape, the dtype and the device only."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
