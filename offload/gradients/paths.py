@@ -175,14 +175,15 @@ class PathGradients(GradientStore):
         self._incomplete.pop(parameter.name, None)
 
     def announce(self, position: int) -> None:
-        """Note that a gradient is about to arrive: after an interrupt from now on, the pass counts as incomplete.
+        """Note that a gradient is about to arrive: if an interrupt keeps it from that, the pass counts as incomplete.
 
         Raises:
-            ConfigError: A pass was interrupted before.
+            ConfigError: This parameter's last gradient never arrived. (Others' may be on their way just now: that all
+                have arrived is checked by the step.)
         """
         name = self._parameters[position].name
         if name in self._incomplete:
-            self._check_complete()
+            raise self._incomplete_error(name)
         self._incomplete[name] = None
         self._announced.add(name)
 
@@ -274,8 +275,12 @@ class PathGradients(GradientStore):
     def _check_complete(self) -> None:
         """Raise `ConfigError` if a backward pass was interrupted while a gradient was copied."""
         if self._incomplete:
-            given = f"an interrupted pass, at {next(iter(self._incomplete))}"
-            raise ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
+            raise self._incomplete_error(next(iter(self._incomplete)))
+
+    def _incomplete_error(self, name: str) -> ConfigError:
+        """Return what is raised after a pass that was interrupted while a parameter's gradient arrived."""
+        given = f"an interrupted pass, at {name}"
+        return ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
 
     def _sum_changed(self, positions: Any) -> npt.NDArray[np.int64]:
         """Return positions of gradients, which were all summed as they arrived; check that they are complete."""

@@ -29,10 +29,11 @@ from offload.rules import MUON, PACKED, ClassRule, UpdateRule
 
 @torch.no_grad()
 def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
-    """Update a matrix by torch's own Muon, run on views of the state, which may be stored in any format.
+    """Update a matrix by torch's own Muon, on fp32 copies of its state, which are then stored in its format.
 
     So the bits are those of `torch.optim.Muon` on fp32 weights, on this device and with this number of threads; its
-    Newton-Schulz iteration works in bfloat16, whatever the weights' type. See `offload.rules.UpdateRule.update`.
+    Newton-Schulz iteration works in bfloat16, whatever the weights' type. For its arguments see
+    `offload.rules.UpdateRule.update`; `group` is not needed, as `values` has all of the group's.
     """
     segment = piece.segment
     (momentum,), master = reference.state_of(segment), reference.master_of(segment)
@@ -41,9 +42,9 @@ def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
     muon = torch.optim.Muon([view], **values)
     muon.state[view] = {"momentum_buffer": piece.shaped(momentum)}
     step_alone(muon)
-    random = reference.random_of(segment)
+    random = reference.random_of(segment)  # to round by; None where the format does not round
     reference.store_state(segment, [momentum], random)
-    reference.store_master(segment, master, random)
+    reference.store_master(segment, master, random)  # nothing to do where `master` is no copy
 
 
 _CPU = PlainUpdateKernel(torch.device("cpu"))

@@ -186,18 +186,20 @@ class Slots:
     def load(self, verb: str, slots: range, address: int, depth: int | None = None, count: int | None = None) -> Load:
         """Return reads or writes of tiles on lane `verb`.
 
+        As many are in flight as the load has places (see `Load.start`). Each place has memory for a tile and slots of
+        its own, which it uses in turn, so that no slot has two transfers at once.
+
         Args:
             verb: "read" or "write".
-            slots: Slots to use in turn; to be read, they must have been written.
+            slots: To be read, they must have been written.
             address: Memory for `depth` tiles.
-            depth: Transfers in flight at once; None for all slots.
+            depth: How many places, at most one for each slot; None for that many.
             count: Transfers in all; None for as many as there are slots. Only with `depth` None each slot then has
-                exactly one: else a fast place goes over its slots again before a slow one has used all of its own.
+                exactly one: else a fast place begins its slots again before a slow one has come to the end of its.
         """
         depth = depth or len(slots)
         nbytes = self.tile_bytes
         transfer = self.tier.read if verb == "read" else self.tier.write
-        # Each place has slots of its own, so that no slot has two transfers at once.
         turns = [itertools.cycle(slots[place::depth]) for place in range(depth)]
 
         def start(op: int, place: int) -> None:

@@ -171,10 +171,16 @@ class Overlap:
         return Bucket(bounds, [bound.position for bound in bounds], gather)
 
     def bind_hidden_copies(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
-        """If a model checks its waits: bind copies of weights for the step to update, and fill the weights with NaN.
+        """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
 
-        Called as a step begins, so this resets `has_ended`. Returns the copies, which the caller keeps alive;
-        `wait_for` and `finish` copy them back.
+        `wait_for` and `finish` copy them back. Called as a step begins, so this resets `has_ended`.
+
+        Args:
+            bounds: All weights that the step updates and that a module waits for.
+
+        Returns:
+            The copies, none if no model checks. The caller keeps them alive until the step is over: once a wait has
+            failed, `hidden_copies` lacks them, and lanes may still write to them.
         """
         self.has_ended = False
         if any(model.check for model in self.models):

@@ -321,7 +321,7 @@ class StateView(MutableMapping[Any, Any]):
         """Forget moments and step counts, of all parameters if None; see `StatefulOptimizer.reset_state`."""
         with self._lock:
             if self._holder.engine_if_open is None and parameters is None:
-                return  # nothing has been updated; if parameters are given, `of` opens the engine, to refuse others
+                return  # nothing has been updated; parameters that are given are looked up, to refuse other models'
             to_reset = self._weights.bound if parameters is None else parameters
             bounds = [self._weights.of(parameter) for parameter in to_reset]
             # Changes in place of these copies are not refused: the refusal advises a reset.
@@ -329,7 +329,7 @@ class StateView(MutableMapping[Any, Any]):
             self._weights.rebind_changed()
             self.note_change()
             with_state = {*self.with_state()}  # before their step counts become 0
-            self._only_masters.update(
+            self._only_masters.update(  # state dicts go on to have these: masters are more exact than the weights
                 bound.parameter for bound in bounds if bound.parameter in with_state and self._has_master(bound)
             )
             self._holder.engine.state.reset([bound.position for bound in bounds])

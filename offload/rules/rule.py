@@ -103,7 +103,7 @@ class UpdateRule(ABC):
         """Update one whole parameter, with torch's operations; for rules of whole parameters alone.
 
         Args:
-            piece: An `offload.kernels.pieces.Piece`: master and state are changed in place.
+            piece: An `offload.kernels.pieces.Piece`: what is stored for it, its master and state, is changed.
             group: Number of its group.
             values: What `values` returned.
         """

@@ -463,7 +463,7 @@ class Machine:
     def _seal_step(self, confirmed: Collection[int], rest: Sweep | None) -> None:
         """Make confirmed versions live, revoke the others, and begin what is left of the step."""
         if self.broken is not None:
-            self._drop_open_sweep()
+            self._forget_open_sweep()
             confirmed = ()
         else:
             self._end_open_sweep(confirmed)
@@ -517,8 +517,11 @@ class Machine:
         """Return how many slots the tiles of a subgroup take, by payload bytes."""
         return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
-    def _drop_open_sweep(self) -> None:
-        """Forget the open sweep, if there is one, as the machine has broken."""
+    def _forget_open_sweep(self) -> None:
+        """Forget the open sweep, and its speculative versions and queues, as the machine has broken.
+
+        It may have been forgotten before, when its `SealStep` comes: then this changes nothing.
+        """
         if self.is_open:
             self._sweep = None
         self.speculative_versions = {}
@@ -738,14 +741,17 @@ class Machine:
         return True
 
     def _undo_flush(self, subgroup: int, flush: _Flush, error: Exception) -> None:
-        """Give back the slots of a flush that has failed, and fail the eviction or the save that it was for."""
+        """Abandon what a failed flush has written, and fail the eviction or the save that it was for.
+
+        A speculative flush ends elsewhere; one that training needs breaks the machine, and does not come here.
+        """
         for _, record in flush.records:
             self.index.abandon(record.location)
         self._enter_whole_phase(subgroup, changed=True)
-        if not self.plan.is_resident(subgroup):  # it was for a save: an eviction flushes resident state alone
+        if not self.plan.is_resident(subgroup):  # it was for a save; what comes below is resident, and evicted
             self.saver.abort(error)
             return
-        self.index.unreserve(self._slot_counts(subgroup), lent=True)  # which the eviction had reserved
+        self.index.unreserve(self._slot_counts(subgroup), lent=True)  # as `_begin_eviction` has reserved them
         if self._eviction is not None:  # None once the machine is broken
             self._eviction.error = error
 
@@ -978,7 +984,7 @@ class Machine:
         """End the sweep if all visits have ended or a broken machine ends it; `SealStep` ends an open one else."""
         if self.is_open:
             if self._ends_broken_sweep():
-                self._drop_open_sweep()
+                self._forget_open_sweep()
         elif self._sweep is not None and (self._ends_broken_sweep() or not self._unended_visits):
             self.finished_sweep, self._sweep = self._sweep, None
             self.failed = self._unended_visits > 0

@@ -228,7 +228,10 @@ class Speculation:
         return self._counts[position] == self._expected.get(position)
 
     def _forget_arrivals(self) -> None:
-        """Forget all arrivals, as gradients were dropped or a step begins; admit nothing more before a request."""
+        """Forget all arrivals, as gradients were dropped or a step begins.
+
+        Nothing more is admitted until `_choose_subgroups`: when a step ends, or `revoke` is called.
+        """
         self._counts.clear()
         self._final.clear()
         self._has_heard = False
