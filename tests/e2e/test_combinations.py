@@ -226,6 +226,16 @@ def strategy(folder: Path) -> None:
     OffloadCallback().setup(SimpleNamespace(strategy=FSDPStrategy(), precision_plugin=None), None, "fit")
 
 
+def written_behind(folder: Path) -> None:
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from offload.integrations.lightning import OffloadCallback
+
+    single = SingleDeviceStrategy("cpu", checkpoint_io=AsyncCheckpointIO())
+    OffloadCallback().setup(SimpleNamespace(strategy=single, precision_plugin=None), None, "fit")
+
+
 def averaged(folder: Path) -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -244,6 +254,7 @@ FRAMEWORKS: list[Case] = [
     ("FSDP_TRAINER", sharded_trainer),
     ("DEEPSPEED_TRAINER", trainer),
     ("TWO_SAVES", saved_twice),
+    ("WRITES_BEHIND", written_behind),
     ("AVERAGED", averaged),
 ]
 

@@ -21,6 +21,7 @@ pytest.importorskip("lightning")
 import started
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning_runs import Module, rows
 from small import SETTINGS
@@ -227,6 +228,27 @@ def test_a_trainer_saves_when_it_is_told_to(tmp_path: Path, path: Path) -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("is_anothers", [False, True], ids=["own", "anothers"])
+def test_a_folder_that_a_checkpoint_may_name_is_not_written_to(tmp_path: Path, path: Path, is_anothers: bool) -> None:
+    """A save fails when the file has been written, and nobody knows."""
+
+    class Failing(TorchCheckpointIO):
+        def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+            super().save_checkpoint(*arguments, **options)
+            if checkpoints(tmp_path) == ["a.ckpt", "a.ckpt.offload-0", "a.ckpt.offload-1"]:
+                raise OSError("late")
+
+    trainer = fit(tmp_path, Small(path), plugins=[Failing()])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    if is_anothers:
+        trainer = fit(tmp_path, Small(path), plugins=[Failing()])
+    with pytest.raises(OSError, match="late"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert checkpoints(tmp_path) == ["a.ckpt", "a.ckpt.offload-2"]
+    trainer.optimizers[0].close()
+
+
 @pytest.mark.parametrize(
     ("options", "left"),
     [
@@ -413,6 +435,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, path: Path) -> None:
         fit(tmp_path, Two(path), gradient_clip_val=None)
     with pytest.raises(offload.ConfigError, match="FSDPStrategy"):
         OffloadCallback().setup(SimpleNamespace(strategy=FSDPStrategy(), precision_plugin=None), None, "fit")
+    with pytest.raises(offload.ConfigError, match="'AsyncCheckpointIO'"):
+        fit(tmp_path, Small(path), plugins=[AsyncCheckpointIO()])
     trainer = fit(tmp_path, Small(path))
     with pytest.raises(offload.ConfigError, match="gs://bucket"):
         trainer.save_checkpoint("gs://bucket/a.ckpt")
