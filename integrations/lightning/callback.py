@@ -77,6 +77,10 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
         hide_steps(optimizer, pl_module.children() if may_overlap_forward else (), [trainer.strategy.model])
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Drop gradients of an earlier `fit` that have left `.grad`: it calls the module's `zero_grad`."""
+        ours(trainer.optimizers[0]).zero_grad()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last step: the caller may read weights next."""
         ours(trainer.optimizers[0]).finish()

@@ -381,6 +381,38 @@ def test_steps_do_not_go_on_where_weights_are_averaged_or_all_is_compiled(tmp_pa
     assert trainer.optimizers[0].plan.hidden_in.startswith("forward")
 
 
+def test_gradients_of_a_fit_that_failed_are_dropped_wherever_they_are(tmp_path: Path, path: Path) -> None:
+    """Of an optimizer that the next fit goes on with."""
+
+    class Accumulating(Small):
+        automatic_optimization, made, fails = False, None, False
+
+        def configure_optimizers(self) -> Any:
+            self.made = self.made or super().configure_optimizers()
+            return self.made
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            self.manual_backward(super().training_step(batch, index))
+            if self.fails:
+                raise OSError("amid an accumulation")
+            if index == 1:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    found = []
+    for fails in (False, True):
+        module = Accumulating(path, gradient_memory=0)
+        if fails:
+            module.fails = True
+            with pytest.raises(OSError, match="amid an accumulation"):
+                fit(tmp_path, module, gradient_clip_val=None)
+            module.fails = False
+        trainer = fit(tmp_path, module, gradient_clip_val=None)
+        found.append(weights(module))
+        trainer.optimizers[0].close()
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.not_overlapped("looks at .grad after the step")
 def test_clipping_by_value_is_torchs_own_and_by_norm_ours(tmp_path: Path, path: Path) -> None:
     trainer = fit(tmp_path, Small(path), gradient_clip_val=1e-6)
