@@ -55,7 +55,10 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             BY_DEEPSPEED.refuse("strategy", type(strategy).__name__)
         if WRAPPING in _class_names([strategy.checkpoint_io]):
             WRITES_BEHIND.refuse("plugins", type(strategy.checkpoint_io).__name__)
+        # Those of an earlier `fit` are freed before others are made.
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
         # The replacements call methods of the class, so replacing again, as a second `fit` does, changes nothing.
+        strategy.setup = partial(_set_up, strategy)
         strategy.optimizer_state = partial(_optimizer_state, strategy)
         strategy.load_optimizer_state_dict = partial(self._load_optimizer_state, trainer)
         strategy.save_checkpoint = partial(self._save_checkpoint, strategy)
@@ -63,22 +66,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         strategy.teardown = partial(_teardown, strategy)
         precision.clip_grad_by_norm = partial(_clip_grad_by_norm, precision)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the optimizer that has been made, and let its steps go on into forward where that is allowed."""
-        optimizer_names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
-        if len(optimizer_names) != 1 or ours(trainer.optimizers[0]) is None:
-            allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
-            raise ConfigError("optimizers", ", ".join(optimizer_names) or "none", allowed)
-        optimizer = ours(trainer.optimizers[0])
-        is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
-        may_overlap_forward = _class_names(trainer.callbacks).isdisjoint(AVERAGING) and not is_compiled
-        if not may_overlap_forward:
-            AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
-        # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
-        hide_steps(optimizer, pl_module.children() if may_overlap_forward else (), [trainer.strategy.model])
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Drop gradients of an earlier `fit` that have left `.grad`: it calls the module's `zero_grad`."""
+        """Drop gradients of an earlier `fit`, as the Trainer does, but also those that have left `.grad`."""
         ours(trainer.optimizers[0]).zero_grad()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -162,6 +151,27 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 def _class_names(objects: Iterable[Any]) -> set[str]:
     """Return the names of the objects' classes, and of those that these inherit from."""
     return {kind.__name__ for one in objects for kind in type(one).__mro__}
+
+
+def _set_up(strategy: Any, trainer: Any) -> None:
+    """Replaces `Strategy.setup`, which makes the optimizer: check it, and let its steps go on into forward if it may.
+
+    Not in `on_fit_start`: there Lightning's `LearningRateFinder` trains, which may come first.
+    """
+    type(strategy).setup(strategy, trainer)
+    if trainer.state.fn != "fit":
+        return
+    optimizer_names = [type(optimizer).__name__ for optimizer in strategy.optimizers]
+    if len(optimizer_names) != 1 or ours(strategy.optimizers[0]) is None:
+        allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
+        raise ConfigError("optimizers", ", ".join(optimizer_names) or "none", allowed)
+    optimizer, module = ours(strategy.optimizers[0]), trainer.lightning_module
+    is_compiled = getattr(module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
+    may_overlap_forward = _class_names(trainer.callbacks).isdisjoint(AVERAGING) and not is_compiled
+    if not may_overlap_forward:
+        AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
+    # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
+    hide_steps(optimizer, module.children() if may_overlap_forward else (), [strategy.model])
 
 
 def _optimizer_state(strategy: Any, optimizer: Any) -> dict[str, Any]:

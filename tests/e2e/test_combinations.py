@@ -237,14 +237,21 @@ def written_behind(folder: Path) -> None:
 
 
 def averaged(folder: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     from offload.integrations.lightning import OffloadCallback
 
-    net, averaging = model(), StochasticWeightAveraging(1e-2)
-    with adamw(folder, net, overlap="forward") as optimizer:
-        fit = SimpleNamespace(optimizers=[optimizer], callbacks=[averaging], strategy=SimpleNamespace(model=net))
-        OffloadCallback().on_fit_start(fit, net)
+    class Module(LightningModule):
+        def configure_optimizers(self) -> Any:
+            return adamw(folder, self, overlap="forward")
+
+        def training_step(self, batch: Any) -> None: ...
+
+    module = Module()
+    module.layer = model()
+    callbacks = [OffloadCallback(), StochasticWeightAveraging(1e-2)]
+    Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callbacks).fit(module, [0])
 
 
 FRAMEWORKS: list[Case] = [

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from lightning_runs import Module, rows
 from small import SETTINGS
 from started import end
@@ -179,8 +181,11 @@ class Small(Module):
         super().__init__("offload", {**SETTINGS, "paths": [path], **config})
 
 
-def fit(folder: Path, module: LightningModule, *callbacks: Any, resume: Any = None, **options: Any) -> Trainer:
-    trainer = Trainer(
+NUMBERS = torch.utils.data.DataLoader(range(2), batch_size=1)
+
+
+def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    return Trainer(
         accelerator="cpu",
         default_root_dir=folder,
         enable_progress_bar=False,
@@ -189,8 +194,11 @@ def fit(folder: Path, module: LightningModule, *callbacks: Any, resume: Any = No
         callbacks=[OffloadCallback(), *callbacks],
         **{"max_steps": 4, "gradient_clip_val": 0.5, "enable_checkpointing": bool(callbacks), **options},
     )
-    numbers = torch.utils.data.DataLoader(range(2), batch_size=1)
-    trainer.fit(module, numbers, numbers, ckpt_path=resume)
+
+
+def fit(folder: Path, module: LightningModule, *callbacks: Any, resume: Any = None, **options: Any) -> Trainer:
+    trainer = trainer_of(folder, *callbacks, **options)
+    trainer.fit(module, NUMBERS, NUMBERS, ckpt_path=resume)
     return trainer
 
 
@@ -379,6 +387,32 @@ def test_steps_do_not_go_on_where_weights_are_averaged_or_all_is_compiled(tmp_pa
     trainer.optimizers[0].close()
     trainer = fit(tmp_path, Small(path, overlap="auto"))
     assert trainer.optimizers[0].plan.hidden_in.startswith("forward")
+
+
+@pytest.mark.not_overlapped("steps go on where the test says so")
+def test_a_learning_rate_is_found_with_hidden_steps_and_one_optimizer_at_a_time(tmp_path: Path, path: Path) -> None:
+    """Lightning's finder trains before callbacks are told that `fit` starts."""
+    found = []
+    for overlap in ("off", "both"):
+        alive = weakref.WeakSet[torch.optim.Optimizer]()
+
+        class Counting(Small):
+            def configure_optimizers(self, alive: weakref.WeakSet[torch.optim.Optimizer] = alive) -> Any:
+                assert not alive
+                made = super().configure_optimizers()
+                alive.add(made["optimizer"])
+                return made
+
+        module = Counting(path, overlap=overlap)
+        trainer = trainer_of(tmp_path)
+        Tuner(trainer).lr_find(module, NUMBERS, num_training=5, early_stop_threshold=None, update_attr=False)
+        trainer.fit(module, NUMBERS)
+        found.append(([parameter.detach().clone() for parameter in module.parameters()], module.losses))
+        trainer.optimizers[0].close()
+    (weights_off, losses_off), (weights_both, losses_both) = found
+    assert len(losses_off) == 9
+    assert losses_off == losses_both
+    assert all(map(torch.equal, weights_off, weights_both))
 
 
 def test_gradients_of_a_fit_that_failed_are_dropped_wherever_they_are(tmp_path: Path, path: Path) -> None:
