@@ -168,6 +168,8 @@ COMPILED_REDUCTIONS = Row(CALLED, "`overlap_backward`", 'DDP that is compiled wi
 BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP",
     "integrations of Lightning, and of Accelerate, but for its FSDP2",
     "use one device, DDP, or FSDP2 under Accelerate; for DeepSpeed see offload.integrations.deepspeed")
+WRITES_BEHIND = Row(ATTACHED, "integration of Lightning", "its `AsyncCheckpointIO`, or another plugin that wraps one",
+    "give the plugin that it wraps, or none: older state is deleted, and a mirror begins, once a save has returned")
 GATHERED_TO_SAVE = Row(ATTACHED, "`FULL_STATE_DICT` of Accelerate's FSDP2", "`cpu_offload` in one process",
     'use "SHARDED_STATE_DICT": Accelerate would bring all weights to the device to save them')
 DEEPSPEED_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`', "its `deepspeed`",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -124,16 +124,18 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
         ours(optimizer).reopen()  # `prepare` has replaced what it was made for
     elif accelerator.distributed_type in SHARDED:
         BY_DEEPSPEED.refuse("accelerator", str(accelerator.distributed_type))
-    prepared: list[Prepared] = vars(accelerator).setdefault("offload_prepared", [])
-    if not prepared:
+    prepared: weakref.WeakSet[Prepared] | None = vars(accelerator).get("offload_prepared")
+    if prepared is None:
+        # Weak references, as the accelerator lets go of its optimizers in `free_memory`.
+        prepared = accelerator.offload_prepared = weakref.WeakSet()
         _set_interrupted_aside(accelerator)
         accelerator.clip_grad_norm_ = partial(_clip_grad_norm, accelerator, prepared)
         accelerator.save_state = partial(_save_state, accelerator, prepared)
-        accelerator.load_state = partial(_load_state, accelerator, prepared)
+        accelerator.load_state = partial(_load_state, accelerator)
         accelerator.register_load_state_pre_hook(partial(_before_load, prepared))
-    if not any(known is optimizer for known in prepared):
+    if optimizer not in prepared:
         optimizer.__class__ = Prepared  # the object is the one that the accelerator knows
-        prepared.append(optimizer)
+        prepared.add(optimizer)
         tell_last_pass(ours(optimizer), accelerator)
         models = accelerator._models
         # A model that is compiled later only the caller has as it is called.
@@ -186,7 +188,7 @@ def _prepare_for_fsdp2(accelerator: Any) -> None:
 
 
 def _clip_grad_norm(
-    accelerator: Any, prepared: list[Prepared], parameters: Any, max_norm: float, norm_type: float = 2
+    accelerator: Any, prepared: Iterable[Prepared], parameters: Any, max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
     """Replaces `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips.
 
@@ -199,12 +201,15 @@ def _clip_grad_norm(
     return clipping.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 
 
-def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
+def _save_state(accelerator: Any, enabled: Container[Prepared], *arguments: Any, **options: Any) -> Any:
     """Replaces `Accelerator.save_state`: each optimizer saves its own checkpoint, and Accelerate a pointer to it.
 
     Accelerate deletes old folders before it saves, by `total_limit`. So those that exist are listed first:
     `_before_save` releases the checkpoints of those that are gone.
     """
+    prepared = [optimizer for optimizer in accelerator._optimizers if optimizer in enabled]
+    if not prepared:  # after `free_memory`
+        return type(accelerator).save_state(accelerator, *arguments, **options)
     existing_folders = [
         {folder for folder in optimizer.engine.checkpoints.kept if os.path.isdir(folder)} for optimizer in prepared
     ]
@@ -238,7 +243,7 @@ def _before_save(
         optimizer.pointer = pointer(ours(optimizer), name, "accelerate")
 
 
-def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
+def _load_state(accelerator: Any, *arguments: Any, **options: Any) -> Any:
     """Replaces `Accelerator.load_state`: optimizers of ours load what pointers name."""
     with _saving_fsdp_by_pointers():
         return type(accelerator).load_state(accelerator, *arguments, **options)
@@ -279,7 +284,7 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
         yield
 
 
-def _before_load(prepared: list[Prepared], models: Any, input_dir: str) -> None:
+def _before_load(prepared: Iterable[Prepared], models: Any, input_dir: str) -> None:
     """Refuse a folder that is not whole, and note it for `load_state_dict`: Accelerate's hook before a load."""
     if mark_of(str(input_dir)) is Mark.BEGUN:
         raise CheckpointError(f"{input_dir} is not whole, as its save was interrupted, or is under way: load another")

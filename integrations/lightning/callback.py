@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
 from offload.checkpoint.marker import Marker
-from offload.combinations import AVERAGED, BY_DEEPSPEED
+from offload.combinations import AVERAGED, BY_DEEPSPEED, WRITES_BEHIND
 from offload.integrations.shared import POINTER, figures_to_log, ours, pointer, release, save
 from offload.optim.folders import begin_folder, end_folder
 from offload.optim.hiding import hide_steps
@@ -28,6 +28,9 @@ url_to_fs, split_protocol = _FSSPEC.url_to_fs, _FSSPEC.split_protocol
 
 AVERAGING = "StochasticWeightAveraging", "WeightAveraging"
 
+WRAPPING = "_WrappingCheckpointIO"
+"""Lightning's base class of plugins that write checkpoints by another, as `AsyncCheckpointIO` does in a thread."""
+
 SUFFIX = ".offload-"
 """In the name of the folder beside a checkpoint: the text between the checkpoint's name and a number."""
 
@@ -40,8 +43,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._folder_by_checkpoint: dict[str, str] = {}
-        """The folder that a checkpoint of this process names, by the checkpoint's path."""
+        self._folders_by_checkpoint: dict[str, set[str]] = {}
+        """Folders that a checkpoint may name, by its path: several once a save of this process was interrupted."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace methods of the strategy and the precision plugin, before the optimizer is made."""
@@ -50,7 +53,12 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         strategy, precision = trainer.strategy, trainer.precision_plugin
         if strategy.restore_checkpoint_after_setup:  # it shards, and has checkpoints of its own
             BY_DEEPSPEED.refuse("strategy", type(strategy).__name__)
+        if WRAPPING in _class_names([strategy.checkpoint_io]):
+            WRITES_BEHIND.refuse("plugins", type(strategy.checkpoint_io).__name__)
+        # Those of an earlier `fit` are freed before others are made.
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
         # The replacements call methods of the class, so replacing again, as a second `fit` does, changes nothing.
+        strategy.setup = partial(_set_up, strategy)
         strategy.optimizer_state = partial(_optimizer_state, strategy)
         strategy.load_optimizer_state_dict = partial(self._load_optimizer_state, trainer)
         strategy.save_checkpoint = partial(self._save_checkpoint, strategy)
@@ -58,20 +66,9 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         strategy.teardown = partial(_teardown, strategy)
         precision.clip_grad_by_norm = partial(_clip_grad_by_norm, precision)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the optimizer that has been made, and let its steps go on into forward where that is allowed."""
-        optimizer_names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
-        if len(optimizer_names) != 1 or ours(trainer.optimizers[0]) is None:
-            allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
-            raise ConfigError("optimizers", ", ".join(optimizer_names) or "none", allowed)
-        optimizer = ours(trainer.optimizers[0])
-        callback_names = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-        is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
-        may_overlap_forward = callback_names.isdisjoint(AVERAGING) and not is_compiled
-        if not may_overlap_forward:
-            AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
-        # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
-        hide_steps(optimizer, pl_module.children() if may_overlap_forward else (), [trainer.strategy.model])
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Drop gradients of an earlier `fit`, as the Trainer does, but also those that have left `.grad`."""
+        ours(trainer.optimizers[0]).zero_grad()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last step: the caller may read weights next."""
@@ -104,20 +101,20 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             begin_folder(folder, Marker(beside=(os.path.basename(path),)))
         save(optimizer, folder)
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
+        self._folders_by_checkpoint.setdefault(path, set()).add(folder)  # if the next line fails, it may be named
         write()
-        self._folder_by_checkpoint[path] = folder
+        self._folders_by_checkpoint[path] = {folder}
         strategy.barrier()
         if is_local:
             end_folder(optimizer, folder)
         _delete_folders_beside(strategy, path, but=folder)
 
     def _unused_folder(self, path: str) -> str:
-        """Return a folder beside a checkpoint that the checkpoint, as it is now, does not name."""
-        taken: set[str] = set()
-        if path in self._folder_by_checkpoint:
-            taken = {self._folder_by_checkpoint[path]}
-        elif url_to_fs(path)[0].exists(path):  # it may be another run's; if there is none, nothing names the folders
-            taken = set(_state_folders_beside(path))
+        """Return a folder beside a checkpoint that the checkpoint, as it may be now, does not name."""
+        if path not in self._folders_by_checkpoint:
+            is_there = url_to_fs(path)[0].exists(path)  # it may be another run's; if not, nothing names the folders
+            self._folders_by_checkpoint[path] = {*_state_folders_beside(path)} if is_there else set()
+        taken = self._folders_by_checkpoint[path]
         candidates = (f"{path}{SUFFIX}{number}" for number in range(len(taken) + 1))
         return next(folder for folder in candidates if folder not in taken)
 
@@ -141,14 +138,40 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 f"the optimizer's state of {path} cannot be loaded: {error}. It belongs into {folder}: copy that "
                 "folder with the checkpoint, or load the weights alone, with LightningModule.load_from_checkpoint"
             ) from error
-        self._folder_by_checkpoint[path] = folder
+        self._folders_by_checkpoint[path] = {folder}
 
     def _remove_checkpoint(self, strategy: Any, filepath: Any) -> None:
         """Replaces `Strategy.remove_checkpoint`, on all ranks: delete the checkpoint's folders, too."""
         path = _absolute(filepath)
         type(strategy).remove_checkpoint(strategy, filepath)
-        self._folder_by_checkpoint.pop(path, None)
+        self._folders_by_checkpoint.pop(path, None)
         _delete_folders_beside(strategy, path)
+
+
+def _class_names(objects: Iterable[Any]) -> set[str]:
+    """Return the names of the objects' classes, and of those that these inherit from."""
+    return {kind.__name__ for one in objects for kind in type(one).__mro__}
+
+
+def _set_up(strategy: Any, trainer: Any) -> None:
+    """Replaces `Strategy.setup`, which makes the optimizer: check it, and let its steps go on into forward if it may.
+
+    Not in `on_fit_start`: there Lightning's `LearningRateFinder` trains, which may come first.
+    """
+    type(strategy).setup(strategy, trainer)
+    if trainer.state.fn != "fit":
+        return
+    optimizer_names = [type(optimizer).__name__ for optimizer in strategy.optimizers]
+    if len(optimizer_names) != 1 or ours(strategy.optimizers[0]) is None:
+        allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
+        raise ConfigError("optimizers", ", ".join(optimizer_names) or "none", allowed)
+    optimizer, module = ours(strategy.optimizers[0]), trainer.lightning_module
+    is_compiled = getattr(module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
+    may_overlap_forward = _class_names(trainer.callbacks).isdisjoint(AVERAGING) and not is_compiled
+    if not may_overlap_forward:
+        AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
+    # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
+    hide_steps(optimizer, module.children() if may_overlap_forward else (), [strategy.model])
 
 
 def _optimizer_state(strategy: Any, optimizer: Any) -> dict[str, Any]:

@@ -226,15 +226,32 @@ def strategy(folder: Path) -> None:
     OffloadCallback().setup(SimpleNamespace(strategy=FSDPStrategy(), precision_plugin=None), None, "fit")
 
 
+def written_behind(folder: Path) -> None:
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from offload.integrations.lightning import OffloadCallback
+
+    single = SingleDeviceStrategy("cpu", checkpoint_io=AsyncCheckpointIO())
+    OffloadCallback().setup(SimpleNamespace(strategy=single, precision_plugin=None), None, "fit")
+
+
 def averaged(folder: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     from offload.integrations.lightning import OffloadCallback
 
-    net, averaging = model(), StochasticWeightAveraging(1e-2)
-    with adamw(folder, net, overlap="forward") as optimizer:
-        fit = SimpleNamespace(optimizers=[optimizer], callbacks=[averaging], strategy=SimpleNamespace(model=net))
-        OffloadCallback().on_fit_start(fit, net)
+    class Module(LightningModule):
+        def configure_optimizers(self) -> Any:
+            return adamw(folder, self, overlap="forward")
+
+        def training_step(self, batch: Any) -> None: ...
+
+    module = Module()
+    module.layer = model()
+    callbacks = [OffloadCallback(), StochasticWeightAveraging(1e-2)]
+    Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callbacks).fit(module, [0])
 
 
 FRAMEWORKS: list[Case] = [
@@ -244,6 +261,7 @@ FRAMEWORKS: list[Case] = [
     ("FSDP_TRAINER", sharded_trainer),
     ("DEEPSPEED_TRAINER", trainer),
     ("TWO_SAVES", saved_twice),
+    ("WRITES_BEHIND", written_behind),
     ("AVERAGED", averaged),
 ]
 

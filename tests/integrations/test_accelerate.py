@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,33 @@ def test_other_optimizers_are_left_alone(optimizer: offload.AdamW, tmp_path: Pat
     prepared.step()
     accelerator.load_state(str(tmp_path / "saved"))
     assert all(map(torch.equal, optimizer.param_groups[0]["params"], expected))
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_accelerator_that_was_freed_has_another_optimizer(tmp_path: Path, closes: bool) -> None:
+    """The one before is freed, and is in no checkpoint."""
+    accelerator, config = Accelerator(cpu=True), {**SETTINGS, "paths": [tmp_path], "checkpoints_kept": 2}
+    for number in range(2):
+        optimizer = offload.AdamW([torch.nn.Parameter(torch.ones(5000))], offload=config)
+        prepared = enable(accelerator, accelerator.prepare(optimizer))
+        norm = accelerator.clip_grad_norm_(set_gradients(optimizer), 0.5)
+        prepared.step()
+        assert prepared.metrics()["gradient_norm"] == norm
+        accelerator.save_state(str(tmp_path / f"{number}"))
+        expected = optimizer.param_groups[0]["params"][0].detach().clone()
+        set_gradients(optimizer)
+        prepared.step()
+        accelerator.load_state(str(tmp_path / f"{number}"))
+        assert torch.equal(optimizer.param_groups[0]["params"][0], expected)
+        if closes:
+            prepared.close()
+        freed = weakref.ref(optimizer)
+        del optimizer
+        (prepared,) = accelerator.free_memory(prepared)
+        assert freed() is None
+        accelerator.save_state(str(tmp_path / "none"))
+        assert not (tmp_path / "none" / "optimizer.bin").exists()
+    assert sorted(path.name for path in tmp_path.glob("1/*optimizer*")) == ["optimizer.bin", "optimizer_state"]
 
 
 def test_a_save_that_fails_leaves_state_dict_as_it_was(optimizer: offload.AdamW, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ pytest.importorskip("lightning")
 import started
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from lightning_runs import Module, rows
 from small import SETTINGS
 from started import end
@@ -178,8 +181,11 @@ class Small(Module):
         super().__init__("offload", {**SETTINGS, "paths": [path], **config})
 
 
-def fit(folder: Path, module: LightningModule, *callbacks: Any, resume: Any = None, **options: Any) -> Trainer:
-    trainer = Trainer(
+NUMBERS = torch.utils.data.DataLoader(range(2), batch_size=1)
+
+
+def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    return Trainer(
         accelerator="cpu",
         default_root_dir=folder,
         enable_progress_bar=False,
@@ -188,8 +194,11 @@ def fit(folder: Path, module: LightningModule, *callbacks: Any, resume: Any = No
         callbacks=[OffloadCallback(), *callbacks],
         **{"max_steps": 4, "gradient_clip_val": 0.5, "enable_checkpointing": bool(callbacks), **options},
     )
-    numbers = torch.utils.data.DataLoader(range(2), batch_size=1)
-    trainer.fit(module, numbers, numbers, ckpt_path=resume)
+
+
+def fit(folder: Path, module: LightningModule, *callbacks: Any, resume: Any = None, **options: Any) -> Trainer:
+    trainer = trainer_of(folder, *callbacks, **options)
+    trainer.fit(module, NUMBERS, NUMBERS, ckpt_path=resume)
     return trainer
 
 
@@ -225,6 +234,27 @@ def test_a_trainer_saves_when_it_is_told_to(tmp_path: Path, path: Path) -> None:
     assert checkpoints(tmp_path) == ["b.ckpt"]
     assert trainer.optimizers[0].engine.checkpoints.kept == ()
     optimizer.close()
+
+
+@pytest.mark.parametrize("is_anothers", [False, True], ids=["own", "anothers"])
+def test_a_folder_that_a_checkpoint_may_name_is_not_written_to(tmp_path: Path, path: Path, is_anothers: bool) -> None:
+    """A save fails when the file has been written, and nobody knows."""
+
+    class Failing(TorchCheckpointIO):
+        def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+            super().save_checkpoint(*arguments, **options)
+            if checkpoints(tmp_path) == ["a.ckpt", "a.ckpt.offload-0", "a.ckpt.offload-1"]:
+                raise OSError("late")
+
+    trainer = fit(tmp_path, Small(path), plugins=[Failing()])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    if is_anothers:
+        trainer = fit(tmp_path, Small(path), plugins=[Failing()])
+    with pytest.raises(OSError, match="late"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert checkpoints(tmp_path) == ["a.ckpt", "a.ckpt.offload-2"]
+    trainer.optimizers[0].close()
 
 
 @pytest.mark.parametrize(
@@ -359,6 +389,64 @@ def test_steps_do_not_go_on_where_weights_are_averaged_or_all_is_compiled(tmp_pa
     assert trainer.optimizers[0].plan.hidden_in.startswith("forward")
 
 
+@pytest.mark.not_overlapped("steps go on where the test says so")
+def test_a_learning_rate_is_found_with_hidden_steps_and_one_optimizer_at_a_time(tmp_path: Path, path: Path) -> None:
+    """Lightning's finder trains before callbacks are told that `fit` starts."""
+    found = []
+    for overlap in ("off", "both"):
+        alive = weakref.WeakSet[torch.optim.Optimizer]()
+
+        class Counting(Small):
+            def configure_optimizers(self, alive: weakref.WeakSet[torch.optim.Optimizer] = alive) -> Any:
+                assert not alive
+                made = super().configure_optimizers()
+                alive.add(made["optimizer"])
+                return made
+
+        module = Counting(path, overlap=overlap)
+        trainer = trainer_of(tmp_path)
+        Tuner(trainer).lr_find(module, NUMBERS, num_training=5, early_stop_threshold=None, update_attr=False)
+        trainer.fit(module, NUMBERS)
+        found.append(([parameter.detach().clone() for parameter in module.parameters()], module.losses))
+        trainer.optimizers[0].close()
+    (weights_off, losses_off), (weights_both, losses_both) = found
+    assert len(losses_off) == 9
+    assert losses_off == losses_both
+    assert all(map(torch.equal, weights_off, weights_both))
+
+
+def test_gradients_of_a_fit_that_failed_are_dropped_wherever_they_are(tmp_path: Path, path: Path) -> None:
+    """Of an optimizer that the next fit goes on with."""
+
+    class Accumulating(Small):
+        automatic_optimization, made, fails = False, None, False
+
+        def configure_optimizers(self) -> Any:
+            self.made = self.made or super().configure_optimizers()
+            return self.made
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            self.manual_backward(super().training_step(batch, index))
+            if self.fails:
+                raise OSError("amid an accumulation")
+            if index == 1:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    found = []
+    for fails in (False, True):
+        module = Accumulating(path, gradient_memory=0)
+        if fails:
+            module.fails = True
+            with pytest.raises(OSError, match="amid an accumulation"):
+                fit(tmp_path, module, gradient_clip_val=None)
+            module.fails = False
+        trainer = fit(tmp_path, module, gradient_clip_val=None)
+        found.append(weights(module))
+        trainer.optimizers[0].close()
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.not_overlapped("looks at .grad after the step")
 def test_clipping_by_value_is_torchs_own_and_by_norm_ours(tmp_path: Path, path: Path) -> None:
     trainer = fit(tmp_path, Small(path), gradient_clip_val=1e-6)
@@ -413,6 +501,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, path: Path) -> None:
         fit(tmp_path, Two(path), gradient_clip_val=None)
     with pytest.raises(offload.ConfigError, match="FSDPStrategy"):
         OffloadCallback().setup(SimpleNamespace(strategy=FSDPStrategy(), precision_plugin=None), None, "fit")
+    with pytest.raises(offload.ConfigError, match="'AsyncCheckpointIO'"):
+        fit(tmp_path, Small(path), plugins=[AsyncCheckpointIO()])
     trainer = fit(tmp_path, Small(path))
     with pytest.raises(offload.ConfigError, match="gs://bucket"):
         trainer.save_checkpoint("gs://bucket/a.ckpt")
