@@ -27,15 +27,26 @@ from offload.integrations.transformers import saving
 from offload.integrations.transformers.saving import FOLDER
 from offload.optim.hiding import hide_steps
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
-    "offload_adamw": (offload.AdamW, ("betas", "eps")),
-    "offload_adam": (offload.Adam, ("betas", "eps")),
-    "offload_lion": (offload.Lion, ("betas",)),
-    "offload_adagrad": (offload.Adagrad, ()),
-    "offload_sgd": (offload.SGD, ()),
-    "offload_muon": (offload.Muon, ("betas", "adamw_eps", "adjust_lr_fn")),
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...], tuple[str, ...]]] = {
+    "offload_adamw": (offload.AdamW, ("betas", "eps"), ()),
+    "offload_adam": (offload.Adam, ("betas", "eps"), ()),
+    "offload_lion": (offload.Lion, ("betas",), ()),
+    "offload_adagrad": (offload.Adagrad, (), ("lr_decay", "weight_decay", "eps")),
+    "offload_sgd": (offload.SGD, (), ("momentum", "dampening", "weight_decay", "nesterov")),
+    "offload_muon": (
+        offload.Muon,
+        ("betas", "adamw_eps", "adjust_lr_fn"),
+        ("momentum", "nesterov", "ns_steps", "eps", "adamw_lr_ratio"),
+    ),
 }
-"""What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
+"""What can be given as `optim`: the class, which training arguments it takes beside learning rate and decay, and what
+it takes from `optim_args`: as transformers has it for torch's class of that name."""
+
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+"""How `optim_args` may spell a truth value, in any case."""
+
+_NUMBERS: dict[str, Callable[[str], Any]] = {"nesterov": lambda text: _FLAGS[text.lower()], "ns_steps": int}
+"""How a value of `optim_args` is read that is no float, by its name."""
 
 _AS_NEAR = 0.9
 """How similar a mistyped name has to be to one of ours (0 to 1) to count as it, even if another is nearer."""
@@ -180,15 +191,36 @@ def _choose_optimizer(
     if name not in OPTIMIZERS:
         _warn_of_other_optimizer(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
-    kind, accepted = OPTIMIZERS[name]
+    kind, accepted, accepted_as_text = OPTIMIZERS[name]
     values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
     most = _max_checkpoints(args) or 0  # 0 for any number: each is a copy then
     if settings.checkpoints_kept is None:
         settings = replace(settings, checkpoints_kept=most)
     _warn_of_copies(settings, most)
-    options = {key: values[key] for key in accepted}
+    options = {key: values[key] for key in accepted} | _read_optim_args(args.optim_args, name, accepted_as_text)
     return _named_class(kind, model), {"lr": args.learning_rate, "offload": settings, **options}
+
+
+def _read_optim_args(text: str | None, optim: str, accepted: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a Trainer's `optim_args` say, such as "momentum=0.9,nesterov=true", by name.
+
+    Raises:
+        ConfigError: A name is not one of `accepted`, which are those of `optim`; or a value cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for pair in text.replace(" ", "").split(",") if text else ():
+        name, _, value = pair.partition("=")
+        if not accepted:
+            own = "learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon are arguments of their own"
+            raise ConfigError("optim_args", pair, f"leave it out with {optim}: {own}")
+        if name not in accepted:
+            raise ConfigError("optim_args", pair, f"{optim} takes {', '.join(accepted)}")
+        try:
+            values[name] = _NUMBERS.get(name, float)(value)
+        except (KeyError, ValueError):
+            raise ConfigError("optim_args", pair, 'write a value, as in "momentum=0.9,nesterov=true"') from None
+    return values
 
 
 def _warn_of_other_optimizer(name: str) -> None:

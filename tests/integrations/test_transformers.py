@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -266,6 +267,43 @@ def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Pat
         assert [p.name for p in optimizer.engine.plan.layout.parameters] == ["weight", "bias"]
     with kind([{"params": [*model.parameters()]}, {"params": []}], **options) as optimizer:
         assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "taken"),
+    [
+        ("offload_sgd", "momentum=0.9, nesterov=True", {"momentum": 0.9, "nesterov": True}),
+        ("offload_sgd", "dampening=0.1,nesterov=no", {"dampening": 0.1, "nesterov": False}),
+        ("offload_adagrad", "lr_decay=1e-3,eps=1e-8", {"lr_decay": 1e-3, "eps": 1e-8}),
+        ("offload_muon", "momentum=0.8,ns_steps=4", {"momentum": 0.8, "ns_steps": 4}),
+        ("offload_sgd", "momentum=0.9,lr_decay=1", "lr_decay=1.* offload_sgd takes momentum, dampening"),
+        ("offload_sgd", "nesterov=2", "nesterov=2.* write a value"),
+        ("offload_sgd", "momentum", "write a value"),
+        ("offload_adamw", "eps=1e-6", "leave it out with offload_adamw: .*adam_epsilon"),
+    ],
+)
+def test_optim_args_are_taken_or_refused(tmp_path: Path, optim: str, optim_args: str, taken: Any) -> None:
+    """With the names and the meaning that they have for torch's optimizer; none is left out without a word."""
+    model = torch.nn.Linear(4, 4)
+
+    def choose(optim: str) -> tuple[Any, dict[str, Any]]:
+        args = TrainingArguments(output_dir=str(tmp_path), optim=optim, optim_args=optim_args, use_cpu=True)
+        chosen: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return chosen
+
+    try:
+        offload_transformers.enable()
+        with pytest.raises(ConfigError, match=taken) if isinstance(taken, str) else contextlib.nullcontext():
+            kind, options = choose(optim)
+        if isinstance(taken, str):
+            return
+        with kind(model.named_parameters(), **options) as optimizer:
+            assert {name: optimizer.param_groups[0][name] for name in taken} == taken
+        if optim != "offload_muon":  # of which transformers has none
+            _, stock = choose(optim.removeprefix("offload_"))
+            assert {name: value for name, value in options.items() if name != "offload"} == stock
+    finally:
+        offload_transformers.disable()
 
 
 def test_what_was_hardly_meant_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
