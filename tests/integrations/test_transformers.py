@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")
 import started
 from started import end
 from trainer_runs import Tokens, model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import offload
@@ -378,6 +378,94 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         trainer.optimizer = torch.optim.SGD(model.parameters())
         assert trainer.accelerator.clip_grad_norm_(model.parameters(), 0.5) == pytest.approx(norm)
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
+
+
+def small_arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Return arguments of a short training that saves nothing by itself."""
+    settings = {"optim": "offload_adamw", "save_strategy": "no", "logging_steps": 1, "max_steps": 2, **more}
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+
+
+def test_gradients_of_an_interrupted_step_are_gone(tmp_path: Path) -> None:
+    """Those that have left `.grad`, too, which the model's own `zero_grad` does not find."""
+    trained = []
+    for memory in (None, "64KiB"):
+        (tmp_path / str(memory)).mkdir()
+        model_now, calls = model(), iter(range(100))
+
+        def interrupt(gradient: torch.Tensor, calls: Any = calls) -> None:
+            if next(calls) == 1:
+                raise RuntimeError("interrupted")
+
+        model_now.model.layers[0].mlp.down_proj.weight.register_hook(interrupt)
+        try:
+            offload_transformers.enable(
+                {"host_memory": 0, "paths": [tmp_path / str(memory)], "gradient_memory": memory}
+            )
+            args = small_arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0, seed=1)
+            trainer = Trainer(model=model_now, args=args, train_dataset=Tokens())
+            with pytest.raises(RuntimeError, match="interrupted"):
+                trainer.train()
+            trainer.train()
+        finally:
+            offload_transformers.disable()
+        trained.append([parameter.detach() for parameter in model_now.parameters()])
+    for left, right in zip(*trained, strict=True):
+        assert torch.equal(left, right)
+
+
+class AtSigterm(TrainerCallback):
+    """Asks the process to end in its first step; also a handler of SIGTERM, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.calls += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_optimizer_of_a_subclass_is_served(tmp_path: Path) -> None:
+    """One that `create_optimizer` makes alone, without the Trainer's: it clips, hides steps, and saves at a SIGTERM."""
+
+    class Own(Trainer):
+        def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = kind([{"params": [p]} for p in self.model.parameters()], **options)
+            return self.optimizer
+
+    (tmp_path / "path").mkdir()
+    config = {"host_memory": 0, "paths": [tmp_path / "path"], "gradient_memory": "64KiB", "overlap": "forward"}
+    asking = AtSigterm()
+    before = signal.signal(signal.SIGTERM, asking)
+    try:
+        offload_transformers.enable(config, commit_on_sigterm=True)
+        args = small_arguments(tmp_path, max_grad_norm=1e-3)
+        trainer = Own(model=model(), args=args, train_dataset=Tokens(), callbacks=[asking])
+        trainer.train()
+    finally:
+        offload_transformers.disable()
+        assert signal.signal(signal.SIGTERM, before) is asking
+    assert asking.calls == 1
+    assert mark_of(str(tmp_path / "checkpoint-1")) is Mark.WHOLE
+    assert min(entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry) > 0
+
+
+def test_a_training_that_an_error_ends_leaves_no_handler(tmp_path: Path) -> None:
+    """While its Trainer lives, too: it would note a later Trainer's signal, and nobody would pass it on."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        offload_transformers.enable(commit_on_sigterm=True)
+        trainer = Trainer(model=model(), args=small_arguments(tmp_path), train_dataset=Tokens())
+        trainer.compute_loss = lambda *_, **__: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        offload_transformers.disable()
 
 
 def test_the_last_micro_step_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
