@@ -530,6 +530,8 @@ def _train(
     if _names_ours(trainer.args) and wanted:
         wanted = _whole_instead(trainer, wanted)
     sigterm = _ensure_callbacks(trainer, commits)
+    if trainer.model_init is not None or trainer.optimizer is None:  # else two would be open, with all their state
+        trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     try:
         return original(trainer, wanted, *arguments, **options)
     finally:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -466,6 +467,28 @@ def test_a_training_that_an_error_ends_leaves_no_handler(tmp_path: Path) -> None
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         offload_transformers.disable()
+
+
+def test_an_optimizer_is_gone_before_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `model_init`, as a search for hyperparameters has it: two would not fit where one is planned for."""
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    alive: list[int] = []
+    initialize = offload.AdamW.__init__
+
+    def note(self: Any, *given: Any, **options: Any) -> None:
+        alive.append(len(made))
+        initialize(self, *given, **options)
+        made.add(self)
+
+    monkeypatch.setattr(offload.AdamW, "__init__", note)
+    try:
+        offload_transformers.enable()
+        trainer = Trainer(model_init=model, args=small_arguments(tmp_path), train_dataset=Tokens())
+        for _ in range(2):
+            trainer.train()
+    finally:
+        offload_transformers.disable()
+    assert alive == [0, 0]
 
 
 def test_the_last_micro_step_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
