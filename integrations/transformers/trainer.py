@@ -287,6 +287,11 @@ def _names_ours(args: Any) -> bool:
     return str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS
 
 
+def _uses_ours(trainer: Any) -> bool:
+    """Return whether a Trainer is to make an optimizer of ours, or has one, which it may have been given."""
+    return _names_ours(trainer.args) or _our_optimizer(trainer) is not None
+
+
 def _has_weights_in_host(trainer: Any) -> bool:
     """Return whether a Trainer uses FSDP with an optimizer of ours: then its weights are kept in host memory."""
     return getattr(trainer, "is_fsdp_enabled", False) and _names_ours(trainer.args)
@@ -338,7 +343,13 @@ def _is_of_fsdp(checkpoint: str) -> bool:
 def _set_interrupted_aside(arguments: Any, original: Callable[..., None]) -> None:
     """Replaces `TrainingArguments.__post_init__`: set folders of interrupted saves aside before any is read."""
     original(arguments)
-    if _names_ours(arguments) and arguments.output_dir:
+    if _names_ours(arguments):
+        _set_aside(arguments)
+
+
+def _set_aside(arguments: Any) -> None:
+    """Set folders of interrupted saves aside: those that our markers show."""
+    if arguments.output_dir:
         set_aside(os.fspath(arguments.output_dir), saving.CHECKPOINTS)
 
 
@@ -504,7 +515,7 @@ def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str)
 
 def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
     """Replaces `Trainer._load_from_checkpoint`, with which a resume begins: refuse a folder that is not whole."""
-    if _names_ours(trainer.args):
+    if _uses_ours(trainer):
         _check_whole(checkpoint)
     if _is_of_fsdp(checkpoint):  # whose files FSDP alone reads
         return original(trainer, checkpoint, *arguments, **options)
@@ -526,8 +537,9 @@ def _train(
     """
     if _names_ours(trainer.args) and trainer.is_deepspeed_enabled:
         DEEPSPEED_TRAINER.refuse("optim", str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+    _set_aside(trainer.args)  # of an optimizer, too, that the arguments do not name
     wanted: Any = resume_from_checkpoint  # a path, or true for the last one in `output_dir`
-    if _names_ours(trainer.args) and wanted:
+    if wanted and _uses_ours(trainer):
         wanted = _whole_instead(trainer, wanted)
     sigterm = _ensure_callbacks(trainer, commits)
     if trainer.model_init is not None or trainer.optimizer is None:  # else two would be open, with all their state

@@ -29,7 +29,7 @@ from transformers.training_args import OptimizerNames
 import offload
 import offload.integrations.transformers as offload_transformers
 from offload import ConfigError, cli
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import WHOLE, Mark, mark_of
 from offload.checkpoint.stores import find_stores
 
 PROGRAM = Path(__file__).with_name("trainer_runs.py")
@@ -42,6 +42,12 @@ def run(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> d
     """Return what a program says that one rank runs to its end."""
     (found,), _ = end(start(folder, optim, steps, *rest, python=python))
     return found
+
+
+def small_arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Return arguments of a short training that saves nothing by itself."""
+    settings = {"optim": "offload_adamw", "save_strategy": "no", "logging_steps": 1, "max_steps": 2, **more}
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
 
 
 @pytest.mark.slow
@@ -150,6 +156,34 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
     assert f"{folder}/incomplete-checkpoint-4 is what an interrupted save has left" in said
     assert last["weights"] == whole["weights"]
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-6", "incomplete-checkpoint-4"]
+
+
+@pytest.mark.parametrize("left_by", ["a kill", "an older version"])
+def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(tmp_path: Path, left_by: str) -> None:
+    """As with `optim="offload_adamw"`, whether markers or a missing file show it."""
+    newest = tmp_path / "checkpoint-2"
+
+    def train(resume: bool, steps: int) -> Trainer:
+        given = model()
+        args = small_arguments(tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=1, max_steps=steps)
+        with offload.AdamW(given.named_parameters()) as optimizer:
+            trainer = Trainer(model=given, args=args, train_dataset=Tokens(), optimizers=(optimizer, None))
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    try:
+        offload_transformers.enable()
+        train(False, 2)
+        (newest / "trainer_state.json").unlink()
+        if left_by == "a kill":
+            program = f"from offload.checkpoint import marker; marker.mark_begun({str(newest)!r})"
+            subprocess.run([sys.executable, "-c", program], check=True)
+        else:
+            (newest / WHOLE).unlink()
+        assert train(True, 3).state.global_step == 3
+        assert (tmp_path / "incomplete-checkpoint-2").exists() == (left_by == "a kill")
+    finally:
+        offload_transformers.disable()
 
 
 @pytest.mark.slow
@@ -381,12 +415,6 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
 
 
-def small_arguments(folder: Path, **more: Any) -> TrainingArguments:
-    """Return arguments of a short training that saves nothing by itself."""
-    settings = {"optim": "offload_adamw", "save_strategy": "no", "logging_steps": 1, "max_steps": 2, **more}
-    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
-
-
 def test_gradients_of_an_interrupted_step_are_gone(tmp_path: Path) -> None:
     """Those that have left `.grad`, too, which the model's own `zero_grad` does not find."""
     trained = []
@@ -430,7 +458,7 @@ class AtSigterm(TrainerCallback):
 
 
 def test_an_optimizer_of_a_subclass_is_served(tmp_path: Path) -> None:
-    """One that `create_optimizer` makes alone, without the Trainer's: it clips, hides steps, and saves at a SIGTERM."""
+    """One that `create_optimizer` makes without the Trainer's: it clips, hides steps, saves at a SIGTERM."""
 
     class Own(Trainer):
         def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
