@@ -111,7 +111,10 @@ class Sigterm:
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Ask the Trainer to save now if any rank has had a SIGTERM."""
         handler = self._handler
-        if handler is not None and any_rank(handler.has_signal):
+        if handler is None:
+            return
+        handler.note_step()
+        if any_rank(handler.has_signal):
             log.warning("SIGTERM: the Trainer saves a checkpoint")
             handler.is_committing = control.should_save = True
             control.should_evaluate = False  # which the Trainer would do before it saves
