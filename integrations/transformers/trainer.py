@@ -180,6 +180,7 @@ def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any
         return original(value)
     member = str.__new__(kind, value)
     member._name_, member._value_ = value.upper(), value
+    member.__reduce_ex__ = lambda protocol: (str, (str(value),))  # `training_args.bin` is read without `enable`, too
     return member
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import pickle
 import shutil
 import signal
 import subprocess
@@ -263,6 +264,7 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
         args = TrainingArguments(output_dir=str(tmp_path), optim="offload_lion", use_cpu=True)
         assert args.optim == "offload_lion"
         assert args.to_dict()["optim"] == "offload_lion"
+        pickled = pickle.dumps(args)
         adam_or_adamw = '"offload_adam" or "offload_adamw"'
         for name, meant in (("offload_adamv", adam_or_adamw), ("Offload_Lion", '"offload_lion"')):
             with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
@@ -273,6 +275,7 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
     finally:
         offload_transformers.disable()
     offload_transformers.disable()
+    assert pickle.loads(pickled).optim == "offload_lion"
     with pytest.raises(ConfigError, match="first, in this process"):
         OptimizerNames("offload_lion")
 
