@@ -112,8 +112,10 @@ def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandle
         """Replaces `step`: after the last micro-step, commit if any rank has had a signal."""
         is_last = engine.is_gradient_accumulation_boundary()
         result = step(*arguments, **keywords)
-        if is_last and any_rank(handler.has_signal):
-            handler.commit(save, wait_mirror, folder)
+        if is_last:
+            handler.note_step()
+            if any_rank(handler.has_signal):
+                handler.commit(save, wait_mirror, folder)
         return result
 
     engine.step = step_and_commit

@@ -10,7 +10,6 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import offload
@@ -89,49 +88,52 @@ def save(
         end_folder(optimizer, folder)
 
 
-def make_sigterm_callback(find_optimizer: Callable[[], Any]) -> Any:
-    """Return a callback that saves on all ranks at the end of the step in which one of them gets a SIGTERM.
+class Sigterm:
+    """A Trainer's callback that saves on all ranks at the end of the step in which one of them gets a SIGTERM.
 
     `find_optimizer` returns the Trainer's optimizer of ours; None if it has none.
     """
 
-    class SigtermCallback(import_module("transformers").TrainerCallback):  # type: ignore[misc]
-        handler: SigtermHandler | None = None
+    def __init__(self, find_optimizer: Callable[[], Any]) -> None:
+        self._find_optimizer = find_optimizer
+        self._handler: SigtermHandler | None = None
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-            """Handle SIGTERM while training lasts."""
-            self.on_train_end()  # of an earlier `train` that an error has ended
-            if getattr(args, "enable_jit_checkpoint", False):
-                TWO_SAVES.refuse("commit_on_sigterm", True)
-            if find_optimizer() is not None:
-                self.handler = handler = SigtermHandler()
-                weakref.finalize(self, handler.restore).atexit = False
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Handle SIGTERM while training lasts."""
+        self.on_train_end()  # of an earlier `train` that an error has ended
+        if self._find_optimizer() is None:
+            return
+        if getattr(args, "enable_jit_checkpoint", False):
+            TWO_SAVES.refuse("commit_on_sigterm", True)
+        self._handler = handler = SigtermHandler()
+        weakref.finalize(self, handler.restore).atexit = False
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-            """Ask the Trainer to save now if any rank has had a SIGTERM."""
-            handler = self.handler
-            if handler is not None and any_rank(handler.has_signal):
-                log.warning("SIGTERM: the Trainer saves a checkpoint")
-                handler.is_committing = control.should_save = True
-                control.should_evaluate = False  # which the Trainer would do before it saves
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Ask the Trainer to save now if any rank has had a SIGTERM."""
+        handler = self._handler
+        if handler is None:
+            return
+        handler.note_step()
+        if any_rank(handler.has_signal):
+            log.warning("SIGTERM: the Trainer saves a checkpoint")
+            handler.is_committing = control.should_save = True
+            control.should_evaluate = False  # which the Trainer would do before it saves
 
-        on_evaluate = on_step_end  # after an evaluation, too: the Trainer saves next
+    on_evaluate = on_step_end  # after an evaluation, too: the Trainer saves next
 
-        def on_save(self, *arguments: Any, **options: Any) -> None:
-            """If the save was for a SIGTERM: wait for the mirror, then pass the signal on."""
-            handler, optimizer = self.handler, find_optimizer()
-            if handler is not None and handler.is_committing:
-                try:
-                    if optimizer is not None:
-                        optimizer.wait_mirror()  # the paths may be lost with the machine
-                except OffloadError:
-                    log.exception("SIGTERM: the checkpoint is saved, and not mirrored")
-                handler.pass_on_together()
+    def on_save(self, *arguments: Any, **options: Any) -> None:
+        """If the save was for a SIGTERM: wait for the mirror, then pass the signal on."""
+        handler, optimizer = self._handler, self._find_optimizer()
+        if handler is not None and handler.is_committing:
+            try:
+                if optimizer is not None:
+                    optimizer.wait_mirror()  # the paths may be lost with the machine
+            except OffloadError:
+                log.exception("SIGTERM: the checkpoint is saved, and not mirrored")
+            handler.pass_on_together()
 
-        def on_train_end(self, *arguments: Any, **options: Any) -> None:
-            """Restore the handler that was there before."""
-            if self.handler is not None:
-                self.handler.restore()
-            self.handler = None
-
-    return SigtermCallback()
+    def on_train_end(self, *arguments: Any, **options: Any) -> None:
+        """Restore the handler that was there before; idempotent."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler.restore()

@@ -27,15 +27,26 @@ from offload.integrations.transformers import saving
 from offload.integrations.transformers.saving import FOLDER
 from offload.optim.hiding import hide_steps
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
-    "offload_adamw": (offload.AdamW, ("betas", "eps")),
-    "offload_adam": (offload.Adam, ("betas", "eps")),
-    "offload_lion": (offload.Lion, ("betas",)),
-    "offload_adagrad": (offload.Adagrad, ()),
-    "offload_sgd": (offload.SGD, ()),
-    "offload_muon": (offload.Muon, ("betas", "adamw_eps", "adjust_lr_fn")),
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...], tuple[str, ...]]] = {
+    "offload_adamw": (offload.AdamW, ("betas", "eps"), ()),
+    "offload_adam": (offload.Adam, ("betas", "eps"), ()),
+    "offload_lion": (offload.Lion, ("betas",), ()),
+    "offload_adagrad": (offload.Adagrad, (), ("lr_decay", "weight_decay", "eps")),
+    "offload_sgd": (offload.SGD, (), ("momentum", "dampening", "weight_decay", "nesterov")),
+    "offload_muon": (
+        offload.Muon,
+        ("betas", "adamw_eps", "adjust_lr_fn"),
+        ("momentum", "nesterov", "ns_steps", "eps", "adamw_lr_ratio"),
+    ),
 }
-"""What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
+"""What can be given as `optim`: the class, which training arguments it takes beside learning rate and decay, and what
+it takes from `optim_args`: as transformers has it for torch's class of that name."""
+
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+"""How `optim_args` may spell a truth value, in any case."""
+
+_NUMBERS: dict[str, Callable[[str], Any]] = {"nesterov": lambda text: _FLAGS[text.lower()], "ns_steps": int}
+"""How a value of `optim_args` is read that is no float, by its name."""
 
 _AS_NEAR = 0.9
 """How similar a mistyped name has to be to one of ours (0 to 1) to count as it, even if another is nearer."""
@@ -110,7 +121,7 @@ def _wrappers(
         "get_optimizer_cls_and_kwargs": lambda original: staticmethod(partial(_choose_optimizer, original, settings)),
         "create_optimizer": lambda original: partialmethod(_create_optimizer, original, commit_on_sigterm),
         "log": lambda original: partialmethod(_log, original),
-        "train": lambda original: partialmethod(_train_from_whole, original),
+        "train": lambda original: partialmethod(_train, original, commit_on_sigterm),
         # These have no public name, and no callback stands in their place.
         "_save_checkpoint": lambda original: partialmethod(_save_checkpoint, original),
         "_save_optimizer_and_scheduler": lambda original: partialmethod(_save_optimizer, original),
@@ -169,6 +180,7 @@ def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any
         return original(value)
     member = str.__new__(kind, value)
     member._name_, member._value_ = value.upper(), value
+    member.__reduce_ex__ = lambda protocol: (str, (str(value),))  # `training_args.bin` is read without `enable`, too
     return member
 
 
@@ -180,15 +192,36 @@ def _choose_optimizer(
     if name not in OPTIMIZERS:
         _warn_of_other_optimizer(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
-    kind, accepted = OPTIMIZERS[name]
+    kind, accepted, accepted_as_text = OPTIMIZERS[name]
     values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
     most = _max_checkpoints(args) or 0  # 0 for any number: each is a copy then
     if settings.checkpoints_kept is None:
         settings = replace(settings, checkpoints_kept=most)
     _warn_of_copies(settings, most)
-    options = {key: values[key] for key in accepted}
+    options = {key: values[key] for key in accepted} | _read_optim_args(args.optim_args, name, accepted_as_text)
     return _named_class(kind, model), {"lr": args.learning_rate, "offload": settings, **options}
+
+
+def _read_optim_args(text: str | None, optim: str, accepted: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a Trainer's `optim_args` say, such as "momentum=0.9,nesterov=true", by name.
+
+    Raises:
+        ConfigError: A name is not one of `accepted`, which are those of `optim`; or a value cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for pair in text.replace(" ", "").split(",") if text else ():
+        name, _, value = pair.partition("=")
+        if not accepted:
+            own = "learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon are arguments of their own"
+            raise ConfigError("optim_args", pair, f"leave it out with {optim}: {own}")
+        if name not in accepted:
+            raise ConfigError("optim_args", pair, f"{optim} takes {', '.join(accepted)}")
+        try:
+            values[name] = _NUMBERS.get(name, float)(value)
+        except (KeyError, ValueError):
+            raise ConfigError("optim_args", pair, 'write a value, as in "momentum=0.9,nesterov=true"') from None
+    return values
 
 
 def _warn_of_other_optimizer(name: str) -> None:
@@ -255,6 +288,11 @@ def _names_ours(args: Any) -> bool:
     return str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS
 
 
+def _uses_ours(trainer: Any) -> bool:
+    """Return whether a Trainer is to make an optimizer of ours, or has one, which it may have been given."""
+    return _names_ours(trainer.args) or _our_optimizer(trainer) is not None
+
+
 def _has_weights_in_host(trainer: Any) -> bool:
     """Return whether a Trainer uses FSDP with an optimizer of ours: then its weights are kept in host memory."""
     return getattr(trainer, "is_fsdp_enabled", False) and _names_ours(trainer.args)
@@ -306,66 +344,97 @@ def _is_of_fsdp(checkpoint: str) -> bool:
 def _set_interrupted_aside(arguments: Any, original: Callable[..., None]) -> None:
     """Replaces `TrainingArguments.__post_init__`: set folders of interrupted saves aside before any is read."""
     original(arguments)
-    if _names_ours(arguments) and arguments.output_dir:
+    if _names_ours(arguments):
+        _set_aside(arguments)
+
+
+def _set_aside(arguments: Any) -> None:
+    """Set folders of interrupted saves aside: those that our markers show."""
+    if arguments.output_dir:
         set_aside(os.fspath(arguments.output_dir), saving.CHECKPOINTS)
 
 
 def _create_optimizer(
     trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any
 ) -> Any:
-    """Replaces `Trainer.create_optimizer`: prepare weights, clip in the update, and add callbacks."""
+    """Replaces `Trainer.create_optimizer`: prepare weights; serve an optimizer of ours in any `train`."""
     if _has_weights_in_host(trainer):
         _move_weights_to_host(trainer)
     optimizer = original(trainer, *arguments, **options)
-    accelerator = trainer.accelerator
-    is_prepared = "clip_grad_norm_" in vars(accelerator)  # by an earlier `train`
-    if _our_optimizer(trainer) is not None and not is_prepared:
-        clip = accelerator.clip_grad_norm_
-
-        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            """Clip in the update if our optimizer can, else as Accelerate does."""
-            optimizer_now = _our_optimizer(trainer)  # a second `train` may have made another one
-            if optimizer_now is None:
-                return clip(parameters, max_norm, norm_type)
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if shared.find_clipping_optimizer([optimizer_now], accelerator, parameters, norm_type) is None:
-                return clip(parameters, max_norm, norm_type)
-            return optimizer_now.clip_grad_norm_(max_norm)
-
-        accelerator.clip_grad_norm_ = clip_grad_norm_
-        trainer.add_callback(_make_overlap_callback(trainer))
-        if commits:
-            trainer_ref = weakref.ref(trainer)
-
-            def find_optimizer() -> Any:
-                """Return the Trainer's optimizer of ours, if there still is a Trainer."""
-                return _our_optimizer(alive) if (alive := trainer_ref()) else None
-
-            trainer.add_callback(saving.make_sigterm_callback(find_optimizer))
     if _our_optimizer(trainer) is not None:
-        shared.tell_last_pass(_our_optimizer(trainer), accelerator)
+        _ensure_callbacks(trainer, commits)
+        _join_accelerator(trainer)
     return optimizer
 
 
-def _make_overlap_callback(trainer: Any) -> Any:
-    """Return a callback that has steps hidden in the Trainer's model; at the end it waits, and frees store slots."""
+def _join_accelerator(trainer: Any) -> None:
+    """Have Accelerate clip in the update of our optimizer, which asks it what pass is the last; idempotent."""
+    accelerator = trainer.accelerator
+    shared.tell_last_pass(_our_optimizer(trainer), accelerator)
+    if "clip_grad_norm_" in vars(accelerator):  # by an earlier `train`
+        return
+    clip = accelerator.clip_grad_norm_
 
-    class Overlapping(import_module("transformers").TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
-            """Let steps be hidden in what the model does next."""
-            ours = _our_optimizer(trainer)
-            if ours is not None:
-                as_called = [trainer.model_wrapped]  # compiled, or in DDP or FSDP2, which also reduce gradients
-                hide_steps(ours, called=as_called, reducing=as_called)
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip in the update if our optimizer can, else as Accelerate does."""
+        optimizer_now = _our_optimizer(trainer)  # a second `train` may have made another one
+        if optimizer_now is None:
+            return clip(parameters, max_norm, norm_type)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if shared.find_clipping_optimizer([optimizer_now], accelerator, parameters, norm_type) is None:
+            return clip(parameters, max_norm, norm_type)
+        return optimizer_now.clip_grad_norm_(max_norm)
 
-        def on_train_end(self, *arguments: Any, **options: Any) -> None:
-            """Wait for the last step: the caller may read weights next."""
-            ours = _our_optimizer(trainer)
-            if ours is not None:
-                ours.finish()
-                ours.engine.checkpoints.release_deleted()  # those deleted after the last save: no other save does it
+    accelerator.clip_grad_norm_ = clip_grad_norm_
 
-    return Overlapping()
+
+class _Serving:
+    """A Trainer's callback that serves an optimizer of ours, whoever has made it."""
+
+    def __init__(self, find_trainer: Callable[[], Any]) -> None:
+        self._find_trainer = find_trainer
+
+    def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+        """Begin without gradients; let steps be hidden in what the model does next."""
+        trainer = self._find_trainer()
+        ours = _our_optimizer(trainer)
+        if ours is not None:
+            ours.zero_grad()  # also those that have left `.grad`, of a step that an error has ended
+            _join_accelerator(trainer)
+            as_called = [trainer.model_wrapped]  # compiled, or in DDP or FSDP2, which also reduce gradients
+            hide_steps(ours, called=as_called, reducing=as_called)
+
+    def on_train_end(self, *arguments: Any, **options: Any) -> None:
+        """Wait for the last step, as the caller may read weights next; free store slots."""
+        ours = _our_optimizer(self._find_trainer())
+        if ours is not None:
+            ours.finish()
+            ours.engine.checkpoints.release_deleted()  # those deleted after the last save: no other save does it
+
+
+def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
+    """Have a Trainer call our callbacks; return the one that saves on a SIGTERM, if `commits`."""
+    trainer_ref = weakref.ref(trainer)
+    _ensure_callback(trainer, _Serving, trainer_ref)
+    if not commits:
+        return None
+
+    def find_optimizer() -> Any:
+        """Return the Trainer's optimizer of ours, if there still is a Trainer."""
+        return _our_optimizer(alive) if (alive := trainer_ref()) else None
+
+    return cast("saving.Sigterm", _ensure_callback(trainer, saving.Sigterm, find_optimizer))
+
+
+def _ensure_callback(trainer: Any, kind: type, find: Callable[[], Any]) -> Any:
+    """Return a Trainer's callback of a class of ours; add one, made with `find`, if it has none."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, kind):
+            return callback
+    base = import_module("transformers").TrainerCallback
+    made = type(kind.__name__, (kind, base), {})(find)
+    trainer.add_callback(made)
+    return made
 
 
 def _training_step(
@@ -447,46 +516,62 @@ def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str)
 
 def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
     """Replaces `Trainer._load_from_checkpoint`, with which a resume begins: refuse a folder that is not whole."""
-    if _names_ours(trainer.args):
+    if _uses_ours(trainer):
         _check_whole(checkpoint)
     if _is_of_fsdp(checkpoint):  # whose files FSDP alone reads
         return original(trainer, checkpoint, *arguments, **options)
     return _call_as_without_fsdp(trainer, original, checkpoint, *arguments, **options)
 
 
-def _train_from_whole(
+def _train(
     trainer: Any,
     original: Callable[..., Any],
+    commits: bool,
     resume_from_checkpoint: str | bool | None = None,
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Replaces `Trainer.train`: if the last checkpoint is not whole, resume from the whole one before it.
-
-    The Trainer would resume from the last one, so that a run that is restarted automatically would fail each time.
-    A checkpoint that was named and is not the last one is not replaced by another.
+    """Replaces `Trainer.train`: serve an optimizer of ours, and resume from a checkpoint that is whole.
 
     Raises:
         ConfigError: DeepSpeed is to make the optimizer, of its own where its config names one.
     """
     if _names_ours(trainer.args) and trainer.is_deepspeed_enabled:
         DEEPSPEED_TRAINER.refuse("optim", str(getattr(trainer.args.optim, "value", trainer.args.optim)))
+    _set_aside(trainer.args)  # of an optimizer, too, that the arguments do not name
     wanted: Any = resume_from_checkpoint  # a path, or true for the last one in `output_dir`
-    if _names_ours(trainer.args) and wanted:
-        folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
-        last: str | None = None
-        if os.path.isdir(folder):
-            last = import_module("transformers.trainer_utils").get_last_checkpoint(folder)
-        means_last = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
-        missing = _find_missing_file(last) if last and means_last else ""
-        whole_ones = _whole_checkpoints_beside(last) if last and missing else []
-        if whole_ones:
-            wanted = whole_ones[-1]
-            log.warning(
-                "%s is not whole, as its save was interrupted (%s is missing): training goes on from %s",
-                *(last, missing, wanted),
-            )
-    return original(trainer, wanted, *arguments, **options)
+    if wanted and _uses_ours(trainer):
+        wanted = _whole_instead(trainer, wanted)
+    sigterm = _ensure_callbacks(trainer, commits)
+    if trainer.model_init is not None or trainer.optimizer is None:  # else two would be open, with all their state
+        trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    try:
+        return original(trainer, wanted, *arguments, **options)
+    finally:
+        if sigterm is not None:
+            sigterm.on_train_end()  # an error may have ended training: its handler would note signals of a later one
+
+
+def _whole_instead(trainer: Any, wanted: Any) -> Any:
+    """Return the last whole checkpoint in place of a last one that is not whole; else `wanted`.
+
+    The Trainer would resume from the last one, so that a run that is restarted automatically would fail each time.
+    A checkpoint that was named and is not the last one is not replaced by another.
+    """
+    folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
+    last: str | None = None
+    if os.path.isdir(folder):
+        last = import_module("transformers.trainer_utils").get_last_checkpoint(folder)
+    means_last = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
+    missing = _find_missing_file(last) if last and means_last else ""
+    whole_ones = _whole_checkpoints_beside(last) if last and missing else []
+    if not whole_ones:
+        return wanted
+    log.warning(
+        "%s is not whole, as its save was interrupted (%s is missing): training goes on from %s",
+        *(last, missing, whole_ones[-1]),
+    )
+    return whole_ones[-1]
 
 
 def _whole_checkpoints_beside(folder: str) -> list[str]:

@@ -661,7 +661,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         the next one, commits at its end (also a step that `offload.GradScaler` skips): `save_checkpoint`,
         `wait_checkpoint`, `wait_mirror`. Then the earlier handler of SIGTERM runs, which by default ends the process.
         If the checkpoint fails, that is logged, and the earlier handler runs all the same. It runs at once for a
-        second SIGTERM during the commit, and at `close` for a signal that no step has followed.
+        second SIGTERM during the commit, and at `close` for a signal that no step has followed. Where it is that of
+        another optimizer, that one commits at its next step, too; it is passed over if it has not stepped since this
+        was called.
 
         With `torch.distributed` all ranks call this together, and all of them commit when one has had the signal.
         In every step they exchange whether one has: with the weights if `shard=True`, and else by a collective of

@@ -9,6 +9,7 @@ Not done here: saving; with `shard`, the exchange of weights, which carries the 
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 import signal
@@ -30,6 +31,9 @@ from offload.optim.stateful import StatefulOptimizer
 
 log = logging.getLogger("offload")
 
+_turns = itertools.count()
+"""Numbers in the order of time: of handlers' installations, and of their owners' steps."""
+
 
 class SigtermHandler:
     """The process's handler of SIGTERM from now on; made on the main thread. It keeps no optimizer alive.
@@ -45,6 +49,7 @@ class SigtermHandler:
         self.is_committing = False
         self._is_in_use = True
         self._pid = os.getpid()
+        self._installed = self._stepped = next(_turns)
         if threading.current_thread() is not threading.main_thread():
             thread = threading.current_thread().name
             raise ConfigError(
@@ -62,6 +67,9 @@ class SigtermHandler:
         * during a commit, if this process has noted one before (the commit may be for another rank's);
         * in a forked process;
         * after `restore`, where that could not install it.
+
+        The earlier handler may be one of this class, which notes the signal for its owner's next step. It is passed
+        over while this one is in use if its owner has not stepped since this one was installed: it may never again.
         """
         is_own_process = os.getpid() == self._pid
         is_second_in_commit = self.has_signal and self.is_committing
@@ -69,11 +77,18 @@ class SigtermHandler:
             self.has_signal = True
             return
         self.has_signal = self.is_committing = False
-        if callable(self._before):
-            self._before(number, frame)
-        elif self._before == signal.SIG_DFL:
+        before = self._before
+        while self._is_in_use and isinstance(before, SigtermHandler) and before._stepped < self._installed:
+            before = before._before
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)  # ends the process; nothing is done if signals were ignored (SIG_IGN)
+
+    def note_step(self) -> None:
+        """Note that the owner has taken a step; called at its end, whether or not there is a signal."""
+        self._stepped = next(_turns)
 
     def pass_on(self) -> None:
         """Run the earlier handler for a signal that was noted, on the main thread; it may end the process."""
@@ -195,6 +210,7 @@ class Preemption:
         handler = self._handler
         if handler is None:
             return
+        handler.note_step()
         if any_sigterm is None:
             any_sigterm = any_rank(handler.has_signal)
         if not any_sigterm:

@@ -254,6 +254,28 @@ def test_two_optimizers_commit_one_after_the_other(tmp_path: Path, before: Befor
         optimizer.close()
 
 
+def test_an_optimizer_that_steps_no_more_is_passed_over(tmp_path: Path, before: Before) -> None:
+    """It would note the signal of one made since for a step that never comes; it may step once that is closed."""
+    made = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        made.append(make(tmp_path / name))
+        made[-1][1].commit_on_sigterm(tmp_path / name / "ck")
+        step(*made[-1])
+    ask()
+    step(*made[-1])
+    assert len(before.calls) == 1
+    assert [is_checkpoint(tmp_path / name / "ck") for name in "abc"] == [False, False, True]
+    ask()
+    made[2][1].close()  # the signal is then for the next step of the second one, which passes over the first
+    assert len(before.calls) == 1
+    step(*made[1])
+    assert len(before.calls) == 2
+    assert [is_checkpoint(tmp_path / name / "ck") for name in "abc"] == [False, True, True]
+    for _, optimizer in reversed(made):
+        optimizer.close()
+
+
 def test_a_forked_process_has_the_handler_before(tmp_path: Path, before: Before) -> None:
     _, optimizer = make(tmp_path)
     with optimizer:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +24,13 @@ pytest.importorskip("accelerate")
 import started
 from started import end
 from trainer_runs import Tokens, model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import offload
 import offload.integrations.transformers as offload_transformers
 from offload import ConfigError, cli
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import WHOLE, Mark, mark_of
 from offload.checkpoint.stores import find_stores
 
 PROGRAM = Path(__file__).with_name("trainer_runs.py")
@@ -40,6 +43,12 @@ def run(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> d
     """Return what a program says that one rank runs to its end."""
     (found,), _ = end(start(folder, optim, steps, *rest, python=python))
     return found
+
+
+def small_arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Return arguments of a short training that saves nothing by itself."""
+    settings = {"optim": "offload_adamw", "save_strategy": "no", "logging_steps": 1, "max_steps": 2, **more}
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
 
 
 @pytest.mark.slow
@@ -150,6 +159,34 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
     assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-6", "incomplete-checkpoint-4"]
 
 
+@pytest.mark.parametrize("left_by", ["a kill", "an older version"])
+def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(tmp_path: Path, left_by: str) -> None:
+    """As with `optim="offload_adamw"`, whether markers or a missing file show it."""
+    newest = tmp_path / "checkpoint-2"
+
+    def train(resume: bool, steps: int) -> Trainer:
+        given = model()
+        args = small_arguments(tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=1, max_steps=steps)
+        with offload.AdamW(given.named_parameters()) as optimizer:
+            trainer = Trainer(model=given, args=args, train_dataset=Tokens(), optimizers=(optimizer, None))
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    try:
+        offload_transformers.enable()
+        train(False, 2)
+        (newest / "trainer_state.json").unlink()
+        if left_by == "a kill":
+            program = f"from offload.checkpoint import marker; marker.mark_begun({str(newest)!r})"
+            subprocess.run([sys.executable, "-c", program], check=True)
+        else:
+            (newest / WHOLE).unlink()
+        assert train(True, 3).state.global_step == 3
+        assert (tmp_path / "incomplete-checkpoint-2").exists() == (left_by == "a kill")
+    finally:
+        offload_transformers.disable()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["trainer_state.json", "optimizer/COMMIT"])
 def test_what_an_interrupted_save_leaves_is_passed_over(tmp_path: Path, missing: str) -> None:
@@ -227,6 +264,7 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
         args = TrainingArguments(output_dir=str(tmp_path), optim="offload_lion", use_cpu=True)
         assert args.optim == "offload_lion"
         assert args.to_dict()["optim"] == "offload_lion"
+        pickled = pickle.dumps(args)
         adam_or_adamw = '"offload_adam" or "offload_adamw"'
         for name, meant in (("offload_adamv", adam_or_adamw), ("Offload_Lion", '"offload_lion"')):
             with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
@@ -237,6 +275,7 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
     finally:
         offload_transformers.disable()
     offload_transformers.disable()
+    assert pickle.loads(pickled).optim == "offload_lion"
     with pytest.raises(ConfigError, match="first, in this process"):
         OptimizerNames("offload_lion")
 
@@ -266,6 +305,43 @@ def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Pat
         assert [p.name for p in optimizer.engine.plan.layout.parameters] == ["weight", "bias"]
     with kind([{"params": [*model.parameters()]}, {"params": []}], **options) as optimizer:
         assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "taken"),
+    [
+        ("offload_sgd", "momentum=0.9, nesterov=True", {"momentum": 0.9, "nesterov": True}),
+        ("offload_sgd", "dampening=0.1,nesterov=no", {"dampening": 0.1, "nesterov": False}),
+        ("offload_adagrad", "lr_decay=1e-3,eps=1e-8", {"lr_decay": 1e-3, "eps": 1e-8}),
+        ("offload_muon", "momentum=0.8,ns_steps=4", {"momentum": 0.8, "ns_steps": 4}),
+        ("offload_sgd", "momentum=0.9,lr_decay=1", "lr_decay=1.* offload_sgd takes momentum, dampening"),
+        ("offload_sgd", "nesterov=2", "nesterov=2.* write a value"),
+        ("offload_sgd", "momentum", "write a value"),
+        ("offload_adamw", "eps=1e-6", "leave it out with offload_adamw: .*adam_epsilon"),
+    ],
+)
+def test_optim_args_are_taken_or_refused(tmp_path: Path, optim: str, optim_args: str, taken: Any) -> None:
+    """With the names and the meaning that they have for torch's optimizer; none is left out without a word."""
+    model = torch.nn.Linear(4, 4)
+
+    def choose(optim: str) -> tuple[Any, dict[str, Any]]:
+        args = TrainingArguments(output_dir=str(tmp_path), optim=optim, optim_args=optim_args, use_cpu=True)
+        chosen: tuple[Any, dict[str, Any]] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return chosen
+
+    try:
+        offload_transformers.enable()
+        with pytest.raises(ConfigError, match=taken) if isinstance(taken, str) else contextlib.nullcontext():
+            kind, options = choose(optim)
+        if isinstance(taken, str):
+            return
+        with kind(model.named_parameters(), **options) as optimizer:
+            assert {name: optimizer.param_groups[0][name] for name in taken} == taken
+        if optim != "offload_muon":  # of which transformers has none
+            _, stock = choose(optim.removeprefix("offload_"))
+            assert {name: value for name, value in options.items() if name != "offload"} == stock
+    finally:
+        offload_transformers.disable()
 
 
 def test_what_was_hardly_meant_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,6 +416,110 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         trainer.optimizer = torch.optim.SGD(model.parameters())
         assert trainer.accelerator.clip_grad_norm_(model.parameters(), 0.5) == pytest.approx(norm)
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
+
+
+def test_gradients_of_an_interrupted_step_are_gone(tmp_path: Path) -> None:
+    """Those that have left `.grad`, too, which the model's own `zero_grad` does not find."""
+    trained = []
+    for memory in (None, "64KiB"):
+        (tmp_path / str(memory)).mkdir()
+        model_now, calls = model(), iter(range(100))
+
+        def interrupt(gradient: torch.Tensor, calls: Any = calls) -> None:
+            if next(calls) == 1:
+                raise RuntimeError("interrupted")
+
+        model_now.model.layers[0].mlp.down_proj.weight.register_hook(interrupt)
+        try:
+            offload_transformers.enable(
+                {"host_memory": 0, "paths": [tmp_path / str(memory)], "gradient_memory": memory}
+            )
+            args = small_arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0, seed=1)
+            trainer = Trainer(model=model_now, args=args, train_dataset=Tokens())
+            with pytest.raises(RuntimeError, match="interrupted"):
+                trainer.train()
+            trainer.train()
+        finally:
+            offload_transformers.disable()
+        trained.append([parameter.detach() for parameter in model_now.parameters()])
+    for left, right in zip(*trained, strict=True):
+        assert torch.equal(left, right)
+
+
+class AtSigterm(TrainerCallback):
+    """Asks the process to end in its first step; also a handler of SIGTERM, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.calls += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_optimizer_of_a_subclass_is_served(tmp_path: Path) -> None:
+    """One that `create_optimizer` makes without the Trainer's: it clips, hides steps, saves at a SIGTERM."""
+
+    class Own(Trainer):
+        def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = kind([{"params": [p]} for p in self.model.parameters()], **options)
+            return self.optimizer
+
+    (tmp_path / "path").mkdir()
+    config = {"host_memory": 0, "paths": [tmp_path / "path"], "gradient_memory": "64KiB", "overlap": "forward"}
+    asking = AtSigterm()
+    before = signal.signal(signal.SIGTERM, asking)
+    try:
+        offload_transformers.enable(config, commit_on_sigterm=True)
+        args = small_arguments(tmp_path, max_grad_norm=1e-3)
+        trainer = Own(model=model(), args=args, train_dataset=Tokens(), callbacks=[asking])
+        trainer.train()
+    finally:
+        offload_transformers.disable()
+        assert signal.signal(signal.SIGTERM, before) is asking
+    assert asking.calls == 1
+    assert mark_of(str(tmp_path / "checkpoint-1")) is Mark.WHOLE
+    assert min(entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry) > 0
+
+
+def test_a_training_that_an_error_ends_leaves_no_handler(tmp_path: Path) -> None:
+    """While its Trainer lives, too: it would note a later Trainer's signal, and nobody would pass it on."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        offload_transformers.enable(commit_on_sigterm=True)
+        trainer = Trainer(model=model(), args=small_arguments(tmp_path), train_dataset=Tokens())
+        trainer.compute_loss = lambda *_, **__: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        offload_transformers.disable()
+
+
+def test_an_optimizer_is_gone_before_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `model_init`, as a search for hyperparameters has it: two would not fit where one is planned for."""
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    alive: list[int] = []
+    initialize = offload.AdamW.__init__
+
+    def note(self: Any, *given: Any, **options: Any) -> None:
+        alive.append(len(made))
+        initialize(self, *given, **options)
+        made.add(self)
+
+    monkeypatch.setattr(offload.AdamW, "__init__", note)
+    try:
+        offload_transformers.enable()
+        trainer = Trainer(model_init=model, args=small_arguments(tmp_path), train_dataset=Tokens())
+        for _ in range(2):
+            trainer.train()
+    finally:
+        offload_transformers.disable()
+    assert alive == [0, 0]
 
 
 def test_the_last_micro_step_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
