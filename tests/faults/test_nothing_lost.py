@@ -512,11 +512,17 @@ def test_the_state_of_a_copy_is_never_a_leftover(
     assert steps_in(tmp_path / "moved", path) == 1
 
 
+@pytest.mark.parametrize("inodes", ["other inodes", "equal inodes"])
 @pytest.mark.parametrize("places", ["backup", "nvme backup", "nvme", "other"])
 def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
-    tmp_path: Path, path: Path, places: str
+    tmp_path: Path, path: Path, places: str, inodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody names the backup's stores: they lie beside its checkpoint as the original's did."""
+    """Also where nobody names the backup's stores: they lie beside its checkpoint as the original's did.
+
+    On another file system a copy may have the original's inodes.
+    """
+    if inodes == "equal inodes":
+        monkeypatch.setattr(DirectoryFolder, "identity", lambda _: "13")
     (tmp_path / "other").mkdir()
     backup = tmp_path / "backup"
     write(path, 1, path / "run")
@@ -550,10 +556,14 @@ def test_a_run_goes_on_with_its_own_stores_though_a_backup_of_them_is_nearer(tmp
     assert steps_in(home / "run" / "ck", path, home / path.name) == 3
 
 
-def test_a_store_that_was_moved_to_another_disk_is_gone_on_with_and_freed(tmp_path: Path, path: Path) -> None:
+@pytest.mark.parametrize("way", ["renamed", "to another disk"])
+def test_a_store_that_was_moved_is_gone_on_with_and_freed(tmp_path: Path, path: Path, way: str) -> None:
     write(path, 1, tmp_path / "run")
-    shutil.copytree(path, tmp_path / "moved")
-    shutil.rmtree(path)
+    if way == "renamed":
+        path.rename(tmp_path / "moved")
+    else:
+        shutil.copytree(path, tmp_path / "moved")
+        shutil.rmtree(path)
     assert steps_in(tmp_path / "run", tmp_path / "moved") == 1
     write(tmp_path / "moved", 2, tmp_path / "run")
     assert len(find_stores(str(tmp_path / "moved"))) == 1
