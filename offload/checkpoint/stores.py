@@ -11,9 +11,9 @@ or an empty folder, is no evidence: the name may mean another folder by now (ano
 that cannot be decided is kept, and reported as missing: a person may delete its store. Before a checkpoint is deleted
 with its folder, a `RELEASED` has to be written in one of the two folders above it, where it counts, too.
 
-A pin has the inode and the path of its store's directory. In a copy, where one of them is another (a copy on another
-file system may have the same inode), a release in the pin's folder is no evidence: it was the original's, and the copy
-of the checkpoint may still be needed. A store that was moved looks like a copy. Such a pin is missing, until a session
+A pin has the inode and the path of its store's directory. In a copy one of them is another (on another file system
+the inode may be the same). There a release in the pin's folder is no evidence: it was the original's, and the copy of
+the checkpoint may still be needed. A store that was moved looks like a copy. Such a pin is missing, until a session
 that takes the store over writes its own folder, the inode and the path into it.
 
 The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file (`begun_name`)
@@ -55,8 +55,8 @@ HERE = ".."
 class Pin:
     """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`.
 
-    `inode` is what `Folder.identity` said of the store when the pin was written, `store_path` was its path; "" if that
-    is unknown.
+    `inode` is what `Folder.identity` said of the store when the pin was written, `store_path` was its path; "" if
+    that is unknown.
     """
 
     id: str

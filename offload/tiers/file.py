@@ -187,8 +187,13 @@ class FileTier(Owned):
 
 
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
-    """Create the data file, or open the `existing` one; return its descriptor, and whether it has O_DIRECT."""
+    """Create the data file, or open the `existing` one; return its descriptor, and whether it has O_DIRECT.
+
+    An existing file with a second name is refused: it may be the file of a backup, which must not change with it.
+    """
     if existing:
+        if os.stat(path).st_nlink > 1:
+            raise OSError(errno.EMLINK, "it has hard links")
         buffered = open_regular(path, os.O_RDWR)
     else:
         buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)

@@ -543,6 +543,23 @@ def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
     assert not find_stores(str(backup))
 
 
+def test_a_backup_by_hard_links_does_not_change_with_the_original(tmp_path: Path, path: Path) -> None:
+    backup = tmp_path / "backup"
+    write(path, 1, path / "run")
+    shutil.copytree(path, backup, copy_function=os.link)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(path / "run")
+        for _ in range(3):
+            run.train().save(path / "run")
+    assert steps_in(path / "run", path) == 4
+    shutil.rmtree(path)
+    assert steps_in(backup / "run", backup) == 1
+    (store,) = find_stores(str(backup))
+    os.truncate(Path(store.path) / "tiles", 4096)
+    with Run(backup) as run, pytest.raises(offload.CheckpointError, match="a store of this name elsewhere has other"):
+        run.optimizer.load_checkpoint(backup / "run")
+
+
 def test_a_run_goes_on_with_its_own_stores_though_a_backup_of_them_is_nearer(tmp_path: Path, path: Path) -> None:
     home = tmp_path / "home"
     write(path, 1, home / "run" / "ck")
