@@ -321,7 +321,7 @@ class CommitJob:
         is missing cannot come then. The error tells users to see what `who_says`, such as "the other ranks say".
         """
         silence, last_what = waits.Silence(), ""
-        until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
+        until_s, pause_s = silence.now_s + self.timeout_s, 0.01
         try:
             while True:
                 gone = find_gone()
@@ -333,7 +333,8 @@ class CommitJob:
                     silence.end()
                 if gone:
                     raise CheckpointError(f"{self.folder.path} was not committed: {gone}; see what it has said last")
-                if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
+                is_late = silence.now_s > until_s or time.monotonic() > self.ranks_until_s()
+                if is_late or silence.wait(self.cancelled.wait, pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {who_says}")
                 silence.warn_if_due(lambda: self.awaited)
