@@ -176,7 +176,9 @@ class SessionParts:
         self.machine = Machine(self.plan, self._make_index(), listener)
         stores = [(path, self._store) for path in paths]
         settle_s = self.limits.settle_s
-        self.saves = Saves(config, self.queue, stores, self.others, self.memory, self.views, settle_s=settle_s)
+        self.saves = Saves(
+            config, self.queue, stores, self.tiers, self.others, self.memory, self.views, settle_s=settle_s
+        )
         saves_end.callback(self.saves.close)
         self.executor = LiveExecutor(
             self.tiers,

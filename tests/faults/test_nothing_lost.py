@@ -913,6 +913,27 @@ def test_a_session_deletes_its_own_directory_and_no_other_of_its_name(tmp_path: 
     assert sorted(os.listdir(victim)) == ["lock", "store.json", "tiles"]
 
 
+@pytest.mark.parametrize("way", ["deleted", "another disk"])
+def test_a_save_whose_store_is_not_at_its_path_any_more_replaces_nothing(
+    tmp_path: Path, path: Path, way: str
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with Run(link) as run:
+        run.train().save(tmp_path / "ck", copy=True)
+        if way == "deleted":
+            next(path.glob("*/tiles")).unlink()
+        else:
+            shutil.copytree(path, tmp_path / "disk")
+            link.unlink()
+            link.symlink_to(tmp_path / "disk")
+        with pytest.raises(offload.CheckpointError, match=r"is not the open file any more: .* copy=True"):
+            run.train().save(tmp_path / "ck")
+        run.train().save(tmp_path / "rescued", copy=True)
+    assert steps_in(tmp_path / "ck", tmp_path) == 1
+    assert steps_in(tmp_path / "rescued", tmp_path) == 3
+
+
 def test_a_store_that_was_copied_by_hand_is_nobodys_leftover(tmp_path: Path, path: Path) -> None:
     with Run(path) as run:
         run.train()
