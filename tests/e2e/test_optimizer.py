@@ -164,6 +164,17 @@ def test_use_after_close_and_in_a_forked_child(streaming: Any, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_a_path_in_memory_is_told(
+    streaming: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offload.tiers.directories.file_system", lambda _: "tmpfs")
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+    assert [text for text in caplog.messages if "lies in memory, which the plan does not count" in text]
+
+
 @pytest.mark.parametrize("use", ["wait_checkpoint", "wait_mirror", "load_checkpoint"])
 def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(streaming: Any, tmp_path: Path, use: str) -> None:
     model = make_model()
