@@ -83,7 +83,7 @@ ALONE = Marker()
 DAMAGED = Marker(depth=0)
 """Returned in place of a marker that exists but cannot be read."""
 
-_newest_s = [0.0]
+newest_s = [0.0]
 """The latest `whole_s` of all markers that this process has read or written."""
 
 
@@ -133,8 +133,8 @@ def _now_s() -> float:
 
     A clock may have been set back, or be another machine's, since the checkpoint was saved that a run goes on from.
     """
-    _newest_s[0] = max(time.time(), math.nextafter(_newest_s[0], math.inf))
-    return _newest_s[0]
+    newest_s[0] = max(time.time(), math.nextafter(newest_s[0], math.inf))
+    return newest_s[0]
 
 
 def _may_go(name: str) -> bool:
@@ -193,7 +193,7 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 marker = msgspec.json.decode(content, type=Marker)
                 if all(map(is_inside, (*marker.beside, *marker.shared, *marker.files))):
-                    _newest_s[0] = max(_newest_s[0], marker.whole_s)
+                    newest_s[0] = max(newest_s[0], marker.whole_s)
                     return mark, marker
             return mark, DAMAGED
     return Mark.NONE, ALONE

@@ -467,7 +467,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_newer_folder_the_older(
     loop.save("step-2")
     loop.mirrored()
     loop.optimizer.close()
-    monkeypatch.setattr(marker, "_newest_s", [0.0])  # as in another process
+    monkeypatch.setattr(marker, "newest_s", [0.0])  # as in another process
     monkeypatch.setattr(marker.time, "time", lambda: 1e9)
     loop.again().optimizer.load_checkpoint(loop.run / "step-2" / "optimizer")
     loop.save("step-1")
