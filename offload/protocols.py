@@ -164,6 +164,13 @@ class Tier(Protocol):
     def free_bytes(self) -> int:
         """Return the bytes that slots may still grow by: the least of the file system's room and `max_bytes`."""
 
+    def check_in_place(self) -> None:
+        """Check that the path still names the open store; any thread.
+
+        Raises:
+            TierError: It does not: the store was deleted or moved, or another disk is mounted there.
+        """
+
     def keep(self, offsets: Collection[int]) -> None:
         """Let `close` leave the store in place, with the slots at these offsets."""
 

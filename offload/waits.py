@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 QUIET_S = 30.0
 """How long a wait may be silent."""
@@ -29,30 +29,62 @@ SETTLE_S = 5.0
 SLICE_S = 0.5
 """How long a native wait may delay a Ctrl-C."""
 
+LATE_S = 0.125
+"""A part of a watched wait takes that long. If it is late by more than that, this process was stopped meanwhile."""
+
 log = logging.getLogger("offload")
+
+T = TypeVar("T")
 
 
 class Silence:
-    """The time since something happened last, for callers that wait in a loop of their own."""
+    """The time since something happened last, for callers that wait in a loop of their own.
+
+    Time in which this process was stopped (Ctrl-Z, a paused container) does not count: the threads that serve devices
+    were stopped, too, so it says nothing about a device.
+    """
 
     def __init__(self) -> None:
         """Start a silence now."""
+        self._stopped_s = 0.0
         self.end()
 
     def end(self) -> None:
         """Note that something has happened: the silence starts anew."""
-        self._since_s = time.monotonic()
+        self._since_s = self.now_s
         self._due_s = self._since_s + QUIET_S
+
+    @property
+    def now_s(self) -> float:
+        """Seconds on a clock that stands still while this process is stopped in a wait of this silence."""
+        return time.monotonic() - self._stopped_s
 
     @property
     def lasts_s(self) -> float:
         """Seconds since something happened last."""
-        return time.monotonic() - self._since_s
+        return self.now_s - self._since_s
 
     @property
     def left_s(self) -> float:
         """Seconds until the next warning is due."""
-        return max(self._due_s - time.monotonic(), 0.0)
+        return max(self._due_s - self.now_s, 0.0)
+
+    def wait(self, arrived: Callable[[float], T], most_s: float) -> T:
+        """Call `arrived` with short times to wait until it returns something true, or `most_s` are over.
+
+        Returns:
+            What it has returned last.
+        """
+        until_s = self.now_s + most_s
+        while True:
+            began_s = time.monotonic()
+            pause_s = min(max(until_s - self.now_s, 0.0), LATE_S)
+            result = arrived(pause_s)
+            took_s = time.monotonic() - began_s
+            if took_s > pause_s + LATE_S:
+                self._stopped_s += took_s
+            if result or self.now_s >= until_s:
+                return result
 
     def warn_if_due(self, what: Callable[[], str]) -> None:
         """If a warning is due, log what is waited for, unless `what` returns "": then somebody else logs it."""
@@ -71,20 +103,17 @@ def wait_for(arrived: Callable[[float], object], what: Callable[[], str], timeou
     Args:
         arrived: Called with a number of seconds; waits at most so long, and returns whether the thing has arrived.
         what: Names the thing, for the log; "" if somebody else logs it.
-        timeout_s: How long to wait; None for as long as it takes.
+        timeout_s: How long to wait, without time in which this process was stopped; None for as long as it takes.
 
     Returns:
         Whether it has arrived.
     """
     silence = Silence()
-    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    until_s = math.inf if timeout_s is None else silence.now_s + timeout_s
     while True:
-        pause_s = silence.left_s
-        if until_s is not None:
-            pause_s = min(pause_s, max(until_s - time.monotonic(), 0.0))
-        if arrived(pause_s):
+        if silence.wait(arrived, min(silence.left_s, max(until_s - silence.now_s, 0.0))):
             return True
-        if until_s is not None and time.monotonic() >= until_s:
+        if silence.now_s >= until_s:
             return False
         silence.warn_if_due(what)
 
@@ -112,7 +141,7 @@ def completions(
     def arrived(pause_s: float) -> bool:
         """Wait for completions, and add them to the list, for `wait_for`."""
         # Within one call of native code: a Ctrl-C between the wait and the use of its result would lose completions.
-        collected.extend(itertools.chain.from_iterable(map(queue.wait, (min(pause_s, SLICE_S),))))
+        collected.extend(itertools.chain.from_iterable(map(queue.wait, (pause_s,))))
         return bool(collected)
 
     wait_for(arrived, what, timeout_s)

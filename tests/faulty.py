@@ -147,6 +147,10 @@ class FaultyTier:
         else:
             self._fail(op, fault.errno, 0)
 
+    def check_in_place(self) -> None:
+        """See `Tier.check_in_place`."""
+        self.inner.check_in_place()
+
     def keep(self, offsets: Collection[int]) -> None:
         """See `Tier.keep`."""
         self.inner.keep(offsets)

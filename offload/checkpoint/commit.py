@@ -136,6 +136,8 @@ class CommitJob:
         extra: The caller's own bytes.
         older: Checkpoints kept so far, oldest first.
         keep: How many checkpoints to keep, this one included.
+        check_stores: Called before anything is written; raises `CheckpointError` if a store in the manifest is not
+            where it was opened.
         paths: Paths whose leftovers are deleted: stores without a pin whose session is known to have ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
@@ -164,6 +166,7 @@ class CommitJob:
     older: Sequence[KeptCheckpoint]
     keep: int
     cancelled: threading.Event = field(default_factory=threading.Event)
+    check_stores: Callable[[], object] = str  # does nothing
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
     pause_mirroring: Callable[[], str] = str  # returns ""
@@ -245,6 +248,7 @@ class CommitJob:
     def _write_part(self, begun: str) -> None:
         """Pin the stores of this rank's part, and write its files; before that `begun`, unless "" (`begun_name`)."""
         folder, manifest = self.folder, self.manifest
+        self.check_stores()
         if begun:
             folder.write(begun, b"")
         for ref in manifest.stores:
@@ -321,7 +325,7 @@ class CommitJob:
         is missing cannot come then. The error tells users to see what `who_says`, such as "the other ranks say".
         """
         silence, last_what = waits.Silence(), ""
-        until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
+        until_s, pause_s = silence.now_s + self.timeout_s, 0.01
         try:
             while True:
                 gone = find_gone()
@@ -333,7 +337,8 @@ class CommitJob:
                     silence.end()
                 if gone:
                     raise CheckpointError(f"{self.folder.path} was not committed: {gone}; see what it has said last")
-                if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
+                is_late = silence.now_s > until_s or time.monotonic() > self.ranks_until_s()
+                if is_late or silence.wait(self.cancelled.wait, pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {who_says}")
                 silence.warn_if_due(lambda: self.awaited)

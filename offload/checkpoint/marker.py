@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import stat
@@ -82,6 +83,9 @@ ALONE = Marker()
 DAMAGED = Marker(depth=0)
 """Returned in place of a marker that exists but cannot be read."""
 
+newest_s = [0.0]
+"""The latest `whole_s` of all markers that this process has read or written."""
+
 
 def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
     """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
@@ -119,9 +123,18 @@ def mark_whole(folder: str) -> None:
         if marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
             in_run = "/".join(os.path.abspath(folder).split("/")[-marker.depth :])
             noted = {f"{in_run}/{name}": state for name, state in files.items() if not _may_go(name)}
-            opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or time.time()).encode())
+            opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or _now_s()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
+
+
+def _now_s() -> float:
+    """Return the time at which a folder becomes whole: later than all that this process has seen in markers.
+
+    A clock may have been set back, or be another machine's, since the checkpoint was saved that a run goes on from.
+    """
+    newest_s[0] = max(time.time(), math.nextafter(newest_s[0], math.inf))
+    return newest_s[0]
 
 
 def _may_go(name: str) -> bool:
@@ -180,6 +193,7 @@ def mark_in(folder: Folder) -> tuple[Mark, Marker]:
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 marker = msgspec.json.decode(content, type=Marker)
                 if all(map(is_inside, (*marker.beside, *marker.shared, *marker.files))):
+                    newest_s[0] = max(newest_s[0], marker.whole_s)
                     return mark, marker
             return mark, DAMAGED
     return Mark.NONE, ALONE

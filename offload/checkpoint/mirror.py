@@ -398,10 +398,16 @@ class Mirror:
             if task not in self._tasks:  # `_skip_before` has removed it
                 return False
             if not task.is_taken:
-                with contextlib.suppress(queue.Empty):
-                    self._news.get(timeout=pause_s)
+                silence.wait(self._wait_for_news, pause_s)
                 pause_s = min(2 * pause_s, 1.0)
         return True
+
+    def _wait_for_news(self, pause_s: float) -> bool:
+        """Wait for a note that there is a new task, or to end; return whether it has come."""
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=pause_s)
+            return True
+        return False
 
     def mirror_task(self, task: Task) -> None:
         """Copy what a task names: this rank's part of a checkpoint; on rank 0 also the files around it."""

@@ -253,6 +253,8 @@ class Checkpoint:
         self._verify = verify
         self._needs_all_stores = whole
         self._tiers: dict[tuple[str, str], Tier] = {}  # by path and store
+        # By path and store, too: why a store of that name elsewhere is not read in its place.
+        self._misfits: dict[tuple[str | None, str], CheckpointError] = {}
         self.queue = CompletionQueue()
         self._most_buffers = buffers
         self._arena: Arena | None = None  # of the buffers, if these are not in lent memory
@@ -603,7 +605,10 @@ class Checkpoint:
                 host = self.manifests[rank].host
                 where = f"{path} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else path
                 what = f"{self.path} names the store offload-{ref.store} in {where}, which cannot be opened here"
-                raise CheckpointError(f"{what}: {_NO_STORE if cause.errno == errno.ENOENT else cause}") from cause
+                why = f"{cause}" if cause.errno != errno.ENOENT else _NO_STORE
+                if misfit := self._misfits.get(key):
+                    why = f"no such store is there, and a store of this name elsewhere has other state: {misfit}"
+                raise CheckpointError(f"{what}: {why}") from cause
         return self._tiers[key]
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
@@ -647,16 +652,18 @@ class Checkpoint:
         It is found by reading a tile of it, as all stores of a session have one name. The newest, which a copy from
         before the checkpoint has not.
         """
-        saved_path = self.manifests[rank].stores[number].path
+        store, saved_path = self.manifests[rank].stores[number].store, self.manifests[rank].stores[number].path
         tiles = [tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number]
         tile = max(tiles, key=lambda tile: self.manifests[rank].tiles[tile].step, default=None)
         try:
             for candidate in candidates:
                 self._set_store_path(rank, number, candidate)
-                with contextlib.suppress(CheckpointError):
+                try:
                     if tile is not None:  # else no tile tells which is right, and the first one will do
                         self._read_tile((rank, tile))
                     return
+                except CheckpointError as error:
+                    self._misfits.setdefault((saved_path, store.hex), error)
             self._set_store_path(rank, number, saved_path)
         finally:
             self._drop_buffers()  # their memory is not kept until state is read

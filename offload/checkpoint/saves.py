@@ -59,7 +59,7 @@ from offload.checkpoint.whole import WholeFolder
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
 from offload.engine.views import StateViews
-from offload.errors import CheckpointError, OffloadError, invariant, known
+from offload.errors import CheckpointError, OffloadError, TierError, invariant, known
 from offload.plan import Plan
 from offload.protocols import Tier, TileId
 from offload.schedule.index import TileIndex, TileRecord
@@ -187,7 +187,8 @@ class Saves:
         config: The user's.
         queue: The session's completion queue.
         stores: Path and store of each path number.
-        others: Tiers beyond the session's own, by path number, which this adds to: the sink and foreign stores.
+        tiers: The session's own, by path number; a takeover replaces some.
+        others: Tiers beyond these, by path number, which this adds to: the sink and foreign stores.
         memory: Host memory, for copy buffers.
         views: Gather tiles that do not lie in memory as they are stored: of masters that are weights, and on a GPU.
         settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
@@ -198,6 +199,7 @@ class Saves:
         config: OffloadConfig,
         queue: CompletionQueue,
         stores: Sequence[tuple[str, uuid.UUID]],
+        tiers: Sequence[Tier],
         others: dict[int, Tier],
         memory: HostMemory,
         views: StateViews,
@@ -229,6 +231,7 @@ class Saves:
         """Path and store by path number: the session's own, then foreign ones, which are only read."""
         self._path_count = len(stores)  # how many of `self.stores` are the session's own
         self._queue = queue
+        self._tiers = tiers
         self._other_tiers = others
         self._memory = memory
         self._views = views
@@ -710,6 +713,7 @@ class Saves:
             extra,
             older,
             keep=len(older) + 1 if request.copy else pending.keep,
+            check_stores=partial(self._check_stores, pending),
             cancelled=pending.cancelled,
             paths=[] if request.copy else own_paths,
             ranks_until_s=lambda: pending.ranks_until_s,
@@ -721,6 +725,22 @@ class Saves:
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != request.id),
         )
+
+    def _check_stores(self, pending: PendingSave) -> None:
+        """Check that paths still name the stores that a save's tiles were written to.
+
+        Raises:
+            CheckpointError: One does not: the checkpoint could not be loaded.
+        """
+        numbers = {record.location.path for record in pending.records.values()}
+        tiers = self._tiers if pending.sink is None else ()
+        for number, tier in enumerate(tiers):
+            if number in numbers:
+                try:
+                    tier.check_in_place()
+                except TierError as cause:
+                    advice = "a save with copy=True writes what the session still has to its folder"
+                    raise CheckpointError(f"{pending.folder.path} was not committed: {cause}; {advice}") from cause
 
     def _manifest_with_tiles(
         self, pending: PendingSave, records: Mapping[TileId, TileRecord], extra: bytes | None

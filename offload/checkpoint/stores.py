@@ -11,9 +11,10 @@ or an empty folder, is no evidence: the name may mean another folder by now (ano
 that cannot be decided is kept, and reported as missing: a person may delete its store. Before a checkpoint is deleted
 with its folder, a `RELEASED` has to be written in one of the two folders above it, where it counts, too.
 
-A pin has the inode of its store's directory. In a copy of the directory, which has another one, a release in the
-pin's folder is no evidence: it was the original's, and the copy of the checkpoint may still be needed. Such a pin is
-missing, until a session that takes the copy over writes its own folder and the new inode into it.
+A pin has the inode and the path of its store's directory. In a copy one of them is another (on another file system
+the inode may be the same). There a release in the pin's folder is no evidence: it was the original's, and the copy of
+the checkpoint may still be needed. A store that was moved looks like a copy. Such a pin is missing, until a session
+that takes the store over writes its own folder, the inode and the path into it.
 
 The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file (`begun_name`)
 to its folder before it pins a store; `COMMIT` replaces this file in one rename, so no checkpoint has both. The
@@ -54,16 +55,23 @@ HERE = ".."
 class Pin:
     """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`.
 
-    `inode` is what `Folder.identity` said of the store when the pin was written; "" if that is unknown.
+    `inode` is what `Folder.identity` said of the store when the pin was written, `store_path` was its path; "" if
+    that is unknown.
     """
 
     id: str
     folder: str
     inode: str = ""
+    store_path: str = ""
 
     def written_in(self, store: Folder) -> Pin:
         """Return the pin as it is to be written in a store."""
-        return replace(self, inode="" if self.folder == HERE else store.identity())
+        is_here = self.folder == HERE
+        return self if is_here else replace(self, inode=store.identity(), store_path=store.path)
+
+    def is_of(self, store: Folder) -> bool:
+        """Return whether the pin was written in this store where it lies now, as far as the pin says."""
+        return self.store_path in ("", store.path) and self.inode in ("", store.identity())
 
 
 class Standing(enum.Enum):
@@ -90,20 +98,27 @@ def read_pins(folder: Folder) -> list[Pin]:
         return []
     where = f"{folder.path}/{PINS_NAME}"
     body = unseal("pins", content, where)
-    rows, inodes = body.get("pins"), body.get("inodes", {})
+    rows = body.get("pins")
     if not isinstance(rows, list) or not all(
         isinstance(row, list) and len(row) == 2 and all(is_name(text) for text in row) for row in rows
     ):
         raise CheckpointError(f"{where} is damaged: pins is {reprlib.repr(rows)}")
-    if not isinstance(inodes, dict) or not all(isinstance(inode, str) for inode in inodes.values()):
-        raise CheckpointError(f"{where} is damaged: inodes is {reprlib.repr(inodes)}")
-    return [Pin(id, name, inodes.get(id, "")) for id, name in rows]
+    for name in ("inodes", "store_paths"):
+        texts = body.get(name, {})
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise CheckpointError(f"{where} is damaged: {name} is {reprlib.repr(texts)}")
+    inodes, paths = body.get("inodes", {}), body.get("store_paths", {})
+    return [Pin(id, name, inodes.get(id, ""), paths.get(id, "")) for id, name in rows]
 
 
 def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
     """Replace the pins of a store, durably."""
-    inodes = {pin.id: pin.inode for pin in pins if pin.inode}  # by themselves: older versions read pins of two texts
-    folder.write(PINS_NAME, seal("pins", {"pins": [[pin.id, pin.folder] for pin in pins], "inodes": inodes}))
+    body = {
+        "pins": [[pin.id, pin.folder] for pin in pins],  # older versions read pins of two texts
+        "inodes": {pin.id: pin.inode for pin in pins if pin.inode},
+        "store_paths": {pin.id: pin.store_path for pin in pins if pin.store_path},
+    }
+    folder.write(PINS_NAME, seal("pins", body))
 
 
 def pin(folder: Folder, added: Pin) -> None:
@@ -157,8 +172,8 @@ def standing(pin: Pin, store: str) -> Standing:
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
     is_released = is_begun or pin.id in released_ids or _is_named_above(opened.path, pin.id)
-    is_copy = store and pin.inode and pin.inode != open_folder(store).identity()
-    return Standing.RELEASED if is_released and not is_copy else Standing.MISSING
+    is_here = not store or pin.is_of(open_folder(store))
+    return Standing.RELEASED if is_released and is_here else Standing.MISSING
 
 
 def folders_above(folder: str) -> tuple[str, ...]:
@@ -234,12 +249,12 @@ def is_pinned_in(folder: str, id: str, path: str, store: uuid.UUID) -> bool:
         opened = store_folder(path, store)
         for found in read_pins(opened):
             if found.id == id and found.folder != HERE and is_same(found.folder, folder):
-                return found.inode in ("", opened.identity())
+                return found.is_of(opened)
     return False
 
 
 def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
-    """Write a moved checkpoint's new folder, and the store's inode, into its pin; the caller has the store's lock.
+    """Write a moved checkpoint's folder, the store's inode and path into its pin; the caller has the store's lock.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
@@ -250,7 +265,7 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
 
     def note(pin: Pin) -> Pin:
         """Return the pin as it has to be."""
-        is_noted = pin.id != id or (is_same(pin.folder, folder) and pin.inode in ("", moved.inode))
+        is_noted = pin.id != id or (is_same(pin.folder, folder) and pin.is_of(opened))
         return pin if is_noted else moved
 
     new_pins = [note(pin) for pin in pins]

@@ -94,7 +94,7 @@ def _why_kept(store: Leftover, arguments: argparse.Namespace) -> str | None:
     if store.missing and not arguments.really:
         return (
             f"missing: its checkpoint in {', '.join(pin.folder for pin in store.missing)} was deleted, or moved and "
-            "not opened since, or this is a copy of its store; if it is gone for good, --really deletes this"
+            "not opened since, or this store was copied or moved; if it is gone for good, --really deletes this"
         )
     if store.opened_by and arguments.store is None:
         return f"kept: {store.opened_by} has opened it and may use it; if it does not, --store deletes it"

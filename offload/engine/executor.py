@@ -403,10 +403,13 @@ class LiveExecutor:
         """
         self.end_engine_interval()
         is_watched = self._operation_that_must_end() is not None
-        left_s = self._stall_s - self._silence.lasts_s
-        # Until the next warning, or until a lane counts as hanging; -1: without limit.
-        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if is_watched else -1.0
-        records = [] if self._events else self._queue.wait(timeout_s)  # failures of `submit` are returned at once
+        if self._events:
+            records = []  # failures of `submit` are returned at once
+        elif is_watched:  # until the next warning, or until a lane counts as hanging
+            left_s = self._stall_s - self._silence.lasts_s
+            records = self._silence.wait(self._queue.wait, max(min(left_s, self._silence.left_s), 0.0))
+        else:
+            records = self._queue.wait()
         completions = [Completion(*record) for record in records if record[0] != INTERRUPT]
         is_interrupted = len(completions) < len(records)
         self._woke_s = time.monotonic()

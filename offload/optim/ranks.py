@@ -135,8 +135,9 @@ class Meeting:
     def _wait(self) -> None:
         """Do as `wait`, if there is a store."""
         come, pause_s = self._store.add(f"{self._key}/come", 1), 0.001
-        silence, until_s = waits.Silence(), time.monotonic() + RANKS_TIMEOUT_S
-        while come < len(self._processes) and time.monotonic() < until_s:
+        silence = waits.Silence()
+        until_s = silence.now_s + RANKS_TIMEOUT_S
+        while come < len(self._processes) and silence.now_s < until_s:
             gone = [f"{rank} has ended" for rank in _ended_ranks(self._processes)]
             if self._store.check([f"{self._key}/failed"]):
                 gone.append(f"{self._store.get(f'{self._key}/failed').decode()} has failed")
@@ -144,7 +145,7 @@ class Meeting:
             if gone and come < len(self._processes):
                 raise CheckpointError(f"{self._what} is not whole: rank {gone[-1]}; see what it has said last")
             silence.warn_if_due(lambda: f"all ranks, so that {self._what} is whole")
-            time.sleep(pause_s)
+            silence.wait(time.sleep, pause_s)
             pause_s = min(2 * pause_s, 0.5)
 
 

@@ -216,7 +216,9 @@ class Checkpoints:
         Raises:
             CheckpointError: It failed; if a tier has failed, its error is the cause. Training may go on.
             TimeoutError: It has not been committed by then.
+            SessionBrokenError: The session belongs to the process that forked this one.
         """
+        self._thread.check_process()
         saves = self._parts.saves
         pending = saves.pending or saves.last
         if pending is None:
@@ -253,7 +255,9 @@ class Checkpoints:
         Raises:
             CheckpointError: It could not be mirrored. The checkpoint itself is whole, and training may go on.
             TimeoutError: It has not been mirrored by then.
+            SessionBrokenError: The session belongs to the process that forked this one.
         """
+        self._thread.check_process()
         self._parts.saves.wait_for_mirror(timeout_s)
 
     @property
@@ -296,6 +300,7 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none, it is damaged or of a newer format, or one of its stores is missing.
         """
+        self._thread.check_process()
         self._parts.saves.wait_for_pending()
         return self._open(path)
 
@@ -384,6 +389,7 @@ class Checkpoints:
             CheckpointError: It lacks another parameter, or one has another size; nothing has changed then. Or part
                 of it is damaged, which is found out while it is read: the session is broken then.
         """
+        self._thread.check_process()
         parts, sweeps = self._parts, self._thread.sweeps
         with self._thread.turn():
             layout = parts.plan.layout

@@ -53,8 +53,8 @@ from offload.session.setup import (
     open_path,
     plan_to_fit,
 )
-from offload.tiers import check_places
-from offload.tiers.filesystem import UNLIMITED_BYTES
+from offload.tiers import check_places, parse_place
+from offload.tiers.filesystem import MEMORY_FILE_SYSTEMS, UNLIMITED_BYTES
 
 log = logging.getLogger("offload")
 
@@ -176,7 +176,9 @@ class SessionParts:
         self.machine = Machine(self.plan, self._make_index(), listener)
         stores = [(path, self._store) for path in paths]
         settle_s = self.limits.settle_s
-        self.saves = Saves(config, self.queue, stores, self.others, self.memory, self.views, settle_s=settle_s)
+        self.saves = Saves(
+            config, self.queue, stores, self.tiers, self.others, self.memory, self.views, settle_s=settle_s
+        )
         saves_end.callback(self.saves.close)
         self.executor = LiveExecutor(
             self.tiers,
@@ -323,6 +325,8 @@ class SessionParts:
         self.ends.callback(self._close_tiers)
         for number, path in enumerate(config.path_configs):
             self.tiers.append(self.open_tier(number, self._store, path.depth))
+            if parse_place(path.path).facts()["file_system"] in MEMORY_FILE_SYSTEMS:
+                log.warning("%s lies in memory, which the plan does not count: name a directory on a disk", path.path)
         with cpu_affinity(self._update_cpus):  # threads that the kernel starts stay on these CPUs
             self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)

@@ -31,14 +31,20 @@ from offload.memory.arenas import available_bytes
 from offload.plan import Plan, Rates
 from offload.protocols import Tier
 from offload.tiers import innermost
-from offload.tiers.filesystem import NETWORK_FILE_SYSTEMS, UNLIMITED_BYTES, file_system, room_bytes
+from offload.tiers.filesystem import (
+    MEMORY_FILE_SYSTEMS,
+    NETWORK_FILE_SYSTEMS,
+    UNLIMITED_BYTES,
+    file_system,
+    room_bytes,
+)
 
 log = logging.getLogger("offload")
 
 ALIGNMENT = 64
 """Of a tensor in a file, in bytes."""
 
-NO_DISKS = frozenset({"tmpfs", "ramfs", *NETWORK_FILE_SYSTEMS})
+NO_DISKS = MEMORY_FILE_SYSTEMS | NETWORK_FILE_SYSTEMS
 """Types of file systems that are memory, or on which a file cannot be without a name."""
 
 

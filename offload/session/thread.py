@@ -151,8 +151,7 @@ class EngineThread(MachineListener):
             StepAbortedError: The session broke before a step was called; raised once.
             SessionBrokenError: The session is closed or broken, or belongs to the process that forked this one.
         """
-        if os.getpid() != self.pid:
-            raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
+        self.check_process()
         if self.closed:
             raise SessionBrokenError("the session is closed; make a new optimizer to go on")
         broken = self.broken
@@ -161,6 +160,11 @@ class EngineThread(MachineListener):
                 self._aborts_untold = False
                 raise self.aborted(broken)
             raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
+
+    def check_process(self) -> None:
+        """Raise `SessionBrokenError` in a forked copy of the session, where whatever is awaited never comes."""
+        if os.getpid() != self.pid:
+            raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
 
     def aborted(self, error: BaseException) -> StepAbortedError:
         """Return the error to raise for the step under way, or the next one, which has failed with `error`."""

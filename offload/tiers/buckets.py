@@ -15,7 +15,7 @@ from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.protocols import Tier
 from offload.tiers.common import FileBytes, StoreOptions, check_options_without_threads, filling
-from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
+from offload.tiers.objects import PATIENT, ObjectMissingError, S3Client, import_botocore, split_url
 from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, raising_checkpoint_error
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, READER_NAME, RECORD_NAME, STORE_NAME
@@ -95,7 +95,7 @@ class BucketFolder(Folder):
         self._nbytes = nbytes
         bucket, prefix = split_url(path, "checkpoint")
         self._prefix = f"{prefix}/" if prefix else ""
-        self._client = S3Client(path, bucket, retry=HASTY)
+        self._client = S3Client(path, bucket, retry=PATIENT)
 
     def read(self, name: str) -> bytes | None:
         key = self._prefix + name

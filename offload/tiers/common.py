@@ -192,6 +192,9 @@ class Owned:
         self._pid = os.getpid()
         self._closed = False
 
+    def check_in_place(self) -> None:
+        """Do nothing: no other store can take this one's place."""
+
     def keep(self, offsets: Collection[int]) -> None:
         """Let `close` keep the store, and in it the slots at these offsets."""
         self.kept = frozenset(offsets)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from offload._native import CompletionQueue, IoThreads, StoreFile
-from offload.errors import ConfigError
+from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.asyncfile import AsyncIo
 from offload.tiers.common import DEFAULTS, Owned, StoreOptions, check_depth, check_limits, check_request
@@ -109,8 +109,9 @@ class FileTier(Owned):
             direct = direct and self.io_backend != "asyncio"
             descriptor, self.direct = _open_data(self.data_path, direct, existing=is_existing)
             self.cached = not self.direct
+            self._status = os.fstat(descriptor)
             # `close` makes an existing file no shorter than it was.
-            self._bytes_before = os.fstat(descriptor).st_size if is_existing else 0
+            self._bytes_before = self._status.st_size if is_existing else 0
             # The `StoreFile` owns the descriptor from here on: its destructor closes it, whatever happens.
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
@@ -160,6 +161,14 @@ class FileTier(Owned):
         self.check_open("free_bytes")
         return self._file.free_bytes()
 
+    def check_in_place(self) -> None:
+        """See `Tier.check_in_place`; compares the file that the path names with the open one."""
+        with self.raising_tier_error("save"), contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.data_path), self._status):
+                return
+        detail = f"{self.data_path} is not the open file any more: it was deleted, or another disk is there"
+        raise TierError("save", tier=self.name, path=self.path, detail=detail)
+
     def inject(self, kind: str, nth: int = 1, error: int = 0, limit_bytes: int = 0) -> None:
         """For tests: make the `nth` next system call fail; not with asyncio.
 
@@ -187,8 +196,13 @@ class FileTier(Owned):
 
 
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
-    """Create the data file, or open the `existing` one; return its descriptor, and whether it has O_DIRECT."""
+    """Create the data file, or open the `existing` one; return its descriptor, and whether it has O_DIRECT.
+
+    An existing file with a second name is refused: it may be the file of a backup, which must not change with it.
+    """
     if existing:
+        if os.stat(path).st_nlink > 1:
+            raise OSError(errno.EMLINK, "it has hard links")
         buffered = open_regular(path, os.O_RDWR)
     else:
         buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)

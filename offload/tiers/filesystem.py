@@ -49,6 +49,7 @@ _FILE_SYSTEMS = {
     0x5346544E: "ntfs",
 }
 
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "fuse", "cifs", "smb2", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs"})
 """Types whose data usually lies on another machine."""
 

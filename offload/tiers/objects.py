@@ -60,7 +60,11 @@ _TRANSIENT_CODES = frozenset(
     {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentChecksumMismatch", "OperationAborted"}
 )
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
-_ACCESS_CODES = frozenset({"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"})
+_ADVICE = {
+    "ExpiredToken": "the credentials have expired: renew them",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+}
+_ACCESS_CODES = frozenset({"InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"})
 
 _log = logging.getLogger(__name__)
 
@@ -231,8 +235,8 @@ def explain_first_error(error: ObjectError, endpoint: str, bucket: str) -> str:
             f"no complete credentials for {endpoint} were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or AWS_PROFILE"
         )
-    if error.code == "ExpiredToken":
-        return f"{text}; the credentials have expired: renew them"
+    if error.code in _ADVICE:
+        return text
     if error.code in _ACCESS_CODES:
         return f"{text}; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE)"
     if error.code == "NoSuchBucket":
@@ -490,10 +494,6 @@ class S3Client:
                     with self._lock:
                         self._idle.append((url.netloc, connection))
                 return result
-            except ObjectError:
-                if connection is not None:
-                    connection.close()
-                raise
             except (http.client.HTTPException, OSError) as cause:
                 if connection is not None:
                     connection.close()
@@ -501,6 +501,10 @@ class S3Client:
                 has_idled = was_used and is_closed
                 if not has_idled:  # a server may close idle connections: then try again at once with another one
                     _raise_unanswered(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
+            except BaseException:  # the server must not wait for the rest of a request
+                if connection is not None:
+                    connection.close()
+                raise
 
     def _get(self, key: str, buffers: Sequence[memoryview]) -> int:
         """Get an object, in one attempt; return its size."""
@@ -594,7 +598,7 @@ class S3Client:
                 # The upload does not exist any more if an attempt whose answer was lost has completed it.
                 if self.head(key) != nbytes:
                     raise
-        except ObjectError:
+        except BaseException:  # such as a file's that got shorter
             try:
                 self._request(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload_id)
             except ObjectError as error:  # parts that are left behind take room, but do no harm
@@ -644,6 +648,8 @@ def _raise_for_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
 def _raise_refused(what: str, status: int, code: str, message: str, cause: Exception | None) -> NoReturn:
     """Raise the error for a request that the store has refused; `cause` is botocore's error, if that has made it."""
     text = f"{what}: {status} {code}" + (f", {message}" if message else "")
+    if advice := _ADVICE.get(code):
+        text += f"; {advice}"
     if status == 412:
         raise ObjectExistsError(text, code=code, status=status, errno=errno.EEXIST, transient=False) from cause
     if status == 404 and code != "NoSuchBucket":

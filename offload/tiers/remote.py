@@ -96,6 +96,7 @@ class RemoteTier(Owned):
     name = "remote"
     cached = False
     paid = True
+    _checks_bucket = True  # when it opens, while a person waits
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class RemoteTier(Owned):
         self._syncs: list[_Sync] = []
         self._causes: dict[int, str] = {}  # what the store said, by operation
         if client is None:
-            s3 = S3Client(path, bucket, retry=HASTY)
+            s3 = S3Client(path, bucket, retry=HASTY if self._checks_bucket else PATIENT)
             self._client: ObjectClient = s3
             self._open(store, bucket)
             s3.retry = PATIENT if retry is None else retry  # for training
@@ -458,6 +459,8 @@ class ExistingRemoteStore(RemoteTier):
         ConfigError: The bucket cannot be used.
         TierError: There is no such store.
     """
+
+    _checks_bucket = False
 
     def write(self, request: TileRequest) -> None:
         """Raise: another session's store is never written to."""

@@ -189,6 +189,9 @@ class TakingTurns(Owned):
     def free_bytes(self) -> int:
         return self.inner.free_bytes()
 
+    def check_in_place(self) -> None:
+        self.inner.check_in_place()
+
     def keep(self, offsets: Collection[int]) -> None:
         self.inner.keep(offsets)
 

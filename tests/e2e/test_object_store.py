@@ -14,7 +14,7 @@ from mirror import Mirror
 from s3_server import BUCKET, FaultProxy, S3Server
 
 import offload
-from offload.tiers import RetryPolicy, remote
+from offload.tiers import RetryPolicy, buckets, remote
 
 QUICK = RetryPolicy(attempts=5, first_delay_s=0.01, longest_delay_s=0.02, stall_timeout_s=10.0)
 LASTING = RetryPolicy(attempts=10_000, first_delay_s=0.05, longest_delay_s=0.05, stall_timeout_s=10.0)
@@ -80,6 +80,23 @@ def test_requests_that_fail_now_and_then_change_nothing(
     ]
     train([f"s3://{BUCKET}/{prefix}"])
     assert [fault.hits for fault in planted] == [fault.times for fault in planted]
+
+
+def test_small_files_and_stores_of_a_checkpoint_are_asked_for_as_patiently_as_tiles(
+    proxy: FaultProxy, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (buckets, remote):
+        monkeypatch.setattr(module, "PATIENT", QUICK)
+    config = {"host_memory": 0, "paths": [f"s3://{BUCKET}/{prefix}"]}
+    many = QUICK.attempts - 1
+    with offload.AdamW([("w", torch.nn.Parameter(torch.ones(100)))], offload=config) as optimizer:
+        busy = proxy.add(kind="status", match=r"pins\.json", status=503, code="SlowDown", times=many)
+        optimizer.save_checkpoint(tmp_path / "run")
+        optimizer.wait_checkpoint()
+    with offload.AdamW([("w", torch.nn.Parameter(torch.ones(100)))], offload=config) as optimizer:
+        busy_store = proxy.add(kind="status", method="HEAD", match=r"store\.json", status=503, times=many)
+        optimizer.load_checkpoint(tmp_path / "run")
+    assert [busy.hits, busy_store.hits] == [many, many]
 
 
 def test_a_write_that_keeps_failing_goes_to_another_path(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
+import os
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,38 @@ def test_use_after_close_and_in_a_forked_child(streaming: Any, tmp_path: Path) -
         with pytest.raises(offload.SessionBrokenError, match="closed"):
             use()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_in_memory_is_told(
+    streaming: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offload.tiers.directories.file_system", lambda _: "tmpfs")
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+    assert [text for text in caplog.messages if "lies in memory, which the plan does not count" in text]
+
+
+@pytest.mark.parametrize("use", ["wait_checkpoint", "wait_mirror", "load_checkpoint"])
+def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(streaming: Any, tmp_path: Path, use: str) -> None:
+    model = make_model()
+    with offload.AdamW(model.named_parameters(), offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.save_checkpoint(tmp_path / "run")
+        optimizer.wait_checkpoint()
+        optimizer.save_checkpoint(tmp_path / "run")
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(30)
+                with pytest.raises(offload.SessionBrokenError, match="forked copy"):
+                    getattr(optimizer, use)(*[tmp_path / "run"] * (use == "load_checkpoint"))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_gradient_with_a_graph_keeps_it(streaming: Any) -> None:

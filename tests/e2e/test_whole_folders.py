@@ -22,7 +22,7 @@ import torch
 import offload
 from offload import cli
 from offload.checkpoint import fetch as fetches
-from offload.checkpoint import whole
+from offload.checkpoint import marker, whole
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.marker import WHOLE, Mark, Marker, mark_of
@@ -459,6 +459,20 @@ def test_a_load_waits_for_nothing_that_was_saved(tmp_path: Path, monkeypatch: py
     assert "step-2" in loop.mirrored()
     loop.optimizer.close()
     assert fetches.find_whole(str(loop.mirror))[-1] == "step-3"
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_newer_folder_the_older(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.save("step-2")
+    loop.mirrored()
+    loop.optimizer.close()
+    monkeypatch.setattr(marker, "newest_s", [0.0])  # as in another process
+    monkeypatch.setattr(marker.time, "time", lambda: 1e9)
+    loop.again().optimizer.load_checkpoint(loop.run / "step-2" / "optimizer")
+    loop.save("step-1")
+    loop.mirrored()
+    assert fetches.find_whole(str(loop.mirror)) == ["step-2", "step-1"]
 
 
 @pytest.mark.parametrize(

@@ -512,11 +512,17 @@ def test_the_state_of_a_copy_is_never_a_leftover(
     assert steps_in(tmp_path / "moved", path) == 1
 
 
+@pytest.mark.parametrize("inodes", ["other inodes", "equal inodes"])
 @pytest.mark.parametrize("places", ["backup", "nvme backup", "nvme", "other"])
 def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
-    tmp_path: Path, path: Path, places: str
+    tmp_path: Path, path: Path, places: str, inodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody names the backup's stores: they lie beside its checkpoint as the original's did."""
+    """Also where nobody names the backup's stores: they lie beside its checkpoint as the original's did.
+
+    On another file system a copy may have the original's inodes.
+    """
+    if inodes == "equal inodes":
+        monkeypatch.setattr(DirectoryFolder, "identity", lambda _: "13")
     (tmp_path / "other").mkdir()
     backup = tmp_path / "backup"
     write(path, 1, path / "run")
@@ -537,6 +543,23 @@ def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
     assert not find_stores(str(backup))
 
 
+def test_a_backup_by_hard_links_does_not_change_with_the_original(tmp_path: Path, path: Path) -> None:
+    backup = tmp_path / "backup"
+    write(path, 1, path / "run")
+    shutil.copytree(path, backup, copy_function=os.link)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(path / "run")
+        for _ in range(3):
+            run.train().save(path / "run")
+    assert steps_in(path / "run", path) == 4
+    shutil.rmtree(path)
+    assert steps_in(backup / "run", backup) == 1
+    (store,) = find_stores(str(backup))
+    os.truncate(Path(store.path) / "tiles", 4096)
+    with Run(backup) as run, pytest.raises(offload.CheckpointError, match="a store of this name elsewhere has other"):
+        run.optimizer.load_checkpoint(backup / "run")
+
+
 def test_a_run_goes_on_with_its_own_stores_though_a_backup_of_them_is_nearer(tmp_path: Path, path: Path) -> None:
     home = tmp_path / "home"
     write(path, 1, home / "run" / "ck")
@@ -550,10 +573,14 @@ def test_a_run_goes_on_with_its_own_stores_though_a_backup_of_them_is_nearer(tmp
     assert steps_in(home / "run" / "ck", path, home / path.name) == 3
 
 
-def test_a_store_that_was_moved_to_another_disk_is_gone_on_with_and_freed(tmp_path: Path, path: Path) -> None:
+@pytest.mark.parametrize("way", ["renamed", "to another disk"])
+def test_a_store_that_was_moved_is_gone_on_with_and_freed(tmp_path: Path, path: Path, way: str) -> None:
     write(path, 1, tmp_path / "run")
-    shutil.copytree(path, tmp_path / "moved")
-    shutil.rmtree(path)
+    if way == "renamed":
+        path.rename(tmp_path / "moved")
+    else:
+        shutil.copytree(path, tmp_path / "moved")
+        shutil.rmtree(path)
     assert steps_in(tmp_path / "run", tmp_path / "moved") == 1
     write(tmp_path / "moved", 2, tmp_path / "run")
     assert len(find_stores(str(tmp_path / "moved"))) == 1
@@ -884,6 +911,27 @@ def test_a_session_deletes_its_own_directory_and_no_other_of_its_name(tmp_path: 
             (victim / name).touch()
         store.symlink_to(victim)
     assert sorted(os.listdir(victim)) == ["lock", "store.json", "tiles"]
+
+
+@pytest.mark.parametrize("way", ["deleted", "another disk"])
+def test_a_save_whose_store_is_not_at_its_path_any_more_replaces_nothing(
+    tmp_path: Path, path: Path, way: str
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with Run(link) as run:
+        run.train().save(tmp_path / "ck", copy=True)
+        if way == "deleted":
+            next(path.glob("*/tiles")).unlink()
+        else:
+            shutil.copytree(path, tmp_path / "disk")
+            link.unlink()
+            link.symlink_to(tmp_path / "disk")
+        with pytest.raises(offload.CheckpointError, match=r"is not the open file any more: .* copy=True"):
+            run.train().save(tmp_path / "ck")
+        run.train().save(tmp_path / "rescued", copy=True)
+    assert steps_in(tmp_path / "ck", tmp_path) == 1
+    assert steps_in(tmp_path / "rescued", tmp_path) == 3
 
 
 def test_a_store_that_was_copied_by_hand_is_nobodys_leftover(tmp_path: Path, path: Path) -> None:

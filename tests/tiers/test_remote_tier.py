@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -20,7 +21,7 @@ from s3_server import BUCKET, FaultProxy, S3Server
 from tier_harness import Harness, gather
 
 from offload._native import CompletionQueue
-from offload.errors import ConfigError, CorruptRecordError, TierError
+from offload.errors import CheckpointError, ConfigError, CorruptRecordError, TierError
 from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, TileId
 from offload.tiers import (
     RemoteTier,
@@ -33,6 +34,7 @@ from offload.tiers import (
     tier_error,
 )
 from offload.tiers import objects as objects_module
+from offload.tiers.common import FileBytes
 
 botocore_session = pytest.importorskip("botocore.session", reason="botocore is not installed")
 
@@ -170,11 +172,20 @@ def test_botocore_is_quiet_at_info_for_our_clients_alone(
     assert said[-2:] == ["said", "said, too"]
 
 
-def test_an_upload_in_parts_that_fails_leaves_nothing(s3: S3Server, proxy: FaultProxy) -> None:
+@pytest.mark.parametrize(
+    ("why", "error", "file_bytes"),
+    [("500", objects_module.ObjectError, 7 << 20), ("it became shorter", CheckpointError, 6 << 20)],
+)
+def test_an_upload_in_parts_that_fails_leaves_nothing(
+    s3: S3Server, proxy: FaultProxy, why: str, error: type[Exception], file_bytes: int
+) -> None:
     client = S3Client(f"s3://{BUCKET}", BUCKET, retry=QUICK, multipart_bytes=6 << 20, part_bytes=5 << 20)
-    proxy.add(kind="status", method="PUT", match="partNumber=2", times=99)
-    with pytest.raises(objects_module.ObjectError, match="500"):
-        client.put("parts/two", [memoryview(bytes(7 << 20))])
+    if why == "500":
+        proxy.add(kind="status", method="PUT", match="partNumber=2", times=99)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(file_bytes)
+        with pytest.raises(error, match=why):
+            client.put("parts/two", [FileBytes(file.fileno(), 7 << 20)])
     client.close()
     assert b"<Upload>" not in s3.request("GET", f"/{BUCKET}?uploads")
     assert s3.keys("parts/") == []
@@ -477,6 +488,7 @@ def test_a_bucket_that_is_not_there(s3: S3Server) -> None:
         (403, "InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"),
         (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"),
         (400, "ExpiredToken", "renew them"),
+        (403, "RequestTimeTooSkewed", "clock"),
         (400, "AuthorizationHeaderMalformed", "AWS_REGION"),
         (503, "SlowDown", "try again later"),
     ],

@@ -49,6 +49,25 @@ def test_nothing_is_said_before_its_time_or_twice(
     assert not caplog.records
 
 
+def test_time_in_which_the_process_was_stopped_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often it is stopped, what is waited for gets all of its time."""
+    clock = Clock(monkeypatch)
+    waited_s = 0.0
+
+    def wait_with_stops(seconds: float) -> bool:
+        nonlocal waited_s
+        stopped_s = 4000.0 if clock.now_s > 101.0 and waited_s % 2 < 1 else 0.0
+        waited_s += seconds
+        return clock.pass_by(seconds + stopped_s)
+
+    assert not waits.wait_for(wait_with_stops, lambda: "Godot", 10.0)
+    assert 10.0 <= waited_s < 20.0
+    assert clock.now_s > 4000.0
+    assert not caplog.records
+
+
 def test_completions_come_in_time_or_not_at_all() -> None:
     queue = CompletionQueue()
     assert waits.completions(queue, lambda: "", 0.01) == []
