@@ -337,9 +337,7 @@ class Route:
         local_gradient = shards.local(gradient)
         if self._is_slot(local_gradient):
             return _ClearedGradient(bound, weakref.ref(gradient), storage=None)
-        # Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
-        storage = torch._C._storage_address(local_gradient)  # type: ignore[attr-defined]
-        return _ClearedGradient(bound, weakref.ref(gradient), storage)
+        return _ClearedGradient(bound, weakref.ref(gradient), _storage_address(local_gradient))
 
     def note_used_gradients(self, active: Iterable[BoundParameter]) -> None:
         """Note the gradients that a step has used, so that `park` may drop them."""
@@ -601,14 +599,17 @@ class SlotRoute(Route):
     def _may_lie_in_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         """Return whether a gradient that lies elsewhere may be moved to its slot.
 
-        Not one that a program holds, nor a view of its memory (autograd makes none): what is written there counts, as
-        with torch.
+        Not one that a program holds, nor one in its memory: what is written there counts, as with torch. A gradient
+        that nobody has written to since it was made was made by this pass; its memory is autograd's.
         """
         weight, slot = bound.parameter, bound.slot
         is_part_of_graph = gradient.requires_grad
         accumulates_in_slot_dtype = weight.grad_dtype in (None, slot.dtype)
         is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)
         is_of_program = self._is_held or gradient._is_view()
+        if not is_of_program and _version(gradient):
+            storage = _storage_address(gradient)
+            is_of_program = _owner_count(storage) > 1 or not _is_of_torch(storage)
         return not is_of_program and not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
 
     def _move_to_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -826,15 +827,33 @@ def _version(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else shards.version(gradient)
 
 
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return torch's address of a tensor's storage.
+
+    Not by `untyped_storage`, which makes a Python object that is one more owner of the storage, as long as that lives.
+    """
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+
+
 def _owner_count(storage: int) -> int:
     """Return how many owners a storage has, given torch's address of it."""
     return int(torch._C._storage_Use_Count(storage))
 
 
+def _is_of_torch(storage: int) -> bool:
+    """Return whether torch has allocated a storage's memory, for this process alone; else its owners are unknown.
+
+    Makes one more owner, so count them before. The storage's tensor must be alive.
+    """
+    found = torch.UntypedStorage._new_with_weak_ptr(storage)
+    # Not resizable are NumPy arrays, buffers and DLPack's. On other devices `is_shared` says nothing.
+    return bool(found.resizable()) and not (found.device.type == "cpu" and found.is_shared())
+
+
 def _references_to_gradient(parameter: torch.Tensor) -> int:
-    """Return how many references there are to a parameter's gradient while they are counted."""
+    """Return how many references there are to a parameter's gradient, of Python and C++, while they are counted."""
     gradient = parameter.grad
-    return 0 if gradient is None else sys.getrefcount(gradient)
+    return 0 if gradient is None else sys.getrefcount(gradient) + gradient._use_count()
 
 
 @functools.cache
