@@ -478,7 +478,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         def clear_grads() -> None:
             """Called on the engine thread when the step has begun; adds those whose gradient is held to `at_once`."""
             self._is_reported = False
-            at_once.extend(self._route.clear_grads(active))
+            at_once.extend(self._route.take_grads(active))
 
         try:
             kept_alive += self._overlap.bind_hidden_copies(later)

@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -125,15 +125,11 @@ class _ClearedGradient(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     storage: int | None  # torch's address of the tensor's storage; None if the gradient lies in its slot
 
-    def is_held(self, kept_by_step: Mapping[int, int]) -> bool:
-        """Return whether somebody else holds the gradient.
-
-        `kept_by_step` tells how many tensors of the caller, kept for the step to read, share a storage. Other owners
-        of it are views that somebody holds.
-        """
+    def is_held(self, held_storages: Container[int]) -> bool:
+        """Return whether somebody else holds the gradient; `held_storages` are those that others reach by views."""
         if self.storage is None:
             return not self.bound.slot.is_free
-        return self.tensor() is not None or _owner_count(self.storage) != kept_by_step[self.storage]
+        return self.tensor() is not None or self.storage in held_storages
 
 
 class Route:
@@ -311,7 +307,13 @@ class Route:
         """Return whether a gradient lies in a gradient slot, which is the engine's memory."""
         return False
 
-    def clear_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
+    def clear_grads(self, active: Iterable[BoundParameter]) -> None:
+        """Set `.grad` of parameters to None, and drop the step's references to these gradients."""
+        for bound in active:
+            bound.parameter.grad = None
+        self._read_tensors.clear()
+
+    def take_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
         """Set `.grad` of parameters to None: autograd must not add to gradients that the step reads.
 
         The caller keeps the tensors that `tensors_read` returned. Runs on the engine thread, so that no interrupt
@@ -330,7 +332,13 @@ class Route:
         self._read_tensors.clear()
         # One storage may have several gradients: FSDP2's of one group share it.
         kept_by_step = Counter(each.storage for each in cleared if each.storage is not None)
-        return [each.bound for each in cleared if each.is_held(kept_by_step)]
+        # Other owners of a storage are views that somebody holds. Who owns memory that is not torch's is not known.
+        held_storages = {
+            storage
+            for storage, kept in kept_by_step.items()
+            if _owner_count(storage) != kept or not _is_of_torch(storage)
+        }
+        return [each.bound for each in cleared if each.is_held(held_storages)]
 
     def _cleared_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> _ClearedGradient:
         """Return a note of a gradient that was in `.grad`."""
@@ -830,7 +838,7 @@ def _version(gradient: torch.Tensor) -> int:
 def _storage_address(tensor: torch.Tensor) -> int:
     """Return torch's address of a tensor's storage.
 
-    Not by `untyped_storage`, which makes a Python object that is one more owner of the storage, as long as that lives.
+    Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
     """
     return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
@@ -853,7 +861,7 @@ def _is_of_torch(storage: int) -> bool:
 def _references_to_gradient(parameter: torch.Tensor) -> int:
     """Return how many references there are to a parameter's gradient, of Python and C++, while they are counted."""
     gradient = parameter.grad
-    return 0 if gradient is None else sys.getrefcount(gradient) + gradient._use_count()
+    return 0 if gradient is None else sys.getrefcount(gradient) + int(gradient._use_count())  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -298,10 +298,22 @@ def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Ro
     del gradient
     routed.route.bind_gradients()
     kept = routed.route.tensors_read()
-    reachable = routed.route.clear_grads([routed.bound])
+    reachable = routed.route.take_grads([routed.bound])
     assert routed.parameter.grad is None
     assert len(kept) == (kind is ReducedRoute)  # a slot is the engine's
     assert reachable == ([] if held is None else [routed.bound])
+
+
+@pytest.mark.parametrize("kind", [SlotRoute, ReducedRoute])
+@pytest.mark.parametrize("held", GRADIENTS_OF_PROGRAMS)
+def test_a_step_tells_which_gradients_lie_in_memory_of_a_program(kind: type[Route], held: str) -> None:
+    routed = Routed(kind)
+    routed.parameter.grad, memory = GRADIENTS_OF_PROGRAMS[held]()
+    routed.route.bind_gradients()
+    kept = routed.route.tensors_read()
+    assert routed.route.take_grads([routed.bound]) == [routed.bound]
+    assert routed.parameter.grad is None
+    del memory, kept
 
 
 def test_gradients_of_ranks_are_final_when_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
