@@ -154,7 +154,7 @@ class ClassRunner:
         self._packings: dict[_PackingKey, Packing] = {}  # as `rule_of` has found them
         self._groups: dict[int, Group] = {}  # as they were at first, by number
         self._starts_with_state = False  # whether the class makes state in its constructor
-        self._changes_groups = False  # whether the class changes its groups in a step
+        self.changes_groups = False  # whether the class changes its groups in a step
         self._groups_after: dict[int, tuple[Mapping[str, Any], Group]] = {}  # before and after this step, by number
         self._tried_forms: set[tuple[Any, ...]] = set()  # of `check_alone`: a group's number and kinds of parameters
 
@@ -325,7 +325,7 @@ class ClassRunner:
     def _note_changes_of_group(self, before: Group, after: Group) -> None:
         """Note whether the class changes its group in a step; refuse changes that no checkpoint could hold."""
         changed = _changed_names(before, after)
-        self._changes_groups |= bool(changed) or before.keys() != after.keys()
+        self.changes_groups |= bool(changed) or before.keys() != after.keys()
         if not_plain := [name for name in changed if not is_plain(after[name])]:
             raise self._refusal(f"{not_plain[0]!r} in its groups, which changes, and no checkpoint could hold")
 
@@ -566,17 +566,25 @@ class ClassRunner:
     def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
         """Return the hyperparameters of a group that a step, or another `method`, has changed, with their new values.
 
-        `values` are those before. If no parameter of the group was updated, the method is called with the group
-        without parameters here, as the class may change a group in every step.
+        `values` are those now: one that is not as it was before the step is left out, as the caller has set it. If no
+        parameter of the group was updated, the method is called with the group without parameters here, as the class
+        may change a group in every step.
         """
-        if number not in self._groups_after and (self._changes_groups or method != "step"):
+        if number not in self._groups_after and (self.changes_groups or method != "step"):
             self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
             call = step_alone if method == "step" else methodcaller(method)
             call(self._inner)
             self._groups_after[number] = values, _without_parameters(self._inner.param_groups[0])
             self._inner.param_groups = []
         before, after = self._groups_after.get(number, ({}, {}))
-        return {name: after[name] for name in _changed_names(before, after)}
+        set_by_caller = _changed_names(before, values)
+        return {name: deepcopy(after[name]) for name in _changed_names(before, after) if name not in set_by_caller}
+
+    def note_group_changed(self, number: int) -> None:
+        """Note that a group has been changed as `group_changes_after` has told, which is not done twice."""
+        if number in self._groups_after:
+            _, after = self._groups_after[number]
+            self._groups_after[number] = after, after
 
 
 def _trials_of(parameters: Sequence[tuple[str, torch.Tensor]], values: Group) -> list[_Trial]:

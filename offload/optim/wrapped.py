@@ -181,10 +181,32 @@ class WrappedOptimizer(OffloadedOptimizer):
         self._runner.begin_step()
         return super()._step()
 
-    def _report_step(self) -> None:
-        """Change groups as the updates have, then report the step."""
+    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
+        """Begin a step; if the class changes its groups, wait for each group's first update, which tells how."""
+        if not self._runner.changes_groups:
+            super()._begin_step(groups, scale, clip, active)
+            return
+        layout = self.engine.plan.layout
+        first_updates: dict[int, BoundParameter] = {}
+        for bound in active:
+            if bound.local.numel():
+                first_updates.setdefault(layout.parameters[bound.position].group, bound)
+        for at, values in enumerate(groups):
+            if at not in first_updates:  # now, as no update uses the runner yet
+                self._runner.group_changes_after(at, values)
+        super()._begin_step(groups, scale, clip, active)
+        self._overlap.wait_for(first_updates.values())
+        self._change_groups()
+
+    def _change_groups(self) -> None:
+        """Change groups as the last step's updates have, once; what the caller has set since then stays."""
         for at, group in enumerate(self.param_groups):
             group.update(self._runner.group_changes_after(at, self.rule.values(group)))
+            self._runner.note_group_changed(at)
+
+    def _report_step(self) -> None:
+        """Change groups as the updates have, then report the step."""
+        self._change_groups()
         super()._report_step()
 
     def __getattr__(self, name: str) -> Any:
@@ -197,8 +219,8 @@ class WrappedOptimizer(OffloadedOptimizer):
     def _call_on_all(self, name: str) -> None:
         """Call a method in `WALKS` of the class on every parameter, whose weight and state it changes."""
         runner = self._runner
-        groups = self._values()
         with self._lock:
+            groups = self._values()
             self._holder.open()
             self._state.check()
             layout = self.engine.plan.layout
