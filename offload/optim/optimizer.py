@@ -404,15 +404,17 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             StepAbortedError: If the step could not be finished; the session is broken then.
             SessionBrokenError: If the optimizer was closed or its session is broken.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else self._loss_of(closure)
         self._training_thread = threading.get_ident()
         with self._lock:
             any_sigterm = self._step()
         self.preemption.after_call(self, any_sigterm)
         return loss
+
+    def _loss_of(self, closure: Callable[[], float]) -> float:
+        """Return the loss that a closure computes, with gradients."""
+        with torch.enable_grad():
+            return closure()
 
     def _values(self) -> list[Any]:
         """Return hyperparameters for a step, by the engine's groups."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -175,6 +175,13 @@ class WrappedOptimizer(OffloadedOptimizer):
     def _is_asked_for_state(self) -> bool:
         """Return False: torch's step that makes state is taken here, as the class makes its state in it."""
         return False
+
+    def _loss_of(self, closure: Callable[[], float]) -> float:
+        """Return the loss that a closure computes; refuse one that the class would not call once, at first."""
+        if not self._runner.calls_closure_first:
+            advice = f"compute gradients before it: {self.kind} calls a closure again, or after its update"
+            raise ConfigError("step", "with a closure", advice)
+        return super()._loss_of(closure)
 
     def _step(self) -> bool | None:
         """Take a step, in which the runner notes how updates change groups."""
