@@ -579,8 +579,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         gradients. Parameters are updated in the order in which the last forward pass used them; no number changes.
         Calls that need state or weights, of the optimizer or of the model's state dicts, wait for the whole step;
         `finish` only waits. Three kinds of parameters are updated before `step` returns: those that no module of the
-        model owns; those whose gradient somebody else still holds; and those with a gradient though no module that
-        owns them was called since the last step (in a model that was compiled before this call, or by
+        model owns; those whose gradient somebody else still holds, or that lies in memory that torch has not
+        allocated, or has shared with other processes; and those with a gradient though no module that owns them
+        was called since the last step (in a model that was compiled before this call, or by
         `torch.func.functional_call`).
 
         A module waits when it is called: for the parameters that it owns, and those that belong to modules below it
