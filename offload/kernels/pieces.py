@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,12 @@ from offload.kernels.reference import SegmentTensors
 from offload.layout import Parameter
 
 
-def step_alone(optimizer: torch.optim.Optimizer) -> None:
+def step_alone(optimizer: torch.optim.Optimizer, *closure: Callable[[], Any]) -> None:
     """Call an optimizer's step without its hooks, which the offloaded optimizer calls itself, once a step."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch has wrapped it in a function that calls the hooks
         step = step.__wrapped__
-    step(optimizer)
+    step(optimizer, *closure)
 
 
 @dataclass(slots=True)

@@ -404,15 +404,17 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             StepAbortedError: If the step could not be finished; the session is broken then.
             SessionBrokenError: If the optimizer was closed or its session is broken.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else self._loss_of(closure)
         self._training_thread = threading.get_ident()
         with self._lock:
             any_sigterm = self._step()
         self.preemption.after_call(self, any_sigterm)
         return loss
+
+    def _loss_of(self, closure: Callable[[], float]) -> float:
+        """Return the loss that a closure computes, with gradients."""
+        with torch.enable_grad():
+            return closure()
 
     def _values(self) -> list[Any]:
         """Return hyperparameters for a step, by the engine's groups."""
@@ -478,7 +480,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         def clear_grads() -> None:
             """Called on the engine thread when the step has begun; adds those whose gradient is held to `at_once`."""
             self._is_reported = False
-            at_once.extend(self._route.clear_grads(active))
+            at_once.extend(self._route.take_grads(active))
 
         try:
             kept_alive += self._overlap.bind_hidden_copies(later)
@@ -577,8 +579,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         gradients. Parameters are updated in the order in which the last forward pass used them; no number changes.
         Calls that need state or weights, of the optimizer or of the model's state dicts, wait for the whole step;
         `finish` only waits. Three kinds of parameters are updated before `step` returns: those that no module of the
-        model owns; those whose gradient somebody else still holds; and those with a gradient though no module that
-        owns them was called since the last step (in a model that was compiled before this call, or by
+        model owns; those whose gradient somebody else still holds, or that lies in memory that torch has not
+        allocated, or has shared with other processes; and those with a gradient though no module that owns them
+        was called since the last step (in a model that was compiled before this call, or by
         `torch.func.functional_call`).
 
         A module waits when it is called: for the parameters that it owns, and those that belong to modules below it

@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -125,15 +125,11 @@ class _ClearedGradient(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     storage: int | None  # torch's address of the tensor's storage; None if the gradient lies in its slot
 
-    def is_held(self, kept_by_step: Mapping[int, int]) -> bool:
-        """Return whether somebody else holds the gradient.
-
-        `kept_by_step` tells how many tensors of the caller, kept for the step to read, share a storage. Other owners
-        of it are views that somebody holds.
-        """
+    def is_held(self, held_storages: Container[int]) -> bool:
+        """Return whether somebody else holds the gradient; `held_storages` are those that others reach by views."""
         if self.storage is None:
             return not self.bound.slot.is_free
-        return self.tensor() is not None or _owner_count(self.storage) != kept_by_step[self.storage]
+        return self.tensor() is not None or self.storage in held_storages
 
 
 class Route:
@@ -311,7 +307,13 @@ class Route:
         """Return whether a gradient lies in a gradient slot, which is the engine's memory."""
         return False
 
-    def clear_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
+    def clear_grads(self, active: Iterable[BoundParameter]) -> None:
+        """Set `.grad` of parameters to None, and drop the step's references to these gradients."""
+        for bound in active:
+            bound.parameter.grad = None
+        self._read_tensors.clear()
+
+    def take_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
         """Set `.grad` of parameters to None: autograd must not add to gradients that the step reads.
 
         The caller keeps the tensors that `tensors_read` returned. Runs on the engine thread, so that no interrupt
@@ -330,16 +332,20 @@ class Route:
         self._read_tensors.clear()
         # One storage may have several gradients: FSDP2's of one group share it.
         kept_by_step = Counter(each.storage for each in cleared if each.storage is not None)
-        return [each.bound for each in cleared if each.is_held(kept_by_step)]
+        # Other owners of a storage are views that somebody holds. Who owns memory that is not torch's is not known.
+        held_storages = {
+            storage
+            for storage, kept in kept_by_step.items()
+            if _owner_count(storage) != kept or not _is_of_torch(storage)
+        }
+        return [each.bound for each in cleared if each.is_held(held_storages)]
 
     def _cleared_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> _ClearedGradient:
         """Return a note of a gradient that was in `.grad`."""
         local_gradient = shards.local(gradient)
         if self._is_slot(local_gradient):
             return _ClearedGradient(bound, weakref.ref(gradient), storage=None)
-        # Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
-        storage = torch._C._storage_address(local_gradient)  # type: ignore[attr-defined]
-        return _ClearedGradient(bound, weakref.ref(gradient), storage)
+        return _ClearedGradient(bound, weakref.ref(gradient), _storage_address(local_gradient))
 
     def note_used_gradients(self, active: Iterable[BoundParameter]) -> None:
         """Note the gradients that a step has used, so that `park` may drop them."""
@@ -601,14 +607,17 @@ class SlotRoute(Route):
     def _may_lie_in_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         """Return whether a gradient that lies elsewhere may be moved to its slot.
 
-        Not one that a program holds, nor a view of its memory (autograd makes none): what is written there counts, as
-        with torch.
+        Not one that a program holds, nor one in its memory: what is written there counts, as with torch. A gradient
+        that nobody has written to since it was made was made by this pass; its memory is autograd's.
         """
         weight, slot = bound.parameter, bound.slot
         is_part_of_graph = gradient.requires_grad
         accumulates_in_slot_dtype = weight.grad_dtype in (None, slot.dtype)
         is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)
         is_of_program = self._is_held or gradient._is_view()
+        if not is_of_program and _version(gradient):
+            storage = _storage_address(gradient)
+            is_of_program = _owner_count(storage) > 1 or not _is_of_torch(storage)
         return not is_of_program and not is_part_of_graph and accumulates_in_slot_dtype and is_not_narrowed
 
     def _move_to_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -826,15 +835,33 @@ def _version(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else shards.version(gradient)
 
 
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return torch's address of a tensor's storage.
+
+    Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
+    """
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+
+
 def _owner_count(storage: int) -> int:
     """Return how many owners a storage has, given torch's address of it."""
     return int(torch._C._storage_Use_Count(storage))
 
 
+def _is_of_torch(storage: int) -> bool:
+    """Return whether torch has allocated a storage's memory, for this process alone; else its owners are unknown.
+
+    Makes one more owner, so count them before. The storage's tensor must be alive.
+    """
+    found = torch.UntypedStorage._new_with_weak_ptr(storage)
+    # Not resizable are NumPy arrays, buffers and DLPack's. On other devices `is_shared` says nothing.
+    return bool(found.resizable()) and not (found.device.type == "cpu" and found.is_shared())
+
+
 def _references_to_gradient(parameter: torch.Tensor) -> int:
-    """Return how many references there are to a parameter's gradient while they are counted."""
+    """Return how many references there are to a parameter's gradient, of Python and C++, while they are counted."""
     gradient = parameter.grad
-    return 0 if gradient is None else sys.getrefcount(gradient)
+    return 0 if gradient is None else sys.getrefcount(gradient) + int(gradient._use_count())  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -126,6 +126,8 @@ class ClassRunner:
     Attributes:
         name: The class's.
         of_class, masters, widens: As given.
+        calls_closure_first: Whether the class calls a closure once, before its update, or never.
+        changes_groups: Whether the class changes its groups in a step.
 
     Raises:
         ConfigError: It is no optimizer class, or cannot be run in this way.
@@ -154,7 +156,8 @@ class ClassRunner:
         self._packings: dict[_PackingKey, Packing] = {}  # as `rule_of` has found them
         self._groups: dict[int, Group] = {}  # as they were at first, by number
         self._starts_with_state = False  # whether the class makes state in its constructor
-        self._changes_groups = False  # whether the class changes its groups in a step
+        self.calls_closure_first = True
+        self.changes_groups = False
         self._groups_after: dict[int, tuple[Mapping[str, Any], Group]] = {}  # before and after this step, by number
         self._tried_forms: set[tuple[Any, ...]] = set()  # of `check_alone`: a group's number and kinds of parameters
 
@@ -162,9 +165,9 @@ class ClassRunner:
         """Forget the groups as the last step's updates have left them."""
         self._groups_after.clear()
 
-    def _make_optimizer(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
-        """Return a new optimizer of the class, with the arguments that the user gave."""
-        return self.of_class(groups, *self._args, **self._kwargs)
+    def _make_optimizer(self, params: Sequence[Any]) -> torch.optim.Optimizer:
+        """Return a new optimizer of the class for parameters or groups, with the arguments that the user gave."""
+        return self.of_class(params, *self._args, **self._kwargs)
 
     def complete_groups(self, params: Iterable[Any]) -> tuple[list[Group], dict[str, Any]]:
         """Return groups with all hyperparameters that the class adds, and its defaults; nothing is allocated.
@@ -176,7 +179,8 @@ class ClassRunner:
             params: The parameters or groups, as for the class.
 
         Raises:
-            ConfigError: An option cannot be used here, or the class has tensors outside of its state.
+            ConfigError: An option cannot be used here, or the class has tensors outside of its state, or makes groups
+                of its own.
         """
         given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
         are_groups = not given or isinstance(given[0], Mapping)  # nothing stays nothing, which torch refuses
@@ -190,7 +194,8 @@ class ClassRunner:
                 {**group, "params": [_trial_tensor_of(item, trial_tensors) for item in group["params"]]}
                 for group in groups
             ]
-            optimizer = self._make_optimizer(trial_groups)
+            optimizer = self._make_optimizer(trial_groups if are_groups else trial_groups[0]["params"])
+        self._check_same_groups(optimizer, trial_groups)
         self._inner = optimizer  # `step_packed` lends it one parameter after another
         self._check_own_tensors(optimizer)
         self._starts_with_state = bool(optimizer.state)
@@ -201,6 +206,16 @@ class ClassRunner:
                 if group.get(option):
                     raise ConfigError(option, True, f"leave it out: {self.name} runs on views of state on its way")
         return full_groups, dict(optimizer.defaults)
+
+    def _check_same_groups(self, optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+        """Refuse a class that does not keep the groups that it is given."""
+        given = [{id(item[-1] if isinstance(item, tuple) else item) for item in group["params"]} for group in groups]
+        if [{*map(id, group["params"])} for group in optimizer.param_groups] != given:
+            advice = (
+                "use one that keeps its groups, and give it those that this one makes: of "
+                f"{len(groups)} it has made {len(optimizer.param_groups)}, with other parameters"
+            )
+            raise ConfigError("wrap", self.name, advice)
 
     def _check_own_tensors(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a class that has tensors in attributes or groups: only its state is stored."""
@@ -325,7 +340,7 @@ class ClassRunner:
     def _note_changes_of_group(self, before: Group, after: Group) -> None:
         """Note whether the class changes its group in a step; refuse changes that no checkpoint could hold."""
         changed = _changed_names(before, after)
-        self._changes_groups |= bool(changed) or before.keys() != after.keys()
+        self.changes_groups |= bool(changed) or before.keys() != after.keys()
         if not_plain := [name for name in changed if not is_plain(after[name])]:
             raise self._refusal(f"{not_plain[0]!r} in its groups, which changes, and no checkpoint could hold")
 
@@ -362,7 +377,25 @@ class ClassRunner:
                         f"{'; or give weights of each type a group of their own' if has_types else ''}"
                     )
                     raise ConfigError("wrap", self.name, advice)
+            self._try_closure(trials[0], number)
         self._tried_forms.add((number, *smallest))
+
+    def _try_closure(self, trial: _Trial, number: int) -> None:
+        """Note whether the class calls a closure as it is called here: once, before the update."""
+        dtype = torch.float32 if self.masters else trial.like.dtype
+        trial_tensor, optimizer = self._trial_optimizer(tuple(trial.like.shape), dtype, number)
+        before = trial_tensor.detach().clone()
+        calls: list[bool] = []  # whether the tensor was not updated yet
+
+        @torch.no_grad()
+        def closure() -> torch.Tensor:
+            """Note a call; return a loss."""
+            calls.append(torch.equal(trial_tensor, before))
+            return torch.ones((), dtype=torch.float32, device="cpu")
+
+        with suppress(Exception):  # of a step without such an argument
+            step_alone(optimizer, closure)
+        self.calls_closure_first &= calls in ([], [True])
 
     def _smallest_by_kind(
         self, parameters: Iterable[tuple[str, torch.Tensor]]
@@ -411,6 +444,9 @@ class ClassRunner:
                 for weight, (_, gradients), form in zip(weights, drawn, forms, strict=True):
                     _set_grad(weight, gradients[step].as_strided(*form))
                 step_alone(optimizer)
+                if any(weight.grad is None for weight in weights):  # those of the model would stay
+                    advice = "use one that leaves .grad to the loop, which calls zero_grad: it drops them in its step"
+                    raise ConfigError("wrap", self.name, advice)
         for name, value in _other_attributes(optimizer).items():  # these would not be offloaded, nor saved
             if not _are_equal(before.get(name), value):
                 advice = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
@@ -566,17 +602,25 @@ class ClassRunner:
     def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
         """Return the hyperparameters of a group that a step, or another `method`, has changed, with their new values.
 
-        `values` are those before. If no parameter of the group was updated, the method is called with the group
-        without parameters here, as the class may change a group in every step.
+        `values` are those now: one that is not as it was before the step is left out, as the caller has set it. If no
+        parameter of the group was updated, the method is called with the group without parameters here, as the class
+        may change a group in every step.
         """
-        if number not in self._groups_after and (self._changes_groups or method != "step"):
+        if number not in self._groups_after and (self.changes_groups or method != "step"):
             self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
             call = step_alone if method == "step" else methodcaller(method)
             call(self._inner)
             self._groups_after[number] = values, _without_parameters(self._inner.param_groups[0])
             self._inner.param_groups = []
         before, after = self._groups_after.get(number, ({}, {}))
-        return {name: after[name] for name in _changed_names(before, after)}
+        set_by_caller = _changed_names(before, values)
+        return {name: deepcopy(after[name]) for name in _changed_names(before, after) if name not in set_by_caller}
+
+    def note_group_changed(self, number: int) -> None:
+        """Note that a group has been changed as `group_changes_after` has told, which is not done twice."""
+        if number in self._groups_after:
+            _, after = self._groups_after[number]
+            self._groups_after[number] = after, after
 
 
 def _trials_of(parameters: Sequence[tuple[str, torch.Tensor]], values: Group) -> list[_Trial]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -176,15 +176,44 @@ class WrappedOptimizer(OffloadedOptimizer):
         """Return False: torch's step that makes state is taken here, as the class makes its state in it."""
         return False
 
+    def _loss_of(self, closure: Callable[[], float]) -> float:
+        """Return the loss that a closure computes; refuse one that the class would not call once, at first."""
+        if not self._runner.calls_closure_first:
+            advice = f"compute gradients before it: {self.kind} calls a closure again, or after its update"
+            raise ConfigError("step", "with a closure", advice)
+        return super()._loss_of(closure)
+
     def _step(self) -> bool | None:
         """Take a step, in which the runner notes how updates change groups."""
         self._runner.begin_step()
         return super()._step()
 
-    def _report_step(self) -> None:
-        """Change groups as the updates have, then report the step."""
+    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
+        """Begin a step; if the class changes its groups, wait for each group's first update, which tells how."""
+        if not self._runner.changes_groups:
+            super()._begin_step(groups, scale, clip, active)
+            return
+        layout = self.engine.plan.layout
+        first_updates: dict[int, BoundParameter] = {}
+        for bound in active:
+            if bound.local.numel():
+                first_updates.setdefault(layout.parameters[bound.position].group, bound)
+        for at, values in enumerate(groups):
+            if at not in first_updates:  # now, as no update uses the runner yet
+                self._runner.group_changes_after(at, values)
+        super()._begin_step(groups, scale, clip, active)
+        self._overlap.wait_for(first_updates.values())
+        self._change_groups()
+
+    def _change_groups(self) -> None:
+        """Change groups as the last step's updates have, once; what the caller has set since then stays."""
         for at, group in enumerate(self.param_groups):
             group.update(self._runner.group_changes_after(at, self.rule.values(group)))
+            self._runner.note_group_changed(at)
+
+    def _report_step(self) -> None:
+        """Change groups as the updates have, then report the step."""
+        self._change_groups()
         super()._report_step()
 
     def __getattr__(self, name: str) -> Any:
@@ -197,8 +226,8 @@ class WrappedOptimizer(OffloadedOptimizer):
     def _call_on_all(self, name: str) -> None:
         """Call a method in `WALKS` of the class on every parameter, whose weight and state it changes."""
         runner = self._runner
-        groups = self._values()
         with self._lock:
+            groups = self._values()
             self._holder.open()
             self._state.check()
             layout = self.engine.plan.layout

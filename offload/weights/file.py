@@ -85,11 +85,11 @@ class _Unit:
 
     Attributes:
         ranges: Where the weights lie in the file: offset and size of each run.
-        weights: For each weight the module that has it, its name there and in the model, and its address.
+        weights: For each weight the module that has it, and its name there and in the model.
     """
 
     ranges: list[tuple[int, int]]
-    weights: list[tuple[weakref.ref[nn.Module], str, str, int]]
+    weights: list[tuple[weakref.ref[nn.Module], str, str]]
 
 
 class WeightsInFile:
@@ -165,7 +165,7 @@ class WeightsInFile:
                     module.register_parameter(name, moved[weight])
                 places.append((offset, weight.nbytes))
                 full_name = f"{names[module]}.{name}".lstrip(".")
-                weights.append((weakref.ref(module), name, full_name, self.file.address + offset))
+                weights.append((weakref.ref(module), name, full_name))
         ranges = joined(places)
         for offset, nbytes in ranges:
             self.file.advise_unneeded(offset, nbytes, was_written=True)
@@ -202,8 +202,8 @@ class WeightsInFile:
         """Check that a unit's weights lie in the file, and wait until they are in memory, to be used now."""
         if not self._units or torch.compiler.is_compiling():  # in a copy of the model, or while it is exported
             return
-        for module, name, full_name, address in self._units[number].weights:
-            _check_place(full_name, module(), name, address)
+        for module, name, full_name in self._units[number].weights:
+            _check_place(full_name, module(), name, self.file)
         self._layers.begin(number)
 
 
@@ -253,19 +253,25 @@ def _check_once(model: nn.Module) -> None:
                 raise ConfigError("model", f"{name or 'it all'}, whose weights lie in a file", allowed)
 
 
-def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:
-    """Refuse a weight that does not lie in the file any more; plain tensors are let pass: `functional_call`'s.
+def _check_place(full_name: str, module: nn.Module | None, name: str, file: MappedFile) -> None:
+    """Refuse a weight that does not lie in the file any more.
+
+    One that its module has not any more is let pass: the model may have changed. So are plain tensors:
+    `functional_call`'s.
 
     Args:
         full_name: The weight's name in the model.
         module: The module that has it; None if there is no such module any more.
         name: Its name there.
-        address: Where it lay when it was moved to the file.
+        file: The file.
     """
     weight: torch.Tensor | None = None if module is None else module._parameters.get(name)
-    if weight is not None and not isinstance(weight, nn.Parameter):
+    if not isinstance(weight, nn.Parameter):
         return
-    if weight is None or weight.device.type != "cpu" or weight.data_ptr() != address:
-        what = "is not in the model any more" if weight is None else f"{weight.dtype}, in memory, on {weight.device}"
-        advice = "change dtype or device, and load with assign=True, before weights_in_file"
+    if weight.device.type != "cpu" or not file.address <= weight.data_ptr() < file.address + file.nbytes:
+        what = f"{weight.dtype}, in memory, on {weight.device}"
+        advice = (
+            "change dtype, device and modules, and load with assign=True, before weights_in_file, or close() what it "
+            "returned and call it again"
+        )
         raise ConfigError(full_name, what, f"{advice}: this weight has left its file")

@@ -330,16 +330,42 @@ def test_weights_that_no_file_has_are_named(tmp_path: Path, caplog: pytest.LogCa
         lambda model: model.load_state_dict(made().state_dict(), assign=True),
         lambda model: setattr(model.layers[2][2].bias, "data", model.layers[2][2].bias.detach().clone()),
         lambda model: setattr(model.layers[2][2], "bias", nn.Parameter(torch.zeros(WIDTH))),
-        lambda model: setattr(model.layers[2][2], "bias", None),
     ],
 )
 def test_a_weight_that_has_left_is_named(leaves: Callable[[Model], Any], tmp_path: Path) -> None:
     model = made()
-    offload.weights_in_file(model, tmp_path)
+    in_file = offload.weights_in_file(model, tmp_path)
     loss_of(model, 0).backward()
     leaves(model)
-    with pytest.raises(offload.ConfigError, match=r"(words\.weight|layers\.2\.2\.bias): .*has left its file"):
+    match = r"(words\.weight|layers\.2\.2\.bias): .*close\(\) what it returned and call it again.*has left its file"
+    with pytest.raises(offload.ConfigError, match=match):
         loss_of(model, 1)
+    in_file.close()
+    model.head.weight = model.words.weight  # assign=True has untied them
+    offload.weights_in_file(model, tmp_path)
+    assert all(is_mapped(weight.data_ptr()) for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.layers[2][2], "bias", None),
+        lambda model: setattr(model.layers, "2", nn.Identity()),
+        lambda model: setattr(model.layers[2], "2", nn.Linear(4 * WIDTH, WIDTH)),
+        lambda model: nn.utils.parametrizations.spectral_norm(model.layers[2][2]),
+        lambda model: setattr(model.layers[0][0], "weight", model.layers[2][0].weight),
+    ],
+)
+def test_modules_may_change_afterwards(change: Callable[[Model], Any], tmp_path: Path) -> None:
+    model, other = made(), made()
+    offload.weights_in_file(model, tmp_path)
+    for each in (model, other):
+        torch.manual_seed(0)
+        change(each)
+        loss_of(each, 0).backward()
+    assert same(model, other)
+    gradients = [[weight.grad for weight in each.parameters() if weight.requires_grad] for each in (model, other)]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_what_cannot_lie_there_is_refused(tmp_path: Path) -> None:

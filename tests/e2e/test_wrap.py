@@ -374,6 +374,45 @@ def test_steps_behind_forward_and_gradients_that_leave_change_nothing(config: di
         assert_same(*([p.detach() for p in model.parameters()] for model in models))
 
 
+class Halving(Averaging):
+    """Sets its rate itself, too: half of it for the next step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "both"])
+def test_a_class_changes_its_groups_before_step_returns(overlap: str, tmp_path: Path) -> None:
+    """As in memory: the caller finds what the class has written, and what the caller writes then stays."""
+    models = Model(), Model()
+    groups = [[{"params": list(model.layers[at].parameters())} for at in (0, 2, 4)] for model in models]
+    theirs = Halving(groups[0], lr=torch.tensor(0.1))
+    config = streamed(tmp_path, overlap=overlap) | {"subgroup_numel": 1024}
+    with offload.wrap(Halving, groups[1], lr=torch.tensor(0.1), offload=config) as optimizer:
+        if overlap != "off":
+            optimizer.overlap_forward(models[1])
+        for step in range(6):
+            for model, each in zip(models, (theirs, optimizer), strict=True):
+                model.layers[2].requires_grad_(step >= 3)
+                model(torch.randn(4, 32, generator=torch.Generator().manual_seed(step))).backward()
+                old_rates = [group["lr"].clone() for group in each.param_groups]
+                each.step()
+                each.zero_grad()
+                if step == 4:
+                    each.eval()
+                    each.train()
+                values = [{**group, "params": None} for group in each.param_groups]
+                if each is theirs:
+                    expected = values
+                each.param_groups[0]["lr"] = old_rates[0]  # as before the step
+                each.param_groups[2]["lr"].fill_(0.3)
+            assert_same(values, expected)
+        optimizer.finish()
+        assert_same(*([p.detach() for p in model.parameters()] for model in models))
+
+
 @pytest.mark.parametrize(
     ("params", "error"),
     [

@@ -235,6 +235,50 @@ class Clips(Plain):
             weight.sub_(weight.grad, alpha=0.1 * min(1.0, 10 / max(norm, 1e-9)))
 
 
+class Drops(optim.SGD):
+    """Ends its step with `zero_grad`, so that loops need none."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.zero_grad()
+
+
+class Twice(optim.SGD):
+    """Calls a closure again after its update, if it is given one."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        return loss if closure is None else closure()
+
+
+class TwoGroups(Plain):
+    """Puts matrices into one group, and the rest into another; takes parameters alone, or groups as well."""
+
+    def __init__(self, params: Any, flattens: bool) -> None:
+        flat = [p for item in params for p in (item["params"] if flattens and isinstance(item, dict) else [item])]
+        super().__init__([{"params": [p for p in flat if (p.dim() > 1) is large]} for large in (True, False)])
+
+
+@pytest.mark.parametrize("flattens", [False, True])
+def test_groups_that_a_class_makes_itself_are_to_be_given(flattens: bool) -> None:
+    parameters = [parameter for _, parameter in pair()]
+    with pytest.raises(ConfigError, match=r"TwoGroups.*give it those that this one makes: of 1 it has made 2"):
+        offload.wrap(TwoGroups, parameters, flattens=flattens)
+    with pytest.raises(ConfigError, match="of 2 it has made 2, with other parameters"):
+        offload.wrap(TwoGroups, [{"params": parameters[1:]}, {"params": parameters[:1]}], flattens=True)
+
+
+def test_a_closure_is_refused_that_the_class_would_call_again() -> None:
+    weights = [parameter for _, parameter in pair()]
+    with offload.wrap(Twice, weights) as optimizer:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        with pytest.raises(ConfigError, match=r"compute gradients before it: .*Twice calls a closure again"):
+            optimizer.step(lambda: 1.0)
+        assert all(weight.eq(1).all() for weight in weights)
+        optimizer.step()
+
+
 def pair(*dtypes: torch.dtype, shapes: Any = ((6, 5), (7,))) -> list[tuple[str, torch.nn.Parameter]]:
     dtypes = dtypes or (torch.float32,)
     return [(f"layer.{n}", torch.nn.Parameter(torch.ones(shapes[n % 2], dtype=t))) for n, t in enumerate(dtypes * 2)]
@@ -263,6 +307,7 @@ def pair(*dtypes: torch.dtype, shapes: Any = ((6, 5), (7,))) -> list[tuple[str, 
         (Keyed, {"key": object()}, (), "a key that is neither text nor number, of layer"),
         (Clips, {}, (), "beside another one"),
         (Drawing, {}, (), "by itself"),
+        (Drops, {}, (), r"leaves \.grad to the loop"),
         (Counting, {}, (), "by itself"),
         (Noting, {}, (), "attribute 'seen'"),
         (CountsItself, {}, (), "its attribute 'counts'"),

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_engine import RecordedEngine, bound_to
+from torch.utils.checkpoint import checkpoint
 
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
@@ -136,6 +138,59 @@ def test_a_gradient_that_others_hold_stays(hold: Callable[[torch.Tensor], object
     del held
 
 
+def flat_memory() -> torch.Tensor:
+    """Return memory of a program's, of which a gradient is a part."""
+    return torch.zeros(NUMEL + 20)
+
+
+GRADIENTS_OF_PROGRAMS: dict[str, Callable[[], tuple[torch.Tensor, object]]] = {
+    "a view": lambda: ((memory := flat_memory())[:NUMEL], memory),
+    "data of a view": lambda: ((memory := flat_memory())[:NUMEL].data, memory),
+    "a detached view": lambda: ((memory := flat_memory())[:NUMEL].detach(), memory),
+    "a tensor, by its data": lambda: ((gradient := torch.zeros(NUMEL)), gradient.data),
+    "its storage": lambda: ((gradient := torch.zeros(NUMEL)), gradient.untyped_storage()),
+    "an array made of it": lambda: ((gradient := torch.zeros(NUMEL)), gradient.numpy()),
+    "an array by DLPack": lambda: ((gradient := torch.zeros(NUMEL)), np.from_dlpack(gradient)),
+    "an array": lambda: (torch.from_numpy(memory := np.zeros(NUMEL, np.float32)), memory),
+    "bytes": lambda: (torch.frombuffer(memory := bytearray(4 * NUMEL), dtype=torch.float32), memory),
+    "memory of several processes": lambda: (torch.zeros(NUMEL).share_memory_(), None),
+}
+"""Gradients, by what a program keeps of their memory; and that."""
+
+
+@pytest.mark.parametrize("held", GRADIENTS_OF_PROGRAMS)
+def test_a_gradient_in_memory_of_a_program_stays_there(held: str) -> None:
+    """What the program writes to its memory counts, as with an all-reduce over one flat buffer."""
+    routed = Routed()
+    routed.parameter.grad, kept = GRADIENTS_OF_PROGRAMS[held]()
+    address = routed.parameter.grad.data_ptr()
+    for value in (2.0, 3.0):
+        routed.backward(value)
+    assert (routed.engine.said(), routed.parameter.grad.data_ptr()) == ([], address)
+    assert (routed.parameter.grad == 5).all()
+    del kept
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight * 2,
+        lambda weight: weight.square() + weight,  # a tied weight's: autograd adds in place before it hands over
+        lambda weight: weight[torch.arange(NUMEL)],  # written in place as it is made
+        lambda weight: weight,  # copied, as its elements share memory
+        lambda weight: checkpoint(torch.square, weight + 0, use_reentrant=True),
+        lambda weight: checkpoint(torch.square, weight, use_reentrant=False),
+    ],
+)
+@pytest.mark.parametrize("before", [None, torch.zeros])
+def test_a_gradient_of_autograd_is_moved_however_it_was_made(use: Callable[..., Any], before: Any) -> None:
+    routed = Routed()
+    routed.parameter.grad = before and before(NUMEL)  # which nobody else holds
+    use(routed.parameter).sum().backward()
+    assert [call[0] for call in routed.engine.said()] == ["arrived"]
+    assert routed.parameter.grad.data_ptr() == routed.memory.data_ptr()
+
+
 def test_a_gradient_whose_memory_only_autograd_shares_is_moved() -> None:
     """With those of weights that are joined for a product, or with a hook of the program's, or DDP's, behind ours."""
     routed, other = Routed(), torch.nn.Parameter(torch.zeros(NUMEL))
@@ -243,10 +298,22 @@ def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Ro
     del gradient
     routed.route.bind_gradients()
     kept = routed.route.tensors_read()
-    reachable = routed.route.clear_grads([routed.bound])
+    reachable = routed.route.take_grads([routed.bound])
     assert routed.parameter.grad is None
     assert len(kept) == (kind is ReducedRoute)  # a slot is the engine's
     assert reachable == ([] if held is None else [routed.bound])
+
+
+@pytest.mark.parametrize("kind", [SlotRoute, ReducedRoute])
+@pytest.mark.parametrize("held", GRADIENTS_OF_PROGRAMS)
+def test_a_step_tells_which_gradients_lie_in_memory_of_a_program(kind: type[Route], held: str) -> None:
+    routed = Routed(kind)
+    routed.parameter.grad, memory = GRADIENTS_OF_PROGRAMS[held]()
+    routed.route.bind_gradients()
+    kept = routed.route.tensors_read()
+    assert routed.route.take_grads([routed.bound]) == [routed.bound]
+    assert routed.parameter.grad is None
+    del memory, kept
 
 
 def test_gradients_of_ranks_are_final_when_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
