@@ -184,7 +184,8 @@ def trainer(folder: Path) -> None:
 def saved_twice(folder: Path) -> None:
     from offload.integrations.transformers import saving
 
-    saving.make_sigterm_callback(lambda: None).on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
+    callback = saving.Sigterm(find_optimizer=object)
+    callback.on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
 
 
 def sharded_trainer(folder: Path) -> None:
