@@ -29,8 +29,11 @@ SETTLE_S = 5.0
 SLICE_S = 0.5
 """How long a native wait may delay a Ctrl-C."""
 
-LATE_S = 0.125
-"""A part of a watched wait takes that long. If it is late by more than that, this process was stopped meanwhile."""
+PART_S = 0.125
+"""A watched wait is made of parts of at most that length."""
+
+STOPPED_S = 1.0
+"""If a part ends later by more than that, this process is taken to have been stopped; a busy machine is late by less."""
 
 log = logging.getLogger("offload")
 
@@ -78,11 +81,11 @@ class Silence:
         until_s = self.now_s + most_s
         while True:
             began_s = time.monotonic()
-            pause_s = min(max(until_s - self.now_s, 0.0), LATE_S)
+            pause_s = min(max(until_s - self.now_s, 0.0), PART_S)
             result = arrived(pause_s)
-            took_s = time.monotonic() - began_s
-            if took_s > pause_s + LATE_S:
-                self._stopped_s += took_s
+            late_s = time.monotonic() - began_s - pause_s
+            if late_s > STOPPED_S:
+                self._stopped_s += late_s
             if result or self.now_s >= until_s:
                 return result
 

@@ -606,7 +606,8 @@ class Checkpoint:
                 where = f"{path} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else path
                 what = f"{self.path} names the store offload-{ref.store} in {where}, which cannot be opened here"
                 why = f"{cause}" if cause.errno != errno.ENOENT else _NO_STORE
-                if misfit := self._misfits.get(key):
+                misfit = self._misfits.get(key)
+                if misfit and cause.errno == errno.ENOENT:
                     why = f"no such store is there, and a store of this name elsewhere has other state: {misfit}"
                 raise CheckpointError(f"{what}: {why}") from cause
         return self._tiers[key]

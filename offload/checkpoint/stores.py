@@ -159,6 +159,7 @@ def standing(pin: Pin, store: str) -> Standing:
     folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
     try:
         opened = open_folder(folder)
+        opened.hasten()
         content = opened.read(COMMIT_NAME)
         if content is not None:
             commit = unseal_commit(content, folder)
@@ -186,7 +187,9 @@ def _is_named_above(folder: str, id: str) -> bool:
     """Return whether a `RELEASED` in one of the two folders above a checkpoint's names it."""
     for above in folders_above(folder):
         with contextlib.suppress(ConfigError, CheckpointError, ValueError):  # what cannot be read names nothing
-            released_ids, _ = read_released(open_folder(above))
+            opened = open_folder(above)
+            opened.hasten()
+            released_ids, _ = read_released(opened)
             if id in released_ids:
                 return True
     return False

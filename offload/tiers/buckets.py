@@ -15,7 +15,7 @@ from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.protocols import Tier
 from offload.tiers.common import FileBytes, StoreOptions, check_options_without_threads, filling
-from offload.tiers.objects import PATIENT, ObjectMissingError, S3Client, import_botocore, split_url
+from offload.tiers.objects import HASTY, PATIENT, ObjectMissingError, S3Client, import_botocore, split_url
 from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, raising_checkpoint_error
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, READER_NAME, RECORD_NAME, STORE_NAME
@@ -71,13 +71,17 @@ class Bucket(Place):
     def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
         """See `Place.stores`; a store is known by the keys of its objects, whose sizes are added up."""
         folder = self.folder()
+        folder.hasten()
         nbytes_by_store: dict[str, int] = {}
         for key, nbytes in folder.walk():
             match = _STORE_KEY.match(key)
             if match is not None and (ranks or RANK_NAME.match(key) is None):
                 name = match[1]
                 nbytes_by_store[name] = nbytes_by_store.get(name, 0) + nbytes
-        return [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(nbytes_by_store.items())]
+        found = [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(nbytes_by_store.items())]
+        for store in found:
+            store.hasten()
+        return found
 
 
 class BucketFolder(Folder):
@@ -96,6 +100,9 @@ class BucketFolder(Folder):
         bucket, prefix = split_url(path, "checkpoint")
         self._prefix = f"{prefix}/" if prefix else ""
         self._client = S3Client(path, bucket, retry=PATIENT)
+
+    def hasten(self) -> None:
+        self._client.retry = HASTY
 
     def read(self, name: str) -> bytes | None:
         key = self._prefix + name
@@ -153,8 +160,10 @@ class BucketFolder(Folder):
 
     def prepare(self) -> None:
         name = f"{TEMPORARY}{uuid.uuid4().hex}"
-        self.write(name, b"trial")
-        self.delete(name)
+        trial = BucketFolder(self.path)
+        trial.hasten()
+        trial.write(name, b"trial")
+        trial.delete(name)
 
     def walk(self) -> list[tuple[str, int]]:
         with raising_checkpoint_error("list", f"{self.path}/"):

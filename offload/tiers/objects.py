@@ -424,7 +424,8 @@ class S3Client:
                 refusal = cause.response["Error"]
                 _raise_refused(what, status, str(refusal.get("Code")), str(refusal.get("Message")), cause)
             except (exceptions.BotoCoreError, OSError) as cause:
-                _raise_unanswered(what, cause, transient=isinstance(cause, exceptions.HTTPClientError | OSError))
+                may_pass = exceptions.HTTPClientError | exceptions.ConnectionError | OSError
+                _raise_unanswered(what, cause, transient=isinstance(cause, may_pass))
             return answer
 
         return self._with_retries(what, attempt)

@@ -57,6 +57,9 @@ class Folder(Protocol):
     fails_late: bool = False
     """Whether a write that failed may still take effect later, as a request whose answer was lost may."""
 
+    def hasten(self) -> None:
+        """Give up sooner from now on where a bucket does not answer: somebody waits, and can do without."""
+
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is none of that name."""
 

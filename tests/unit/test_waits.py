@@ -68,6 +68,13 @@ def test_time_in_which_the_process_was_stopped_is_no_silence(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("late_s", [0.2, 5.0])
+def test_a_wait_whose_every_part_is_late_ends(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    """As where other threads keep the interpreter's lock."""
+    clock = Clock(monkeypatch)
+    assert not waits.wait_for(lambda seconds: clock.pass_by(seconds + late_s), lambda: "", 10.0)
+
+
 def test_completions_come_in_time_or_not_at_all() -> None:
     queue = CompletionQueue()
     assert waits.completions(queue, lambda: "", 0.01) == []
