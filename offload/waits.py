@@ -33,7 +33,7 @@ PART_S = 0.125
 """A watched wait is made of parts of at most that length."""
 
 STOPPED_S = 1.0
-"""If a part ends later by more than that, this process is taken to have been stopped; a busy machine is late by less."""
+"""If a part ends later by more than that, this process was probably stopped: a busy machine is late by less."""
 
 log = logging.getLogger("offload")
 

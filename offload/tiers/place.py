@@ -59,6 +59,7 @@ class Folder(Protocol):
 
     def hasten(self) -> None:
         """Give up sooner from now on where a bucket does not answer: somebody waits, and can do without."""
+        return None
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is none of that name."""
