@@ -67,13 +67,20 @@ def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_trains_with_muon_and_resumes(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", "offload_muon", 6)
-    assert whole["optimizer"].endswith("transformers.trainer.Muon")
+@pytest.mark.parametrize(("optim", "kind"), [("offload_muon", "Muon"), ("wrap", "WrappedOptimizer")])
+def test_optimizers_of_other_rules_are_served_alike(tmp_path: Path, optim: str, kind: str) -> None:
+    """State stays on the paths, a SIGTERM saves, and training goes on exactly."""
+    rest = (optim, 6, "save_total_limit=2")
+    whole = run(tmp_path / "whole", *rest)
+    assert whole["optimizer"].endswith(f".{kind}")
     assert len(set(whole["losses"])) == 6
-    killed = start(tmp_path / "killed", "offload_muon", 6, "kill=5")
-    end(killed, -signal.SIGKILL)
-    resumed = run(tmp_path / "killed", "offload_muon", 6, "resume")
+    end(start(tmp_path / "ended", *rest, "term=4"), -signal.SIGTERM)
+    newest = tmp_path / "ended" / "checkpoint-4"
+    assert mark_of(str(newest)) is Mark.WHOLE
+    (store,) = find_stores(str(tmp_path / "ended" / "path"))
+    assert str(newest / "optimizer") in {pin.folder for pin in store.pins}
+    assert (newest / "optimizer.pt").stat().st_size < 4096
+    resumed = run(tmp_path / "ended", *rest, "resume")
     assert resumed["losses"][-2:] == whole["losses"][-2:]
     assert resumed["weights"] == whole["weights"]
 
