@@ -248,7 +248,7 @@ def _max_checkpoints(args: Any) -> int | None:
     limit = args.save_total_limit
     if limit is None or limit <= 0:
         return None
-    least = 2 if args.load_best_model_at_end else 1  # the best one stays beside the last one
+    least = 1 if args.metric_for_best_model is None else 2  # the best one stays beside the last one
     return int(max(limit, least)) + 1  # an old one is deleted only when the new one is whole
 
 
@@ -508,8 +508,10 @@ def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str)
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
     most = _max_checkpoints(trainer.args)
     _warn_of_copies(ours.engine.config, most or 0)
-    copy = most is None or ours.engine.config.checkpoints < most  # else one that the Trainer wants would be released
-    ours.save_checkpoint(os.path.join(output_dir, FOLDER), copy=copy)
+    folder, is_fewer = os.path.join(output_dir, FOLDER), most is None or ours.engine.config.checkpoints < most
+    # The second: more may be wanted, such as one that a state which was resumed from names as the best.
+    copy = is_fewer or shared.is_to_copy(ours.engine, folder)
+    ours.save_checkpoint(folder, copy=copy)
     ours.wait_checkpoint()
     _call_with_pointer(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
@@ -563,14 +565,11 @@ def _whole_instead(trainer: Any, wanted: Any) -> Any:
     if os.path.isdir(folder):
         last = import_module("transformers.trainer_utils").get_last_checkpoint(folder)
     means_last = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
-    missing = _find_missing_file(last) if last and means_last else ""
-    whole_ones = _whole_checkpoints_beside(last) if last and missing else []
+    fault = _find_fault(last) if last and means_last else ""
+    whole_ones = _whole_checkpoints_beside(last) if last and fault else []
     if not whole_ones:
         return wanted
-    log.warning(
-        "%s is not whole, as its save was interrupted (%s is missing): training goes on from %s",
-        *(last, missing, whole_ones[-1]),
-    )
+    log.warning("%s is not whole, as %s: training goes on from %s", last, fault, whole_ones[-1])
     return whole_ones[-1]
 
 
@@ -580,32 +579,38 @@ def _whole_checkpoints_beside(folder: str) -> list[str]:
     paths = glob.glob(f"{glob.escape(name_without_step)}-*")
     step_by_path = {path: path.rpartition("-")[2] for path in paths}
     in_order = sorted((int(step), path) for path, step in step_by_path.items() if step.isdecimal())
-    return [path for _, path in in_order if not _find_missing_file(path)]
+    return [path for _, path in in_order if not _find_fault(path)]
 
 
 def _check_whole(checkpoint: str) -> None:
     """Raise `CheckpointError` for a Trainer's checkpoint that is not whole; other folders are left to the Trainer."""
     has_name = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
     is_trainers = has_name or os.path.isdir(os.path.join(checkpoint, FOLDER))
-    missing = _find_missing_file(checkpoint) if is_trainers and os.path.isdir(checkpoint) else ""
-    if not missing:
+    fault = _find_fault(checkpoint) if is_trainers and os.path.isdir(checkpoint) else ""
+    if not fault:
         return
     folder, whole_ones = os.path.normpath(checkpoint), _whole_checkpoints_beside(checkpoint)
     advice = "no other one beside it is: delete it, and begin anew"
     if whole_ones:
         whole = whole_ones[-1]
         advice = f"{whole} is: delete {folder}, or go on with trainer.train(resume_from_checkpoint={whole!r})"
-    raise CheckpointError(f"{folder} is not whole, as its save was interrupted ({missing} is missing); {advice}")
+    raise CheckpointError(f"{folder} is not whole, as {fault}; {advice}")
 
 
-def _find_missing_file(checkpoint: str) -> str:
-    """Return the name of a file that a whole checkpoint of a Trainer has and this one lacks; "" if it lacks none."""
-    if mark_of(checkpoint) is Mark.BEGUN:
-        return WHOLE
-    needed = ["trainer_state.json"]
-    if os.path.isdir(os.path.join(checkpoint, FOLDER)):
-        needed.insert(0, os.path.join(FOLDER, "COMMIT"))
-    return next((name for name in needed if not os.path.isfile(os.path.join(checkpoint, name))), "")
+def _find_fault(checkpoint: str) -> str:
+    """Return why a Trainer's checkpoint is not whole, with what it lacks; "" if it lacks nothing."""
+    commit, released = os.path.join(FOLDER, "COMMIT"), os.path.join(FOLDER, "RELEASED")
+
+    def lacks(name: str) -> bool:
+        """Return whether the folder has no such file."""
+        return not os.path.isfile(os.path.join(checkpoint, name))
+
+    needed = [commit] if os.path.isdir(os.path.join(checkpoint, FOLDER)) else []
+    is_begun = mark_of(checkpoint) is Mark.BEGUN
+    missing = WHOLE if is_begun else next(filter(lacks, [*needed, "trainer_state.json"]), "")
+    if missing == commit and not lacks(released):
+        return f"its state was released ({released} says why)"
+    return f"its save was interrupted ({missing} is missing)" if missing else ""
 
 
 def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:

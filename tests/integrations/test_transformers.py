@@ -224,6 +224,81 @@ def test_what_an_interrupted_save_leaves_is_passed_over(tmp_path: Path, missing:
     assert process.returncode
 
 
+@pytest.mark.parametrize(
+    ("best_by", "stays"),
+    [
+        ({"metric_for_best_model": "loss"}, True),
+        ({"load_best_model_at_end": True}, True),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, True),  # which sets the metric
+        ({"metric_for_best_model": "loss", "save_strategy": "best"}, True),
+        ({}, False),
+    ],
+)
+def test_what_a_trainer_keeps_has_its_state(tmp_path: Path, best_by: dict[str, Any], stays: bool) -> None:
+    """The best checkpoint beside the last one, too, of which the limit does not tell; also where only the state that
+    was resumed names it (`{}`)."""
+
+    class Judged(Trainer):
+        def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+            return {
+                **super().evaluate(*arguments, **options),
+                "eval_loss": -1.0 if self.state.global_step == 2 else 1,
+            }
+
+    class Look(TrainerCallback):
+        def on_save(self, *arguments: Any, **options: Any) -> None:
+            kept = {*tmp_path.glob("checkpoint-*")}
+            seen.append(sorted(folder.name for folder in kept))
+            assert all((folder / "optimizer" / "COMMIT").exists() for folder in kept)
+            (store,) = find_stores(str(tmp_path / "path"))
+            is_on_paths = {pin.folder for pin in store.pins} == {str(folder / "optimizer") for folder in kept}
+            assert is_on_paths or not stays
+
+    def train(steps: int, resume: str | None, **more: Any) -> Trainer:
+        args = small_arguments(tmp_path, **{**often, "max_steps": steps, **more})
+        data = {"train_dataset": Tokens(), "eval_dataset": Tokens(), "callbacks": [Look()]}
+        trainer = Judged(model=model(), args=args, **data)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+        trainer.optimizer.optimizer.close()
+        return trainer
+
+    (tmp_path / "path").mkdir()
+    seen: list[list[str]] = []
+    often = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    often["save_total_limit"] = 1
+    try:
+        offload_transformers.enable({"host_memory": 0, "paths": [tmp_path / "path"], "subgroup_numel": 4096})
+        train(2 if not best_by else 5, None, **(best_by or {"metric_for_best_model": "loss"}))
+        if not best_by:
+            train(5, str(tmp_path / "checkpoint-2"))
+        by_best = best_by.get("save_strategy") == "best"
+        assert seen[-1] == ["checkpoint-2"] if by_best else ["checkpoint-2", "checkpoint-5"]
+        train(6, str(tmp_path / "checkpoint-2"), **best_by)  # at its end the Trainer has deleted the last one
+    finally:
+        offload_transformers.disable()
+
+
+def test_a_released_checkpoint_is_called_so(tmp_path: Path) -> None:
+    """And not one whose save was interrupted."""
+    (tmp_path / "path").mkdir()
+    config = {"host_memory": 0, "paths": [tmp_path / "path"], "subgroup_numel": 4096, "checkpoints_kept": 2}
+    saved = tmp_path / "checkpoint-1"
+    try:
+        offload_transformers.enable(config)
+        args = small_arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1, save_total_limit=1)
+        trainer = Trainer(model=model(), args=args, train_dataset=Tokens())
+        trainer.train()
+        trainer.optimizer.optimizer.engine.checkpoints.release(str(saved / "optimizer"))
+        trainer.optimizer.optimizer.close()
+        with pytest.raises(
+            offload.CheckpointError, match=r"as its state was released \(optimizer/RELEASED says why\)"
+        ):
+            Trainer(model=model(), args=args, train_dataset=Tokens()).train(resume_from_checkpoint=str(saved))
+    finally:
+        offload_transformers.disable()
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_torchs_is_gone_on_from(tmp_path: Path) -> None:
     end(start(tmp_path, "adamw_torch", 6, "kill=5"), -signal.SIGKILL)
