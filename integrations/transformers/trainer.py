@@ -378,7 +378,7 @@ def _join_accelerator(trainer: Any) -> None:
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip in the update if our optimizer can, else as Accelerate does."""
         optimizer_now = _our_optimizer(trainer)  # a second `train` may have made another one
-        if optimizer_now is None:
+        if optimizer_now is None or (optimizer_now.keeps_grads and _shows_gradients(trainer)):
             return clip(parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if shared.find_clipping_optimizer([optimizer_now], accelerator, parameters, norm_type) is None:
@@ -386,6 +386,15 @@ def _join_accelerator(trainer: Any) -> None:
         return optimizer_now.clip_grad_norm_(max_norm)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
+
+
+def _shows_gradients(trainer: Any) -> bool:
+    """Return whether a callback is shown gradients after clipping: it may change them without trace, by `.data`.
+
+    None of those that transformers has changes them.
+    """
+    methods = (callback.on_pre_optimizer_step for callback in trainer.callback_handler.callbacks)
+    return any(str(method.__module__).partition(".")[0] != "transformers" for method in methods)
 
 
 class _Serving:

@@ -500,6 +500,27 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
 
 
+def test_a_callback_sees_and_changes_clipped_gradients(tmp_path: Path) -> None:
+    """In `on_pre_optimizer_step`, as with torch's optimizers; without trace, too."""
+
+    class Clamp(TrainerCallback):
+        def on_pre_optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            for parameter in options["model"].parameters():
+                parameter.grad.data.clamp_(-0.02, 0.02)
+
+    trained = []
+    for optim in ("sgd", "offload_sgd"):
+        model_now = model()
+        try:
+            offload_transformers.enable()
+            args = small_arguments(tmp_path, optim=optim, max_grad_norm=0.5, learning_rate=0.1)
+            Trainer(model=model_now, args=args, train_dataset=Tokens(), callbacks=[Clamp()]).train()
+        finally:
+            offload_transformers.disable()
+        trained.append(torch.nn.utils.parameters_to_vector(model_now.parameters()))
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
+
+
 def test_gradients_of_an_interrupted_step_are_gone(tmp_path: Path) -> None:
     """Those that have left `.grad`, too, which the model's own `zero_grad` does not find."""
     trained = []
