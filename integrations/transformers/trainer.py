@@ -267,6 +267,20 @@ def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | Non
                 groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
             super().__init__(groups, *arguments, **options)
 
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Add a group, whose parameters get names if the others have some: torch wants them in all groups."""
+            at, params = len(self.param_groups), param_group.get("params")
+            is_to_name = at and "param_names" in self.param_groups[0]
+            if is_to_name and isinstance(params, Iterable) and not isinstance(params, set):  # else torch refuses it
+                listed = [params] if isinstance(params, torch.Tensor) else [*params]
+                param_group["params"] = [
+                    (names.get(id(each), f"param_groups[{at}].params[{n}]"), each)
+                    if isinstance(each, torch.Tensor)
+                    else each
+                    for n, each in enumerate(listed)
+                ]
+            super().add_param_group(param_group)
+
     Named.__name__ = Named.__qualname__ = kind.__name__
     return Named
 

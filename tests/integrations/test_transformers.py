@@ -385,8 +385,18 @@ def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Pat
     assert options["lr"] == args.learning_rate
     with kind([{"params": [model.weight]}, {"params": [model.bias]}], **options) as optimizer:
         assert [p.name for p in optimizer.engine.plan.layout.parameters] == ["weight", "bias"]
+        extra = torch.nn.Parameter(torch.zeros(3))  # of a loss, say
+        optimizer.add_param_group({"params": extra})
+        assert optimizer.engine.plan.layout.parameters[-1].name == "param_groups[2].params[0]"
+        with pytest.raises(TypeError, match="ordered collections"):
+            optimizer.add_param_group({"params": {extra}})
     with kind([{"params": [*model.parameters()]}, {"params": []}], **options) as optimizer:
         assert len(optimizer.param_groups) == 2
+        optimizer.add_param_group({"params": [extra]})
+    with kind([{"params": [model.weight]}], **options) as optimizer:
+        optimizer.add_param_group({"params": iter([model.bias, extra])})
+        names = [parameter.name for parameter in optimizer.engine.plan.layout.parameters]
+        assert names == ["weight", "bias", "param_groups[1].params[1]"]
 
 
 @pytest.mark.parametrize(
