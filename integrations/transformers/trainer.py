@@ -26,6 +26,7 @@ from offload.integrations.shared import POINTER
 from offload.integrations.transformers import saving
 from offload.integrations.transformers.saving import FOLDER
 from offload.optim.hiding import hide_steps
+from offload.optim.optimizer import OffloadedOptimizer
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...], tuple[str, ...]]] = {
     "offload_adamw": (offload.AdamW, ("betas", "eps"), ()),
@@ -303,8 +304,10 @@ def _names_ours(args: Any) -> bool:
 
 
 def _uses_ours(trainer: Any) -> bool:
-    """Return whether a Trainer is to make an optimizer of ours, or has one, which it may have been given."""
-    return _names_ours(trainer.args) or _our_optimizer(trainer) is not None
+    """Return whether a Trainer is to make an optimizer of ours, or has one: by its arguments, or as it was given."""
+    kind, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, None)
+    is_given = isinstance(kind, type) and issubclass(kind, OffloadedOptimizer)
+    return is_given or _names_ours(trainer.args) or _our_optimizer(trainer) is not None
 
 
 def _has_weights_in_host(trainer: Any) -> bool:

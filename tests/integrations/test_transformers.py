@@ -167,16 +167,21 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("left_by", ["a kill", "an older version"])
-def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(tmp_path: Path, left_by: str) -> None:
+@pytest.mark.parametrize("given_as", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(
+    tmp_path: Path, left_by: str, given_as: str
+) -> None:
     """As with `optim="offload_adamw"`, whether markers or a missing file show it."""
     newest = tmp_path / "checkpoint-2"
 
     def train(resume: bool, steps: int) -> Trainer:
         given = model()
         args = small_arguments(tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=1, max_steps=steps)
-        with offload.AdamW(given.named_parameters()) as optimizer:
-            trainer = Trainer(model=given, args=args, train_dataset=Tokens(), optimizers=(optimizer, None))
-            trainer.train(resume_from_checkpoint=resume)
+        makes = given_as == "optimizer_cls_and_kwargs"
+        value = (offload.AdamW, {}) if makes else (offload.AdamW(given.named_parameters()), None)
+        trainer = Trainer(model=given, args=args, train_dataset=Tokens(), **{given_as: value})
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.optimizer.optimizer.close()
         return trainer
 
     try:
