@@ -604,6 +604,48 @@ def test_an_optimizer_of_a_subclass_is_served(tmp_path: Path) -> None:
     assert min(entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry) > 0
 
 
+@pytest.mark.parametrize("only", [True, False])
+def test_a_save_at_a_sigterm_says_what_it_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture, only: bool) -> None:
+    asking = AtSigterm()
+    before = signal.signal(signal.SIGTERM, asking)
+    try:
+        offload_transformers.enable(commit_on_sigterm=True)
+        args = small_arguments(tmp_path, save_only_model=only, max_steps=1)
+        Trainer(model=model(), args=args, train_dataset=Tokens(), callbacks=[asking]).train()
+    finally:
+        offload_transformers.disable()
+        signal.signal(signal.SIGTERM, before)
+    saved = "weights alone (save_only_model): the optimizer begins anew from them" if only else "a checkpoint"
+    assert f"SIGTERM: the Trainer saves {saved}" in caplog.messages
+    assert (tmp_path / "checkpoint-1" / "optimizer").exists() is not only
+
+
+def test_what_transformers_own_sigterm_save_deletes_is_not_missed(tmp_path: Path) -> None:
+    """Its sentinel is there during the save, and neither in the mark nor in the mirror."""
+
+    class Ask(TrainerCallback):
+        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+            managers = (getattr(each, "jit_manager", None) for each in trainer.callback_handler.callbacks)
+            next(filter(None, managers)).is_checkpoint_requested = True
+
+    for name in ("mirror", "path"):
+        (tmp_path / name).mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        offload_transformers.enable({"paths": [tmp_path / "path"], "mirror": tmp_path / "mirror"})
+        args = small_arguments(tmp_path / "run", enable_jit_checkpoint=True, save_total_limit=1)
+        trainer = Trainer(model=model(), args=args, train_dataset=Tokens(), callbacks=[Ask()])
+        trainer.train()
+    finally:
+        offload_transformers.disable()
+        signal.signal(signal.SIGTERM, before)
+    trainer.optimizer.optimizer.wait_mirror()
+    trainer.optimizer.optimizer.close()
+    assert (tmp_path / "mirror" / "checkpoint-0" / "model.safetensors").exists()
+    assert not [*tmp_path.rglob("*incomplete*")]
+    assert cli.main(["verify", str(tmp_path / "run")]) == 0
+
+
 def test_a_training_that_an_error_ends_leaves_no_handler(tmp_path: Path) -> None:
     """While its Trainer lives, too: it would note a later Trainer's signal, and nobody would pass it on."""
     before = signal.getsignal(signal.SIGTERM)
