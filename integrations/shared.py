@@ -22,6 +22,7 @@ import offload
 from offload import ConfigError, OffloadError
 from offload.combinations import CLIPPED_APART
 from offload.optim.frozen import tell_little
+from offload.optim.optimizer import OffloadedOptimizer
 
 KINDS: tuple[type[torch.optim.Optimizer], ...] = (
     offload.AdamW,
@@ -30,6 +31,7 @@ KINDS: tuple[type[torch.optim.Optimizer], ...] = (
     offload.Adagrad,
     offload.SGD,
 )
+"""Those of ours whose checkpoints `offload export --for` writes for torch's own."""
 
 OBJECT = "multi_tier_offload"
 """The top-level object of a DeepSpeed config that has the fields of `OffloadConfig`."""
@@ -175,7 +177,7 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 def ours(optimizer: Any) -> Any:
     """Return an optimizer of ours, out of a framework's wrapper if it is in one; None for any other optimizer."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    return optimizer if isinstance(optimizer, KINDS) else None
+    return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
 
 def find_clipping_optimizer(
@@ -249,10 +251,11 @@ def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any
     A torch optimizer that loads the pointer raises an error with `WAY_BACK`: it converts `step` to a number, and its
     error shows the `bytes` that cannot be converted. That needs groups that match its own, which it checks first.
     torch's SGD has no `step`, and would go on without its momentum: its pointer has no groups, so that loading fails.
+    Neither has that of an optimizer of which there is no way back by `offload export`.
     """
     content: dict[str, Any] = {POINTER: folder}
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if isinstance(optimizer, offload.SGD) or not count:
+    if isinstance(optimizer, offload.SGD) or not isinstance(optimizer, KINDS) or not count:
         return content
     text, numbers = WAY_BACK.format(framework).encode(), iter(range(count))
     groups = [{"params": [next(numbers) for _ in group["params"]], "lr": text} for group in optimizer.param_groups]

@@ -25,6 +25,9 @@ FOLDER = "optimizer"
 
 CHECKPOINTS = re.compile(r"checkpoint-\d+")
 
+_SENTINEL = "checkpoint-is-incomplete.txt"
+"""A file of transformers' `enable_jit_checkpoint`, which deletes it after the save if it is still there."""
+
 log = logging.getLogger("offload")
 
 
@@ -85,6 +88,8 @@ def save(
     begin_folder(folder)
     with DELETION_HOOK.postponed():
         original(trainer, model, trial, *arguments, **options)
+        with contextlib.suppress(FileNotFoundError):  # now, as the mark and the mirror would name it
+            os.unlink(os.path.join(folder, _SENTINEL))
         end_folder(optimizer, folder)
 
 
@@ -115,7 +120,9 @@ class Sigterm:
             return
         handler.note_step()
         if any_rank(handler.has_signal):
-            log.warning("SIGTERM: the Trainer saves a checkpoint")
+            lacks_state = getattr(args, "save_only_model", False)
+            what = "weights alone (save_only_model): the optimizer begins anew from them"
+            log.warning("SIGTERM: the Trainer saves %s", what if lacks_state else "a checkpoint")
             handler.is_committing = control.should_save = True
             control.should_evaluate = False  # which the Trainer would do before it saves
 

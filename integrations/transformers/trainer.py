@@ -26,6 +26,7 @@ from offload.integrations.shared import POINTER
 from offload.integrations.transformers import saving
 from offload.integrations.transformers.saving import FOLDER
 from offload.optim.hiding import hide_steps
+from offload.optim.optimizer import OffloadedOptimizer
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...], tuple[str, ...]]] = {
     "offload_adamw": (offload.AdamW, ("betas", "eps"), ()),
@@ -248,7 +249,7 @@ def _max_checkpoints(args: Any) -> int | None:
     limit = args.save_total_limit
     if limit is None or limit <= 0:
         return None
-    least = 2 if args.load_best_model_at_end else 1  # the best one stays beside the last one
+    least = 1 if args.metric_for_best_model is None else 2  # the best one stays beside the last one
     return int(max(limit, least)) + 1  # an old one is deleted only when the new one is whole
 
 
@@ -266,6 +267,20 @@ def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | Non
             if all(map(has_names, groups)):  # torch wants names in all groups or in none
                 groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
             super().__init__(groups, *arguments, **options)
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Add a group, whose parameters get names if the others have some: torch wants them in all groups."""
+            at, params = len(self.param_groups), param_group.get("params")
+            is_to_name = at and "param_names" in self.param_groups[0]
+            if is_to_name and isinstance(params, Iterable) and not isinstance(params, set):  # else torch refuses it
+                listed = [params] if isinstance(params, torch.Tensor) else [*params]
+                param_group["params"] = [
+                    (names.get(id(each), f"param_groups[{at}].params[{n}]"), each)
+                    if isinstance(each, torch.Tensor)
+                    else each
+                    for n, each in enumerate(listed)
+                ]
+            super().add_param_group(param_group)
 
     Named.__name__ = Named.__qualname__ = kind.__name__
     return Named
@@ -289,8 +304,10 @@ def _names_ours(args: Any) -> bool:
 
 
 def _uses_ours(trainer: Any) -> bool:
-    """Return whether a Trainer is to make an optimizer of ours, or has one, which it may have been given."""
-    return _names_ours(trainer.args) or _our_optimizer(trainer) is not None
+    """Return whether a Trainer is to make an optimizer of ours, or has one: by its arguments, or as it was given."""
+    kind, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, None)
+    is_given = isinstance(kind, type) and issubclass(kind, OffloadedOptimizer)
+    return is_given or _names_ours(trainer.args) or _our_optimizer(trainer) is not None
 
 
 def _has_weights_in_host(trainer: Any) -> bool:
@@ -378,7 +395,7 @@ def _join_accelerator(trainer: Any) -> None:
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip in the update if our optimizer can, else as Accelerate does."""
         optimizer_now = _our_optimizer(trainer)  # a second `train` may have made another one
-        if optimizer_now is None:
+        if optimizer_now is None or (optimizer_now.keeps_grads and _shows_gradients(trainer)):
             return clip(parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if shared.find_clipping_optimizer([optimizer_now], accelerator, parameters, norm_type) is None:
@@ -386,6 +403,15 @@ def _join_accelerator(trainer: Any) -> None:
         return optimizer_now.clip_grad_norm_(max_norm)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
+
+
+def _shows_gradients(trainer: Any) -> bool:
+    """Return whether a callback is shown gradients after clipping: it may change them without trace, by `.data`.
+
+    None of those that transformers has changes them.
+    """
+    methods = (callback.on_pre_optimizer_step for callback in trainer.callback_handler.callbacks)
+    return any(str(method.__module__).partition(".")[0] != "transformers" for method in methods)
 
 
 class _Serving:
@@ -508,8 +534,10 @@ def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str)
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
     most = _max_checkpoints(trainer.args)
     _warn_of_copies(ours.engine.config, most or 0)
-    copy = most is None or ours.engine.config.checkpoints < most  # else one that the Trainer wants would be released
-    ours.save_checkpoint(os.path.join(output_dir, FOLDER), copy=copy)
+    folder, is_fewer = os.path.join(output_dir, FOLDER), most is None or ours.engine.config.checkpoints < most
+    # The second: more may be wanted, such as one that a state which was resumed from names as the best.
+    copy = is_fewer or shared.is_to_copy(ours.engine, folder)
+    ours.save_checkpoint(folder, copy=copy)
     ours.wait_checkpoint()
     _call_with_pointer(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
@@ -563,14 +591,11 @@ def _whole_instead(trainer: Any, wanted: Any) -> Any:
     if os.path.isdir(folder):
         last = import_module("transformers.trainer_utils").get_last_checkpoint(folder)
     means_last = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
-    missing = _find_missing_file(last) if last and means_last else ""
-    whole_ones = _whole_checkpoints_beside(last) if last and missing else []
+    fault = _find_fault(last) if last and means_last else ""
+    whole_ones = _whole_checkpoints_beside(last) if last and fault else []
     if not whole_ones:
         return wanted
-    log.warning(
-        "%s is not whole, as its save was interrupted (%s is missing): training goes on from %s",
-        *(last, missing, whole_ones[-1]),
-    )
+    log.warning("%s is not whole, as %s: training goes on from %s", last, fault, whole_ones[-1])
     return whole_ones[-1]
 
 
@@ -580,32 +605,38 @@ def _whole_checkpoints_beside(folder: str) -> list[str]:
     paths = glob.glob(f"{glob.escape(name_without_step)}-*")
     step_by_path = {path: path.rpartition("-")[2] for path in paths}
     in_order = sorted((int(step), path) for path, step in step_by_path.items() if step.isdecimal())
-    return [path for _, path in in_order if not _find_missing_file(path)]
+    return [path for _, path in in_order if not _find_fault(path)]
 
 
 def _check_whole(checkpoint: str) -> None:
     """Raise `CheckpointError` for a Trainer's checkpoint that is not whole; other folders are left to the Trainer."""
     has_name = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
     is_trainers = has_name or os.path.isdir(os.path.join(checkpoint, FOLDER))
-    missing = _find_missing_file(checkpoint) if is_trainers and os.path.isdir(checkpoint) else ""
-    if not missing:
+    fault = _find_fault(checkpoint) if is_trainers and os.path.isdir(checkpoint) else ""
+    if not fault:
         return
     folder, whole_ones = os.path.normpath(checkpoint), _whole_checkpoints_beside(checkpoint)
     advice = "no other one beside it is: delete it, and begin anew"
     if whole_ones:
         whole = whole_ones[-1]
         advice = f"{whole} is: delete {folder}, or go on with trainer.train(resume_from_checkpoint={whole!r})"
-    raise CheckpointError(f"{folder} is not whole, as its save was interrupted ({missing} is missing); {advice}")
+    raise CheckpointError(f"{folder} is not whole, as {fault}; {advice}")
 
 
-def _find_missing_file(checkpoint: str) -> str:
-    """Return the name of a file that a whole checkpoint of a Trainer has and this one lacks; "" if it lacks none."""
-    if mark_of(checkpoint) is Mark.BEGUN:
-        return WHOLE
-    needed = ["trainer_state.json"]
-    if os.path.isdir(os.path.join(checkpoint, FOLDER)):
-        needed.insert(0, os.path.join(FOLDER, "COMMIT"))
-    return next((name for name in needed if not os.path.isfile(os.path.join(checkpoint, name))), "")
+def _find_fault(checkpoint: str) -> str:
+    """Return why a Trainer's checkpoint is not whole, with what it lacks; "" if it lacks nothing."""
+    commit, released = os.path.join(FOLDER, "COMMIT"), os.path.join(FOLDER, "RELEASED")
+
+    def lacks(name: str) -> bool:
+        """Return whether the folder has no such file."""
+        return not os.path.isfile(os.path.join(checkpoint, name))
+
+    needed = [commit] if os.path.isdir(os.path.join(checkpoint, FOLDER)) else []
+    is_begun = mark_of(checkpoint) is Mark.BEGUN
+    missing = WHOLE if is_begun else next(filter(lacks, [*needed, "trainer_state.json"]), "")
+    if missing == commit and not lacks(released):
+        return f"its state was released ({released} says why)"
+    return f"its save was interrupted ({missing} is missing)" if missing else ""
 
 
 def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:

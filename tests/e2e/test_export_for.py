@@ -413,8 +413,13 @@ def test_a_pointer_says_the_way_back(checkpoint: Path, tmp_path: Path) -> None:
     sgd.load_state_dict(found)
     with pytest.raises(KeyError):  # it has not read the rest
         step(sgd, 0)
-    with offload.SGD(weights(1), lr=0.1, offload=CONFIG) as optimizer:
-        assert pointer(optimizer, "ck", "accelerate") == {POINTER: "ck"}
+    with (
+        offload.SGD(weights(1), lr=0.1, offload=CONFIG) as sgd,
+        offload.Muon(weights(1), offload=CONFIG) as muon,
+        offload.wrap(torch.optim.AdamW, weights(1), offload=CONFIG) as wrapped,
+    ):
+        for optimizer in (sgd, muon, wrapped):  # of the last two there is no such way
+            assert pointer(optimizer, "ck", "accelerate") == {POINTER: "ck"}
 
 
 def test_json_says_what_was_written(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

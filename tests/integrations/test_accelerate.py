@@ -283,6 +283,30 @@ def test_a_save_that_fails_leaves_state_dict_as_it_was(optimizer: offload.AdamW,
     assert len(prepared.state_dict()["state"]) == 2
 
 
+@pytest.mark.parametrize("kind", ["Muon", "wrap"])
+def test_optimizers_of_other_rules_are_served_alike(tmp_path: Path, kind: str) -> None:
+    """Muon, and a class of torch's that is wrapped: state stays on the paths, and loads."""
+    config = {**SETTINGS, "paths": [tmp_path], "checkpoints_kept": 2}
+    moments = []
+    for step in (1, 0):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 4096).reshape(64, 64))
+        wraps = kind == "wrap"
+        made = offload.wrap(torch.optim.SGD, [parameter], momentum=0.9, offload=config) if wraps else None
+        accelerator = Accelerator(cpu=True)
+        prepared = enable(accelerator, accelerator.prepare(made or offload.Muon([parameter], offload=config)))
+        if step:
+            set_gradients(prepared.optimizer)
+            prepared.step()
+            accelerator.save_state(str(tmp_path / "ck"))
+        else:
+            accelerator.load_state(str(tmp_path / "ck"))
+        moments.append(prepared.state_for(parameter)["momentum_buffer"])
+        prepared.close()
+    assert torch.equal(*moments)
+    assert moments[0].any()
+    assert (tmp_path / "ck" / "optimizer_state" / "COMMIT").exists()
+
+
 def test_a_save_that_was_interrupted_is_not_loaded(optimizer: offload.AdamW, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     prepared = enable(accelerator, accelerator.prepare(optimizer))

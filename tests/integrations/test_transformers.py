@@ -67,13 +67,20 @@ def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_trains_with_muon_and_resumes(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", "offload_muon", 6)
-    assert whole["optimizer"].endswith("transformers.trainer.Muon")
+@pytest.mark.parametrize(("optim", "kind"), [("offload_muon", "Muon"), ("wrap", "WrappedOptimizer")])
+def test_optimizers_of_other_rules_are_served_alike(tmp_path: Path, optim: str, kind: str) -> None:
+    """State stays on the paths, a SIGTERM saves, and training goes on exactly."""
+    rest = (optim, 6, "save_total_limit=2")
+    whole = run(tmp_path / "whole", *rest)
+    assert whole["optimizer"].endswith(f".{kind}")
     assert len(set(whole["losses"])) == 6
-    killed = start(tmp_path / "killed", "offload_muon", 6, "kill=5")
-    end(killed, -signal.SIGKILL)
-    resumed = run(tmp_path / "killed", "offload_muon", 6, "resume")
+    end(start(tmp_path / "ended", *rest, "term=4"), -signal.SIGTERM)
+    newest = tmp_path / "ended" / "checkpoint-4"
+    assert mark_of(str(newest)) is Mark.WHOLE
+    (store,) = find_stores(str(tmp_path / "ended" / "path"))
+    assert str(newest / "optimizer") in {pin.folder for pin in store.pins}
+    assert (newest / "optimizer.pt").stat().st_size < 4096
+    resumed = run(tmp_path / "ended", *rest, "resume")
     assert resumed["losses"][-2:] == whole["losses"][-2:]
     assert resumed["weights"] == whole["weights"]
 
@@ -160,16 +167,21 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("left_by", ["a kill", "an older version"])
-def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(tmp_path: Path, left_by: str) -> None:
+@pytest.mark.parametrize("given_as", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(
+    tmp_path: Path, left_by: str, given_as: str
+) -> None:
     """As with `optim="offload_adamw"`, whether markers or a missing file show it."""
     newest = tmp_path / "checkpoint-2"
 
     def train(resume: bool, steps: int) -> Trainer:
         given = model()
         args = small_arguments(tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=1, max_steps=steps)
-        with offload.AdamW(given.named_parameters()) as optimizer:
-            trainer = Trainer(model=given, args=args, train_dataset=Tokens(), optimizers=(optimizer, None))
-            trainer.train(resume_from_checkpoint=resume)
+        makes = given_as == "optimizer_cls_and_kwargs"
+        value = (offload.AdamW, {}) if makes else (offload.AdamW(given.named_parameters()), None)
+        trainer = Trainer(model=given, args=args, train_dataset=Tokens(), **{given_as: value})
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.optimizer.optimizer.close()
         return trainer
 
     try:
@@ -215,6 +227,81 @@ def test_what_an_interrupted_save_leaves_is_passed_over(tmp_path: Path, missing:
     process = start(tmp_path, "offload_adamw", 6, "resume")
     assert "no other one beside it is" in process.communicate(timeout=240)[1].splitlines()[-1]
     assert process.returncode
+
+
+@pytest.mark.parametrize(
+    ("best_by", "stays"),
+    [
+        ({"metric_for_best_model": "loss"}, True),
+        ({"load_best_model_at_end": True}, True),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, True),  # which sets the metric
+        ({"metric_for_best_model": "loss", "save_strategy": "best"}, True),
+        ({}, False),
+    ],
+)
+def test_what_a_trainer_keeps_has_its_state(tmp_path: Path, best_by: dict[str, Any], stays: bool) -> None:
+    """The best checkpoint beside the last one, too, of which the limit does not tell; also where only the state that
+    was resumed names it (`{}`)."""
+
+    class Judged(Trainer):
+        def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+            return {
+                **super().evaluate(*arguments, **options),
+                "eval_loss": -1.0 if self.state.global_step == 2 else 1,
+            }
+
+    class Look(TrainerCallback):
+        def on_save(self, *arguments: Any, **options: Any) -> None:
+            kept = {*tmp_path.glob("checkpoint-*")}
+            seen.append(sorted(folder.name for folder in kept))
+            assert all((folder / "optimizer" / "COMMIT").exists() for folder in kept)
+            (store,) = find_stores(str(tmp_path / "path"))
+            is_on_paths = {pin.folder for pin in store.pins} == {str(folder / "optimizer") for folder in kept}
+            assert is_on_paths or not stays
+
+    def train(steps: int, resume: str | None, **more: Any) -> Trainer:
+        args = small_arguments(tmp_path, **{**often, "max_steps": steps, **more})
+        data = {"train_dataset": Tokens(), "eval_dataset": Tokens(), "callbacks": [Look()]}
+        trainer = Judged(model=model(), args=args, **data)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+        trainer.optimizer.optimizer.close()
+        return trainer
+
+    (tmp_path / "path").mkdir()
+    seen: list[list[str]] = []
+    often = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    often["save_total_limit"] = 1
+    try:
+        offload_transformers.enable({"host_memory": 0, "paths": [tmp_path / "path"], "subgroup_numel": 4096})
+        train(2 if not best_by else 5, None, **(best_by or {"metric_for_best_model": "loss"}))
+        if not best_by:
+            train(5, str(tmp_path / "checkpoint-2"))
+        by_best = best_by.get("save_strategy") == "best"
+        assert seen[-1] == ["checkpoint-2"] if by_best else ["checkpoint-2", "checkpoint-5"]
+        train(6, str(tmp_path / "checkpoint-2"), **best_by)  # at its end the Trainer has deleted the last one
+    finally:
+        offload_transformers.disable()
+
+
+def test_a_released_checkpoint_is_called_so(tmp_path: Path) -> None:
+    """And not one whose save was interrupted."""
+    (tmp_path / "path").mkdir()
+    config = {"host_memory": 0, "paths": [tmp_path / "path"], "subgroup_numel": 4096, "checkpoints_kept": 2}
+    saved = tmp_path / "checkpoint-1"
+    try:
+        offload_transformers.enable(config)
+        args = small_arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1, save_total_limit=1)
+        trainer = Trainer(model=model(), args=args, train_dataset=Tokens())
+        trainer.train()
+        trainer.optimizer.optimizer.engine.checkpoints.release(str(saved / "optimizer"))
+        trainer.optimizer.optimizer.close()
+        with pytest.raises(
+            offload.CheckpointError, match=r"as its state was released \(optimizer/RELEASED says why\)"
+        ):
+            Trainer(model=model(), args=args, train_dataset=Tokens()).train(resume_from_checkpoint=str(saved))
+    finally:
+        offload_transformers.disable()
 
 
 @pytest.mark.slow
@@ -303,8 +390,18 @@ def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Pat
     assert options["lr"] == args.learning_rate
     with kind([{"params": [model.weight]}, {"params": [model.bias]}], **options) as optimizer:
         assert [p.name for p in optimizer.engine.plan.layout.parameters] == ["weight", "bias"]
+        extra = torch.nn.Parameter(torch.zeros(3))  # of a loss, say
+        optimizer.add_param_group({"params": extra})
+        assert optimizer.engine.plan.layout.parameters[-1].name == "param_groups[2].params[0]"
+        with pytest.raises(TypeError, match="ordered collections"):
+            optimizer.add_param_group({"params": {extra}})
     with kind([{"params": [*model.parameters()]}, {"params": []}], **options) as optimizer:
         assert len(optimizer.param_groups) == 2
+        optimizer.add_param_group({"params": [extra]})
+    with kind([{"params": [model.weight]}], **options) as optimizer:
+        optimizer.add_param_group({"params": iter([model.bias, extra])})
+        names = [parameter.name for parameter in optimizer.engine.plan.layout.parameters]
+        assert names == ["weight", "bias", "param_groups[1].params[1]"]
 
 
 @pytest.mark.parametrize(
@@ -418,6 +515,27 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
 
 
+def test_a_callback_sees_and_changes_clipped_gradients(tmp_path: Path) -> None:
+    """In `on_pre_optimizer_step`, as with torch's optimizers; without trace, too."""
+
+    class Clamp(TrainerCallback):
+        def on_pre_optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            for parameter in options["model"].parameters():
+                parameter.grad.data.clamp_(-0.02, 0.02)
+
+    trained = []
+    for optim in ("sgd", "offload_sgd"):
+        model_now = model()
+        try:
+            offload_transformers.enable()
+            args = small_arguments(tmp_path, optim=optim, max_grad_norm=0.5, learning_rate=0.1)
+            Trainer(model=model_now, args=args, train_dataset=Tokens(), callbacks=[Clamp()]).train()
+        finally:
+            offload_transformers.disable()
+        trained.append(torch.nn.utils.parameters_to_vector(model_now.parameters()))
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
+
+
 def test_gradients_of_an_interrupted_step_are_gone(tmp_path: Path) -> None:
     """Those that have left `.grad`, too, which the model's own `zero_grad` does not find."""
     trained = []
@@ -484,6 +602,48 @@ def test_an_optimizer_of_a_subclass_is_served(tmp_path: Path) -> None:
     assert asking.calls == 1
     assert mark_of(str(tmp_path / "checkpoint-1")) is Mark.WHOLE
     assert min(entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry) > 0
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_a_save_at_a_sigterm_says_what_it_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture, only: bool) -> None:
+    asking = AtSigterm()
+    before = signal.signal(signal.SIGTERM, asking)
+    try:
+        offload_transformers.enable(commit_on_sigterm=True)
+        args = small_arguments(tmp_path, save_only_model=only, max_steps=1)
+        Trainer(model=model(), args=args, train_dataset=Tokens(), callbacks=[asking]).train()
+    finally:
+        offload_transformers.disable()
+        signal.signal(signal.SIGTERM, before)
+    saved = "weights alone (save_only_model): the optimizer begins anew from them" if only else "a checkpoint"
+    assert f"SIGTERM: the Trainer saves {saved}" in caplog.messages
+    assert (tmp_path / "checkpoint-1" / "optimizer").exists() is not only
+
+
+def test_what_transformers_own_sigterm_save_deletes_is_not_missed(tmp_path: Path) -> None:
+    """Its sentinel is there during the save, and neither in the mark nor in the mirror."""
+
+    class Ask(TrainerCallback):
+        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+            managers = (getattr(each, "jit_manager", None) for each in trainer.callback_handler.callbacks)
+            next(filter(None, managers)).is_checkpoint_requested = True
+
+    for name in ("mirror", "path"):
+        (tmp_path / name).mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        offload_transformers.enable({"paths": [tmp_path / "path"], "mirror": tmp_path / "mirror"})
+        args = small_arguments(tmp_path / "run", enable_jit_checkpoint=True, save_total_limit=1)
+        trainer = Trainer(model=model(), args=args, train_dataset=Tokens(), callbacks=[Ask()])
+        trainer.train()
+    finally:
+        offload_transformers.disable()
+        signal.signal(signal.SIGTERM, before)
+    trainer.optimizer.optimizer.wait_mirror()
+    trainer.optimizer.optimizer.close()
+    assert (tmp_path / "mirror" / "checkpoint-0" / "model.safetensors").exists()
+    assert not [*tmp_path.rglob("*incomplete*")]
+    assert cli.main(["verify", str(tmp_path / "run")]) == 0
 
 
 def test_a_training_that_an_error_ends_leaves_no_handler(tmp_path: Path) -> None:

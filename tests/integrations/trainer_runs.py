@@ -3,6 +3,8 @@
     python trainer_runs.py FOLDER OPTIM STEPS [resume[=FOLDER]] [kill=N] [stop=N] [overlap=...] [activations=SIZE]
         [term=N] [kill_saving=N] [mirror=DIR] [key=value of TrainingArguments ...]
 
+OPTIM is an argument of that name, or "wrap": the Trainer is given a wrapped class of torch's.
+
 Prints one line of JSON: losses, gradient norms and a digest of the weights.
 """
 
@@ -19,6 +21,7 @@ import torch
 from small import SETTINGS, die, digest, options, say
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import offload
 import offload.integrations.transformers as offload_transformers
 from offload.optim import folders
 
@@ -71,7 +74,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     folders.mark_whole = lambda at: die() if at.endswith(f"-{killed}") else end(at)
     args = TrainingArguments(
         output_dir=folder,
-        optim=optim,
+        optim="adamw_torch" if optim == "wrap" else optim,
         max_steps=steps,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
@@ -87,7 +90,12 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     )
     trained = model()
     callbacks = [Kill(kill, stop, term)] if kill or stop or hears else None
-    trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
+    data: dict[str, Any] = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    if optim == "wrap":
+        kept = {**config, "checkpoints_kept": 3}
+        given = offload.wrap(torch.optim.NAdam, trained.named_parameters(), lr=1e-2, offload=kept)
+        data["optimizers"] = (given, None)
+    trainer = Trainer(model=trained, args=args, callbacks=callbacks, **data)
     trainer.train(resume_from_checkpoint=resume)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

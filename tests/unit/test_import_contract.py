@@ -48,6 +48,7 @@ PUBLIC = (
     "offload.optim.figures",
     "offload.optim.folders",
     "offload.optim.frozen",
+    "offload.optim.optimizer",
     "offload.optim.overlap",
     "offload.optim.pace",
     "offload.optim.preemption",
