@@ -61,6 +61,24 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
+def check_all_there(size: int, what: str) -> None:
+    """Refuse to go on with fewer ranks than the optimizer was made with: each would take its part for the whole.
+
+    Args:
+        size: The world size when it was made.
+        what: What cannot be done, for the error.
+
+    Raises:
+        CheckpointError: The process group has been destroyed, or another one of fewer ranks was made.
+    """
+    now, _ = world()
+    if now < size:
+        raise CheckpointError(
+            f"cannot {what}: the optimizer was made by {size} ranks, and torch.distributed has {now} now; do it on "
+            "all of them before destroy_process_group()"
+        )
+
+
 def any_rank(note: bool) -> bool:
     """Return whether `note` is true on any rank; a collective."""
     if world()[0] == 1:

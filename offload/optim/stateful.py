@@ -65,6 +65,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._holder = holder
         self._weights = Weights(holder)
         self._overlap = Overlap(holder, self._weights)
+        self._world_size, _ = ranks.world()
         self._state = self._view_of_state()
         self.defaults = defaults  # checked before anything is asked of parameters, as torch does
         self.rule.check(defaults)
@@ -329,11 +330,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
             on_done: Called from a thread of its own when the save has ended, with the error or None.
 
         Raises:
-            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
-                `TierError` is the `__cause__`; training may go on. Later errors are logged, and raised by
-                `wait_checkpoint`.
+            CheckpointError: The folder cannot be used, there is no room for a checkpoint, some ranks have left
+                (`destroy_process_group`), or a tier has failed, whose `TierError` is the `__cause__`; training may go
+                on. Later errors are logged, and raised by `wait_checkpoint`.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
+        ranks.check_all_there(self._world_size, "save a checkpoint")
         extra_bytes = None if extra is None else _extra_to_bytes(extra)
         with self._lock:
             self._state.check()
@@ -527,6 +529,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _loading_on_all_ranks(self) -> Iterator[None]:
         """For a block that loads, under the lock: if one rank fails, all raise; else ranks exchange weights then."""
+        ranks.check_all_there(self._world_size, "load")
         with self._failing_on_all_ranks(), self._lock:
             self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded
             yield

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from mirror import same
 from sharded import on_ranks, spawn
+from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import waits
@@ -459,6 +460,22 @@ def test_ranks_load_together_or_not_at_all(folder: Path) -> None:
     with pytest.raises(offload.CheckpointError, match="missing" if dist.get_rank() else "rank 1 could not load"):
         optimizer.load_checkpoint(seen)
     optimizer.load_checkpoint(folder / "ck")
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_ranks_that_have_parted_neither_save_nor_load(folder: Path) -> None:
+    """Each would take its shard for the whole, and end the checkpoint before."""
+    model = fully_shard(torch.nn.Linear(8, 8), mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = offload.AdamW(model.named_parameters(), offload={"paths": [folder]})
+    optimizer.save_checkpoint(folder / "ck")
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    dist.destroy_process_group()
+    for what in (optimizer.save_checkpoint, optimizer.load_checkpoint, optimizer.import_state):
+        with pytest.raises(offload.CheckpointError, match="made by 2 ranks, and torch.distributed has 1 now"):
+            what(folder / "next")
+    assert is_checkpoint(folder / "ck")
     optimizer.close()
 
 
