@@ -331,8 +331,8 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of the step after which the state was saved."""
-        return self.manifests[0].step
+        """Number of the step after which the state was saved; the last one, of ranks that have taken fewer alone."""
+        return max(manifest.step for manifest in self.manifests)
 
     @property
     def metadata(self) -> Mapping[str, Any]:

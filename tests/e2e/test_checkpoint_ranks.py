@@ -480,6 +480,24 @@ def test_ranks_that_have_parted_neither_save_nor_load(folder: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_with_weights_of_its_own_may_have_skipped_a_step(folder: Path) -> None:
+    rank = dist.get_rank()
+    weight = torch.nn.Parameter(torch.ones(5000))
+    with offload.AdamW([(f"weight{rank}", weight)], offload={"paths": [folder]}) as optimizer:
+        for _ in range(3 - rank):
+            weight.grad = torch.ones(5000)
+            optimizer.step()
+        optimizer.save_checkpoint(folder / "ck")
+        optimizer.wait_checkpoint()
+        saved = weight.detach().clone()
+        weight.grad = torch.ones(5000)
+        optimizer.step()
+        optimizer.load_checkpoint(folder / "ck")
+        assert same([saved, torch.tensor(3.0 - rank)], [weight.detach(), optimizer.state[weight]["step"]])
+        assert optimizer.engine.step_number == 3  # of the rank that has taken most
+
+
+@on_ranks(2)
 def test_a_rank_that_leaves_a_folder_by_an_error_is_not_waited_for(folder: Path) -> None:
     """It goes on with the others, who hear of it when they leave; the folder is not whole."""
     weight = torch.nn.Parameter(torch.ones(5000).bfloat16())
