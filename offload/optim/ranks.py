@@ -194,7 +194,8 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
     names = bare_names(name for answer in answers for name in answer.weights)  # made from all ranks' names
     clash = _find_clash([answer.weights for answer in answers])
     if clash is None:
-        replica = any(answer.weights == weights_here for answer in answers[:rank])
+        # Ranks without any weights that are updated may have unlike models.
+        replica = bool(bounds) and any(answer.weights == weights_here for answer in answers[:rank])
         return replace(agreed, names=names, replica=replica)
 
     name, one, other = clash
