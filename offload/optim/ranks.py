@@ -110,6 +110,16 @@ def on_all_ranks(work: Callable[[], object], other: str) -> None:
         raise failure or CheckpointError(other)  # this rank's own error, else another rank's
 
 
+def rank_with_other_weights(weights: Mapping[str, torch.Tensor]) -> int | None:
+    """Return the first rank that has weights of other names, shapes or types; None if there is none. Collective."""
+    bare = bare_names(weights)
+    forms = [(bare[name], tuple(weight.shape), str(weight.dtype)) for name, weight in weights.items()]
+    own = digest_of(repr(forms).encode())
+    digests: list[Any] = [None] * world()[0]
+    torch.distributed.all_gather_object(digests, own)
+    return next((rank for rank, digest in enumerate(digests) if digest != own), None)
+
+
 class Meeting:
     """How ranks hear, without a collective, that all have come to the end of a block, or that one has failed before.
 
