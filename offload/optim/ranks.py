@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ class _Answer(NamedTuple):
     """What a rank says of a save; `are_of_rank` is whether all its names may mean other weights on other ranks."""
 
     id: str
+    path: str | bytes
     weights: dict[str, _Digest]
     are_of_rank: bool
     process: Process | None
@@ -197,8 +199,16 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
     on_all_ranks(lambda: sampled.update(_state_digests(bounds, engine)), "another rank could not read its state")
     states = {bound: (engine.step_count(bound.position), sampled.get(bound)) for bound in bounds}
     weights_here = {bound.name: _digest(bound, states[bound]) for bound in bounds}
-    own_answer = _Answer(request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
+    path = os.path.normpath(request.path)
+    own_answer = _Answer(request.id, path, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
     torch.distributed.all_gather_object(answers, own_answer)
+    elsewhere = [(number, answer.path) for number, answer in enumerate(answers) if answer.path != answers[0].path]
+    if elsewhere:
+        log.log(
+            logging.WARNING if rank == 0 else logging.INFO,
+            "rank 0 saves to %s, and rank %d to %s: without one folder for all ranks nothing is committed",
+            *(answers[0].path, *elsewhere[0]),
+        )
     find_ended = partial(_ended_ranks, [answer.process for answer in answers])
     agreed = replace(agreed, id=answers[0].id, find_ended=find_ended)
     names = bare_names(name for answer in answers for name in answer.weights)  # made from all ranks' names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -477,6 +478,24 @@ def test_ranks_that_have_parted_neither_save_nor_load(folder: Path) -> None:
             what(folder / "next")
     assert is_checkpoint(folder / "ck")
     optimizer.close()
+
+
+@on_ranks(2)
+def test_ranks_that_save_to_different_folders_are_told_at_once(folder: Path) -> None:
+    """As they wait for each other's manifests; one folder may have two names, so it is no error."""
+    rank = dist.get_rank()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offload").addHandler(handler)
+    with offload.AdamW([("weight", torch.nn.Parameter(torch.ones(5000)))], offload={"paths": [folder]}) as optimizer:
+        for names in (("ck", "ck/"), ("ck", "again")):
+            if rank and names[1] == "again":
+                (folder / "again").symlink_to(folder / "ck")
+            optimizer.save_checkpoint(f"{folder}/{names[rank]}")
+            optimizer.wait_checkpoint()
+            different = f"rank 0 saves to {folder}/ck, and rank 1 to {folder}/again: "
+            assert any(text.startswith(different) for text in said) == (rank == 0 and names[1] == "again")
 
 
 @on_ranks(2)
