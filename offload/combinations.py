@@ -114,6 +114,8 @@ CLIPPED_APART = Row(CALLED, "`gradient_memory`; `keep_grads` false",
 # Weights that are cut, or gathered by others
 SHARDED_TWICE = Row(MADE, "`shard`", "`DTensor`s",
     "leave it out: {name} is a DTensor, which is sharded already")
+REPLICAS_OF_SOME = Row(MADE, "`shard`", "ranks with other weights, as where DDP has a process group of some ranks",
+    "leave it out: rank {other} has other weights than rank {rank}, and rows are exchanged among all ranks")
 WHOLE_PARAMETERS = Row(MADE, "`shard`; `DTensor`s; pieces of parameters",
     "rules of whole parameters: `wrap`; `Engine` with any",
     "{rule} updates whole parameters: give them unsharded")

@@ -312,6 +312,13 @@ class Checkpoint:
         rank_0_saved_all = not any(manifest.layout.parameters for manifest in self.manifests[1:])
         return list(self.manifests[0 if rank_0_saved_all else rank].layout.index_by_name)
 
+    def rank_with(self, names: Iterable[str], rank: int) -> int:
+        """Return the rank that has saved most of some parameters; `rank` if it is one of several, or none has any."""
+        wanted = set(names)
+        counts = [len(wanted.intersection(manifest.layout.index_by_name)) for manifest in self.manifests]
+        most = max(counts)
+        return rank if counts[rank] == most else counts.index(most)
+
     def parts(self, name: str) -> list[SavedPiece]:
         """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
         return self._parts[name]
@@ -331,8 +338,8 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of the step after which the state was saved."""
-        return self.manifests[0].step
+        """Number of the step after which the state was saved; the last one, of ranks that have taken fewer alone."""
+        return max(manifest.step for manifest in self.manifests)
 
     @property
     def metadata(self) -> Mapping[str, Any]:

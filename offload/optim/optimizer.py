@@ -74,6 +74,10 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._weights.required_device = _device_of(parameters)
         holder.set_device(self._find_device(parameters))
         if config.shard and world_size > 1:  # each rank updates some rows of every weight
+            trainable = {name: p for p, name, _ in names(self.param_groups) if p.requires_grad}
+            other = ranks.rank_with_other_weights(trainable)
+            if other is not None:
+                combinations.REPLICAS_OF_SOME.refuse("shard", True, rank=rank, other=other)
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
 
         self._scaling = Scaling()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ class _Answer(NamedTuple):
     """What a rank says of a save; `are_of_rank` is whether all its names may mean other weights on other ranks."""
 
     id: str
+    path: str | bytes
     weights: dict[str, _Digest]
     are_of_rank: bool
     process: Process | None
@@ -59,6 +61,24 @@ def world() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size(), distributed.get_rank()
     return 1, 0
+
+
+def check_all_there(size: int, what: str) -> None:
+    """Refuse to go on with fewer ranks than the optimizer was made with: each would take its part for the whole.
+
+    Args:
+        size: The world size when it was made.
+        what: What cannot be done, for the error.
+
+    Raises:
+        CheckpointError: The process group has been destroyed, or another one of fewer ranks was made.
+    """
+    now, _ = world()
+    if now < size:
+        raise CheckpointError(
+            f"cannot {what}: the optimizer was made by {size} ranks, and torch.distributed has {now} now; do it on "
+            "all of them before destroy_process_group()"
+        )
 
 
 def any_rank(note: bool) -> bool:
@@ -90,6 +110,16 @@ def on_all_ranks(work: Callable[[], object], other: str) -> None:
         failure = error
     if any_rank(failure is not None):
         raise failure or CheckpointError(other)  # this rank's own error, else another rank's
+
+
+def rank_with_other_weights(weights: Mapping[str, torch.Tensor]) -> int | None:
+    """Return the first rank that has weights of other names, shapes or types; None if there is none. Collective."""
+    bare = bare_names(weights)
+    forms = [(bare[name], tuple(weight.shape), str(weight.dtype)) for name, weight in weights.items()]
+    own = digest_of(repr(forms).encode())
+    digests: list[Any] = [None] * world()[0]
+    torch.distributed.all_gather_object(digests, own)
+    return next((rank for rank, digest in enumerate(digests) if digest != own), None)
 
 
 class Meeting:
@@ -169,14 +199,23 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
     on_all_ranks(lambda: sampled.update(_state_digests(bounds, engine)), "another rank could not read its state")
     states = {bound: (engine.step_count(bound.position), sampled.get(bound)) for bound in bounds}
     weights_here = {bound.name: _digest(bound, states[bound]) for bound in bounds}
-    own_answer = _Answer(request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
+    path = os.path.normpath(request.path)
+    own_answer = _Answer(request.id, path, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
     torch.distributed.all_gather_object(answers, own_answer)
+    elsewhere = [(number, answer.path) for number, answer in enumerate(answers) if answer.path != answers[0].path]
+    if elsewhere:
+        log.log(
+            logging.WARNING if rank == 0 else logging.INFO,
+            "rank 0 saves to %s, and rank %d to %s: without one folder for all ranks nothing is committed",
+            *(answers[0].path, *elsewhere[0]),
+        )
     find_ended = partial(_ended_ranks, [answer.process for answer in answers])
     agreed = replace(agreed, id=answers[0].id, find_ended=find_ended)
     names = bare_names(name for answer in answers for name in answer.weights)  # made from all ranks' names
     clash = _find_clash([answer.weights for answer in answers])
     if clash is None:
-        replica = any(answer.weights == weights_here for answer in answers[:rank])
+        # Ranks without any weights that are updated may have unlike models.
+        replica = bool(bounds) and any(answer.weights == weights_here for answer in answers[:rank])
         return replace(agreed, names=names, replica=replica)
 
     name, one, other = clash

@@ -65,6 +65,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._holder = holder
         self._weights = Weights(holder)
         self._overlap = Overlap(holder, self._weights)
+        self._world_size, _ = ranks.world()
         self._state = self._view_of_state()
         self.defaults = defaults  # checked before anything is asked of parameters, as torch does
         self.rule.check(defaults)
@@ -329,11 +330,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
             on_done: Called from a thread of its own when the save has ended, with the error or None.
 
         Raises:
-            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
-                `TierError` is the `__cause__`; training may go on. Later errors are logged, and raised by
-                `wait_checkpoint`.
+            CheckpointError: The folder cannot be used, there is no room for a checkpoint, some ranks have left
+                (`destroy_process_group`), or a tier has failed, whose `TierError` is the `__cause__`; training may go
+                on. Later errors are logged, and raised by `wait_checkpoint`.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
+        ranks.check_all_there(self._world_size, "save a checkpoint")
         extra_bytes = None if extra is None else _extra_to_bytes(extra)
         with self._lock:
             self._state.check()
@@ -458,15 +460,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
             world_size, rank = ranks.world()
             saved_ranks = len(checkpoint.manifests)
             rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
-            metadata = checkpoint.manifests[rank].metadata
-            groups = self._groups_of_checkpoint(metadata, checkpoint.path)
-            prefix = str(metadata.get("prefix") or "")
+            prefix = str(checkpoint.metadata.get("prefix") or "")  # of all ranks, or of none
             if prefix and saved_ranks != world_size:
                 raise CheckpointError(
                     f"{checkpoint.path} was saved by {saved_ranks} ranks with weights of their own, as "
                     f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world_size}"
                 )
-            saved_rest, extra_bytes = _model_rest_and_extra(checkpoint, rank, wants_model=model is not None)
+            saved_names_here = _names_in_checkpoint(self._own_names().values(), checkpoint, prefix).values()
+            like = checkpoint.rank_with(saved_names_here, rank)  # the rank that has saved what this one has
+            metadata = self._metadata_of_groups(checkpoint, like, saved_names_here, warns=hyperparameters)
+            groups = self._groups_of_checkpoint(metadata, checkpoint.path)
+            is_replica = not checkpoint.manifests[rank].layout.parameters
+            if is_replica and saved_ranks == world_size and _has_model(checkpoint, rank):
+                like = rank  # it has saved nothing but its part of the model
+            saved_rest, extra_bytes = _model_rest_and_extra(checkpoint, rank, like, wants_model=model is not None)
             if model is not None and saved_rest is None:
                 raise CheckpointError(f"{checkpoint.path} was saved without model=, so it has nothing of the model")
             extra = None if extra_bytes is None else _read_extra(extra_bytes, checkpoint.path, weights_only)
@@ -477,7 +484,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 # Weights that the checkpoint's state gives; it has saved all others with the model.
                 own = [each.parameter for each in bounds if each.name not in without_saved_state]
                 rest = ModelRest.of(model, own)
-                if rest.has_dtensors and (saved_ranks != world_size or not metadata.get(MODEL_KEY)):
+                if rest.has_dtensors and (saved_ranks != world_size or not _has_model(checkpoint, like)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
                         f"the model: load it with as many, not {world_size}"
@@ -524,9 +531,40 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return the groups' hyperparameters from a checkpoint's metadata, checked."""
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group, self._ignored)
 
+    def _own_names(self) -> dict[torch.Tensor, str]:
+        """Return the names of groups' parameters, frozen or not."""
+        bound = self._weights.bound
+        return {p: bound[p].name if p in bound else name for p, name, _ in names(self.param_groups)}
+
+    def _metadata_of_groups(
+        self, checkpoint: Checkpoint, like: int, saved_names: Collection[str], *, warns: bool
+    ) -> Mapping[str, Any]:
+        """Return the metadata of the rank `like`, with groups for this rank: this one's own if the saved ones differ.
+
+        Args:
+            checkpoint: The checkpoint.
+            like: The rank that has saved most of this rank's parameters.
+            saved_names: This rank's parameters, by their names in the checkpoint.
+            warns: Whether to log a warning if this rank's own groups are taken.
+        """
+        metadata = checkpoint.manifests[like].metadata
+        missing = set(saved_names).difference(checkpoint.manifests[like].layout.index_by_name)
+        others = [each for each in checkpoint.manifests if not missing.isdisjoint(each.layout.index_by_name)]
+        unlike = [each.rank for each in others if each.metadata.get("groups") != metadata.get("groups")]
+        if not unlike:
+            return metadata
+        if warns:
+            _log.warning(
+                "%s has parameters of this rank from ranks %d and %d, whose groups had unlike hyperparameters: "
+                "this rank's groups keep their own; set them if they were changed in training",
+                *(checkpoint.path, like, unlike[0]),
+            )
+        return {**metadata, "groups": to_json(self.param_groups, self._ignored)}
+
     @contextlib.contextmanager
     def _loading_on_all_ranks(self) -> Iterator[None]:
         """For a block that loads, under the lock: if one rank fails, all raise; else ranks exchange weights then."""
+        ranks.check_all_there(self._world_size, "load")
         with self._failing_on_all_ranks(), self._lock:
             self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded
             yield
@@ -574,7 +612,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         self._holder.open()
         bound = self._weights.bound
-        own_names = {p: bound[p].name if p in bound else name for p, name, _ in names(self.param_groups)}
+        own_names = self._own_names()
         saved_names = _names_in_checkpoint(own_names.values(), source, prefix)
         source_names = set(source.names)
         saved = [parameter for parameter, name in own_names.items() if saved_names[name] in source_names]
@@ -663,17 +701,26 @@ def _extra_to_bytes(extra: Any) -> bytes:
     return extra_bytes
 
 
+def _has_model(checkpoint: Checkpoint, rank: int) -> bool:
+    """Return whether a rank has saved what there is of its model beside the state."""
+    return bool(checkpoint.manifests[rank].metadata.get(MODEL_KEY))
+
+
 def _model_rest_and_extra(
-    checkpoint: Checkpoint, rank: int, *, wants_model: bool
+    checkpoint: Checkpoint, rank: int, like: int, *, wants_model: bool
 ) -> tuple[SavedRest | None, bytes | None]:
-    """Return what a checkpoint has of the model beside the state, and a rank's `extra`; None for what it has not."""
-    extra_bytes = checkpoint.extra(rank)
-    if checkpoint.manifests[rank].metadata.get(MODEL_KEY):  # then these bytes hold both
-        saved_rest = SavedRest.read(checkpoint.path, checkpoint.id, rank, extra_bytes or b"")
-        return saved_rest, saved_rest.extra
-    if wants_model and checkpoint.manifests[0].metadata.get(MODEL_KEY):  # the first rank has saved it for all
-        return SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b""), extra_bytes
-    return None, extra_bytes
+    """Return what a checkpoint has of the model beside the state, and a rank's `extra`; None for what it has not.
+
+    The model is the rank `like`'s; with `shard=True`, the first rank has saved it for all.
+    """
+
+    def read(number: int) -> SavedRest:
+        """Return what a rank has saved of the model; its bytes hold the `extra`, too."""
+        return SavedRest.read(checkpoint.path, checkpoint.id, number, checkpoint.extra(number) or b"")
+
+    extra = read(rank).extra if _has_model(checkpoint, rank) else checkpoint.extra(rank)
+    source = next((number for number in (like, 0) if _has_model(checkpoint, number)), None)
+    return read(source) if wants_model and source is not None else None, extra
 
 
 def _read_extra(extra_bytes: bytes, path: str, weights_only: bool) -> Any:

@@ -96,7 +96,8 @@ def _worker(
     try:
         scenario(Path(folder), *arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def start(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> Any:

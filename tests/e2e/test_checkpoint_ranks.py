@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from mirror import same
 from sharded import on_ranks, spawn
+from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import waits
@@ -460,6 +462,58 @@ def test_ranks_load_together_or_not_at_all(folder: Path) -> None:
         optimizer.load_checkpoint(seen)
     optimizer.load_checkpoint(folder / "ck")
     optimizer.close()
+
+
+@on_ranks(2)
+def test_ranks_that_have_parted_neither_save_nor_load(folder: Path) -> None:
+    """Each would take its shard for the whole, and end the checkpoint before."""
+    model = fully_shard(torch.nn.Linear(8, 8), mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = offload.AdamW(model.named_parameters(), offload={"paths": [folder]})
+    optimizer.save_checkpoint(folder / "ck")
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    dist.destroy_process_group()
+    for what in (optimizer.save_checkpoint, optimizer.load_checkpoint, optimizer.import_state):
+        with pytest.raises(offload.CheckpointError, match=r"made by 2 ranks, and torch\.distributed has 1 now"):
+            what(folder / "next")
+    assert is_checkpoint(folder / "ck")
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_ranks_that_save_to_different_folders_are_told_at_once(folder: Path) -> None:
+    """As they wait for each other's manifests; one folder may have two names, so it is no error."""
+    rank = dist.get_rank()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offload").addHandler(handler)
+    with offload.AdamW([("weight", torch.nn.Parameter(torch.ones(5000)))], offload={"paths": [folder]}) as optimizer:
+        for names in (("ck", "ck/"), ("ck", "again")):
+            if rank and names[1] == "again":
+                (folder / "again").symlink_to(folder / "ck")
+            optimizer.save_checkpoint(f"{folder}/{names[rank]}")
+            optimizer.wait_checkpoint()
+            different = f"rank 0 saves to {folder}/ck, and rank 1 to {folder}/again: "
+            assert any(text.startswith(different) for text in said) == (rank == 0 and names[1] == "again")
+
+
+@on_ranks(2)
+def test_a_rank_with_weights_of_its_own_may_have_skipped_a_step(folder: Path) -> None:
+    rank = dist.get_rank()
+    weight = torch.nn.Parameter(torch.ones(5000))
+    with offload.AdamW([(f"weight{rank}", weight)], offload={"paths": [folder]}) as optimizer:
+        for _ in range(3 - rank):
+            weight.grad = torch.ones(5000)
+            optimizer.step()
+        optimizer.save_checkpoint(folder / "ck")
+        optimizer.wait_checkpoint()
+        saved = weight.detach().clone()
+        weight.grad = torch.ones(5000)
+        optimizer.step()
+        optimizer.load_checkpoint(folder / "ck")
+        assert same([saved, torch.tensor(3.0 - rank)], [weight.detach(), optimizer.state[weight]["step"]])
+        assert optimizer.engine.step_number == 3  # of the rank that has taken most
 
 
 @on_ranks(2)

@@ -361,6 +361,11 @@ def dealt(folder: Path, use: Callable[[Any, Any], object]) -> None:
         use(optimizer, net)
 
 
+def stage(folder: Path) -> None:
+    name = f"layers.{dist.get_rank()}.weight"
+    offload.AdamW([(name, torch.nn.Parameter(torch.ones(64, 64)))], offload=config(folder, shard=True))
+
+
 ON_RANKS: list[Case] = [
     ("REDUCED_LATER", lambda folder: adamw(folder, gradient_memory=0)),
     ("REDUCED_LATER", lambda folder: adamw(folder, keep_grads=False)),
@@ -368,6 +373,7 @@ ON_RANKS: list[Case] = [
         "PIECES_ROUNDED",
         lambda folder: offload.AdamW(sharded(Shard(1)), offload=config(folder, state_format="compact8")),
     ),
+    ("REPLICAS_OF_SOME", stage),
     ("SHARDED_TWICE", lambda folder: offload.AdamW(sharded(Shard(0)), offload=config(folder, shard=True))),
     ("WHOLE_PARAMETERS", lambda folder: wrapped(model().parameters(), folder, shard=True)),
     ("WHOLE_PARAMETERS", lambda folder: wrapped(sharded(Replicate()), folder)),

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from offload import cli
 from offload.checkpoint.fetch import fetch
+from offload.checkpoint.reader import Checkpoint
 from offload.tiers.buckets import BucketFolder
 from offload.tiers.directories import DirectoryFolder
 
@@ -331,6 +332,50 @@ def sharded(folder: Path, mesh: tuple[int, ...]) -> None:
         refused = pytest.raises(offload.CheckpointError, match=r"has \[.* for this rank, which here has")
         with optimizer_of(other, folder / f"path{dist.get_rank()}") as optimizer, refused:
             optimizer.load_checkpoint(folder / "ck", model=other)
+
+
+def stages(folder: Path, groups: int, saves: bool) -> None:
+    """Two pipeline stages, each on half of the ranks; stage 1 has other hyperparameters, and maybe more groups."""
+    ranks = dist.get_world_size()
+    stage = 2 * dist.get_rank() // ranks
+    torch.manual_seed(stage)
+    model = torch.nn.BatchNorm1d(16)
+    named = [(f"layers.{stage}.{name}", parameter) for name, parameter in model.named_parameters()]
+    parts = [named[:1], named[1:]] if groups == 2 and stage == 1 else [named]
+    path = folder / f"path{dist.get_rank()}"
+    path.mkdir(exist_ok=True)
+    settings = {"offload": {"host_memory": 0, "paths": [path], "threads": 1}}
+    values = (1.0 + stage, 0.25 * (1 + stage))
+    with offload.AdamW(
+        [{"params": part, "lr": values[1] if saves else 0.5} for part in parts], **settings
+    ) as optimizer:
+        if saves:
+            model.running_mean.fill_(values[0])
+            optimizer.save_checkpoint(folder / "ck", model=model)
+            optimizer.wait_checkpoint()
+            dist.barrier()
+            with Checkpoint(folder / "ck") as checkpoint:
+                assert [bool(manifest.tiles) for manifest in checkpoint.manifests] == [True, False] * (ranks // 2)
+        else:
+            optimizer.load_checkpoint(folder / "ck", model=model)
+            assert {group["lr"] for group in optimizer.param_groups} == {values[1]}
+            assert float(model.running_mean[0]) == values[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rank_gets_what_a_rank_of_its_stage_has_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, groups: int
+) -> None:
+    spawn(4, tmp_path, stages, groups, True)
+    for ranks in (4, 2):
+        spawn(ranks, tmp_path, stages, groups, False)
+    both = [(f"layers.{stage}.{name}", torch.ones(16)) for stage in (0, 1) for name in ("weight", "bias")]
+    named = [(name, torch.nn.Parameter(value)) for name, value in both]
+    with offload.AdamW(named, lr=0.5) as optimizer:  # whose one group is of neither stage
+        optimizer.load_checkpoint(tmp_path / "ck")
+        assert optimizer.param_groups[0]["lr"] == 0.5
+    assert "whose groups had unlike hyperparameters" in caplog.text
 
 
 @pytest.mark.slow
