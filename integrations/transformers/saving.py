@@ -103,6 +103,11 @@ class Sigterm:
         self._find_optimizer = find_optimizer
         self._handler: SigtermHandler | None = None
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether a SIGTERM has come for which nothing has been saved."""
+        return self._handler is not None and self._handler.has_signal
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Handle SIGTERM while training lasts."""
         self.on_train_end()  # of an earlier `train` that an error has ended

@@ -423,7 +423,7 @@ class _Serving:
     def on_train_begin(self, *arguments: Any, **options: Any) -> None:
         """Begin without gradients; let steps be hidden in what the model does next."""
         trainer = self._find_trainer()
-        ours = _our_optimizer(trainer)
+        ours = trainer and _our_optimizer(trainer)
         if ours is not None:
             ours.zero_grad()  # also those that have left `.grad`, of a step that an error has ended
             _join_accelerator(trainer)
@@ -432,7 +432,8 @@ class _Serving:
 
     def on_train_end(self, *arguments: Any, **options: Any) -> None:
         """Wait for the last step, as the caller may read weights next; free store slots."""
-        ours = _our_optimizer(self._find_trainer())
+        trainer = self._find_trainer()
+        ours = trainer and _our_optimizer(trainer)
         if ours is not None:
             ours.finish()
             ours.engine.checkpoints.release_deleted()  # those deleted after the last save: no other save does it
@@ -452,13 +453,15 @@ def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
     return cast("saving.Sigterm", _ensure_callback(trainer, saving.Sigterm, find_optimizer))
 
 
-def _ensure_callback(trainer: Any, kind: type, find: Callable[[], Any]) -> Any:
+def _ensure_callback(trainer: Any, kind: type[Any], find: Callable[[], Any]) -> Any:
     """Return a Trainer's callback of a class of ours; add one, made with `find`, if it has none."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, kind):
+    for callback in trainer.callback_handler.callbacks:  # of which another Trainer's list may be a part
+        if isinstance(callback, kind) and callback.trainer_ref() is trainer:
             return callback
     base = import_module("transformers").TrainerCallback
-    made = type(kind.__name__, (kind, base), {})(find)
+    # Where callbacks are pickled, a plain one takes its place: the next Trainer adds its own.
+    made = type(kind.__name__, (kind, base), {"__reduce__": lambda self: (base, ())})(find)
+    made.trainer_ref = weakref.ref(trainer)
     trainer.add_callback(made)
     return made
 
@@ -566,15 +569,19 @@ def _train(
     """
     if _names_ours(trainer.args) and trainer.is_deepspeed_enabled:
         DEEPSPEED_TRAINER.refuse("optim", str(getattr(trainer.args.optim, "value", trainer.args.optim)))
-    _set_aside(trainer.args)  # of an optimizer, too, that the arguments do not name
     wanted: Any = resume_from_checkpoint  # a path, or true for the last one in `output_dir`
     if wanted and _uses_ours(trainer):
         wanted = _whole_instead(trainer, wanted)
+    _set_aside(trainer.args)  # of an optimizer, too, that the arguments do not name
     sigterm = _ensure_callbacks(trainer, commits)
     if trainer.model_init is not None or trainer.optimizer is None:  # else two would be open, with all their state
         trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     try:
         return original(trainer, wanted, *arguments, **options)
+    except Exception:
+        if sigterm is not None and sigterm.has_signal:  # which ends this process below, before the error is shown
+            log.exception("training has failed, and a SIGTERM has come")
+        raise
     finally:
         if sigterm is not None:
             sigterm.on_train_end()  # an error may have ended training: its handler would note signals of a later one

@@ -50,6 +50,7 @@ class SigtermHandler:
         self._is_in_use = True
         self._pid = os.getpid()
         self._installed = self._stepped = next(_turns)
+        self._step_count = 0
         if threading.current_thread() is not threading.main_thread():
             thread = threading.current_thread().name
             raise ConfigError(
@@ -70,6 +71,7 @@ class SigtermHandler:
 
         The earlier handler may be one of this class, which notes the signal for its owner's next step. It is passed
         over while this one is in use if its owner has not stepped since this one was installed: it may never again.
+        In this one's first step that says nothing yet.
         """
         is_own_process = os.getpid() == self._pid
         is_second_in_commit = self.has_signal and self.is_committing
@@ -78,7 +80,8 @@ class SigtermHandler:
             return
         self.has_signal = self.is_committing = False
         before = self._before
-        while self._is_in_use and isinstance(before, SigtermHandler) and before._stepped < self._installed:
+        may_pass_over = self._is_in_use and self._step_count > 1
+        while may_pass_over and isinstance(before, SigtermHandler) and before._stepped < self._installed:
             before = before._before
         if callable(before):
             before(number, frame)
@@ -89,6 +92,7 @@ class SigtermHandler:
     def note_step(self) -> None:
         """Note that the owner has taken a step; called at its end, whether or not there is a signal."""
         self._stepped = next(_turns)
+        self._step_count += 1
 
     def pass_on(self) -> None:
         """Run the earlier handler for a signal that was noted, on the main thread; it may end the process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import pickle
 import shutil
@@ -171,10 +172,10 @@ def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.Capt
 def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(
     tmp_path: Path, left_by: str, given_as: str
 ) -> None:
-    """As with `optim="offload_adamw"`, whether markers or a missing file show it."""
+    """As with `optim="offload_adamw"`, whether markers or a missing file show it, or the last one is named."""
     newest = tmp_path / "checkpoint-2"
 
-    def train(resume: bool, steps: int) -> Trainer:
+    def train(resume: bool | str, steps: int) -> Trainer:
         given = model()
         args = small_arguments(tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=1, max_steps=steps)
         makes = given_as == "optimizer_cls_and_kwargs"
@@ -193,7 +194,7 @@ def test_a_trainer_with_a_given_optimizer_passes_over_what_a_killed_save_left(
             subprocess.run([sys.executable, "-c", program], check=True)
         else:
             (newest / WHOLE).unlink()
-        assert train(True, 3).state.global_step == 3
+        assert train(str(newest) if given_as == "optimizers" else True, 3).state.global_step == 3
         assert (tmp_path / "incomplete-checkpoint-2").exists() == (left_by == "a kill")
     finally:
         offload_transformers.disable()
@@ -656,6 +657,45 @@ def test_a_training_that_an_error_ends_leaves_no_handler(tmp_path: Path) -> None
         with pytest.raises(ZeroDivisionError):
             trainer.train()
         assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        offload_transformers.disable()
+
+
+def test_an_error_is_shown_though_a_sigterm_ends_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended_by: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: ended_by.append(number))
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise ZeroDivisionError
+
+    try:
+        offload_transformers.enable(commit_on_sigterm=True)
+        trainer = Trainer(model=model(), args=small_arguments(tmp_path), train_dataset=Tokens())
+        trainer.compute_loss = fail
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert ended_by == [signal.SIGTERM]
+        assert "ZeroDivisionError" in caplog.text
+    finally:
+        offload_transformers.disable()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_callbacks_of_an_earlier_trainer_serve_no_other(tmp_path: Path) -> None:
+    """Given to the next Trainer, as a list of them all, or pickled."""
+    try:
+        offload_transformers.enable(commit_on_sigterm=True)
+        trainer = Trainer(model=model(), args=small_arguments(tmp_path), train_dataset=Tokens())
+        trainer.train()
+        callbacks = [*trainer.callback_handler.callbacks]
+        assert len(pickle.loads(pickle.dumps(callbacks))) == len(callbacks)
+        del trainer
+        gc.collect()
+        args = small_arguments(tmp_path, optim="adamw_torch")
+        Trainer(model=model(), args=args, train_dataset=Tokens(), callbacks=callbacks).train()
     finally:
         offload_transformers.disable()
 
