@@ -96,10 +96,11 @@ def save(
 class Sigterm:
     """A Trainer's callback that saves on all ranks at the end of the step in which one of them gets a SIGTERM.
 
-    `find_optimizer` returns the Trainer's optimizer of ours; None if it has none.
+    `find_optimizer` returns a Trainer's optimizer of ours; None if it has none.
     """
 
-    def __init__(self, find_optimizer: Callable[[], Any]) -> None:
+    def __init__(self, trainer: Any, find_optimizer: Callable[[Any], Any]) -> None:
+        self.trainer_ref = weakref.ref(trainer)
         self._find_optimizer = find_optimizer
         self._handler: SigtermHandler | None = None
 
@@ -111,7 +112,8 @@ class Sigterm:
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Handle SIGTERM while training lasts."""
         self.on_train_end()  # of an earlier `train` that an error has ended
-        if self._find_optimizer() is None:
+        trainer = self.trainer_ref()
+        if trainer is None or self._find_optimizer(trainer) is None:
             return
         if getattr(args, "enable_jit_checkpoint", False):
             TWO_SAVES.refuse("commit_on_sigterm", True)

@@ -417,12 +417,12 @@ def _shows_gradients(trainer: Any) -> bool:
 class _Serving:
     """A Trainer's callback that serves an optimizer of ours, whoever has made it."""
 
-    def __init__(self, find_trainer: Callable[[], Any]) -> None:
-        self._find_trainer = find_trainer
+    def __init__(self, trainer: Any) -> None:
+        self.trainer_ref = weakref.ref(trainer)
 
     def on_train_begin(self, *arguments: Any, **options: Any) -> None:
         """Begin without gradients; let steps be hidden in what the model does next."""
-        trainer = self._find_trainer()
+        trainer = self.trainer_ref()
         ours = trainer and _our_optimizer(trainer)
         if ours is not None:
             ours.zero_grad()  # also those that have left `.grad`, of a step that an error has ended
@@ -432,7 +432,7 @@ class _Serving:
 
     def on_train_end(self, *arguments: Any, **options: Any) -> None:
         """Wait for the last step, as the caller may read weights next; free store slots."""
-        trainer = self._find_trainer()
+        trainer = self.trainer_ref()
         ours = trainer and _our_optimizer(trainer)
         if ours is not None:
             ours.finish()
@@ -441,27 +441,18 @@ class _Serving:
 
 def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
     """Have a Trainer call our callbacks; return the one that saves on a SIGTERM, if `commits`."""
-    trainer_ref = weakref.ref(trainer)
-    _ensure_callback(trainer, _Serving, trainer_ref)
-    if not commits:
-        return None
-
-    def find_optimizer() -> Any:
-        """Return the Trainer's optimizer of ours, if there still is a Trainer."""
-        return _our_optimizer(alive) if (alive := trainer_ref()) else None
-
-    return cast("saving.Sigterm", _ensure_callback(trainer, saving.Sigterm, find_optimizer))
+    _ensure_callback(trainer, _Serving)
+    return cast("saving.Sigterm", _ensure_callback(trainer, saving.Sigterm, _our_optimizer)) if commits else None
 
 
-def _ensure_callback(trainer: Any, kind: type[Any], find: Callable[[], Any]) -> Any:
-    """Return a Trainer's callback of a class of ours; add one, made with `find`, if it has none."""
+def _ensure_callback(trainer: Any, kind: type[Any], *arguments: Any) -> Any:
+    """Return a Trainer's callback of a class of ours; add one, made with the Trainer and arguments, if it has none."""
     for callback in trainer.callback_handler.callbacks:  # of which another Trainer's list may be a part
         if isinstance(callback, kind) and callback.trainer_ref() is trainer:
             return callback
     base = import_module("transformers").TrainerCallback
     # Where callbacks are pickled, a plain one takes its place: the next Trainer adds its own.
-    made = type(kind.__name__, (kind, base), {"__reduce__": lambda self: (base, ())})(find)
-    made.trainer_ref = weakref.ref(trainer)
+    made = type(kind.__name__, (kind, base), {"__reduce__": lambda self: (base, ())})(trainer, *arguments)
     trainer.add_callback(made)
     return made
 

@@ -184,7 +184,8 @@ def trainer(folder: Path) -> None:
 def saved_twice(folder: Path) -> None:
     from offload.integrations.transformers import saving
 
-    callback = saving.Sigterm(find_optimizer=object)
+    trainer = torch.nn.Module()  # in the place of one that has an optimizer of ours
+    callback = saving.Sigterm(trainer, find_optimizer=lambda _: object())
     callback.on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
 
 
