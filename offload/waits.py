@@ -75,6 +75,8 @@ class Silence:
     def wait(self, arrived: Callable[[float], T], most_s: float) -> T:
         """Call `arrived` with short times to wait until it returns something true, or `most_s` are over.
 
+        It has to keep to these times: a call that takes longer counts as a time in which this process was stopped.
+
         Returns:
             What it has returned last.
         """

@@ -93,8 +93,8 @@ def save(
         end_folder(optimizer, folder)
 
 
-class Sigterm:
-    """A Trainer's callback that saves on all ranks at the end of the step in which one of them gets a SIGTERM.
+class Callback:
+    """A callback of ours, which does not keep its Trainer alive.
 
     `find_optimizer` returns a Trainer's optimizer of ours; None if it has none.
     """
@@ -102,6 +102,18 @@ class Sigterm:
     def __init__(self, trainer: Any, find_optimizer: Callable[[Any], Any]) -> None:
         self.trainer_ref = weakref.ref(trainer)
         self._find_optimizer = find_optimizer
+
+    def optimizer(self) -> Any:
+        """Return the Trainer's optimizer of ours; None if it has none, or there is no Trainer any more."""
+        trainer = self.trainer_ref()
+        return None if trainer is None else self._find_optimizer(trainer)
+
+
+class Sigterm(Callback):
+    """Saves on all ranks at the end of the step in which one of them gets a SIGTERM."""
+
+    def __init__(self, trainer: Any, find_optimizer: Callable[[Any], Any]) -> None:
+        super().__init__(trainer, find_optimizer)
         self._handler: SigtermHandler | None = None
 
     @property
@@ -112,8 +124,7 @@ class Sigterm:
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Handle SIGTERM while training lasts."""
         self.on_train_end()  # of an earlier `train` that an error has ended
-        trainer = self.trainer_ref()
-        if trainer is None or self._find_optimizer(trainer) is None:
+        if self.optimizer() is None:
             return
         if getattr(args, "enable_jit_checkpoint", False):
             TWO_SAVES.refuse("commit_on_sigterm", True)
@@ -137,7 +148,7 @@ class Sigterm:
 
     def on_save(self, *arguments: Any, **options: Any) -> None:
         """If the save was for a SIGTERM: wait for the mirror, then pass the signal on."""
-        handler, optimizer = self._handler, self._find_optimizer()
+        handler, optimizer = self._handler, self.optimizer()
         if handler is not None and handler.is_committing:
             try:
                 if optimizer is not None:

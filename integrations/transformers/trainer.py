@@ -8,12 +8,11 @@ import glob
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, partialmethod
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -55,6 +54,8 @@ _AS_NEAR = 0.9
 _TRAINING_ARGS = "transformers.training_args"
 
 log = logging.getLogger("offload")
+
+C = TypeVar("C", bound=saving.Callback)
 
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
@@ -414,17 +415,13 @@ def _shows_gradients(trainer: Any) -> bool:
     return any(str(method.__module__).partition(".")[0] != "transformers" for method in methods)
 
 
-class _Serving:
-    """A Trainer's callback that serves an optimizer of ours, whoever has made it."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer_ref = weakref.ref(trainer)
+class _Serving(saving.Callback):  # type: ignore[misc]
+    """Serves an optimizer of ours, whoever has made it."""
 
     def on_train_begin(self, *arguments: Any, **options: Any) -> None:
         """Begin without gradients; let steps be hidden in what the model does next."""
-        trainer = self.trainer_ref()
-        ours = trainer and _our_optimizer(trainer)
-        if ours is not None:
+        trainer, ours = self.trainer_ref(), self.optimizer()
+        if trainer is not None and ours is not None:
             ours.zero_grad()  # also those that have left `.grad`, of a step that an error has ended
             _join_accelerator(trainer)
             as_called = [trainer.model_wrapped]  # compiled, or in DDP or FSDP2, which also reduce gradients
@@ -432,8 +429,7 @@ class _Serving:
 
     def on_train_end(self, *arguments: Any, **options: Any) -> None:
         """Wait for the last step, as the caller may read weights next; free store slots."""
-        trainer = self.trainer_ref()
-        ours = trainer and _our_optimizer(trainer)
+        ours = self.optimizer()
         if ours is not None:
             ours.finish()
             ours.engine.checkpoints.release_deleted()  # those deleted after the last save: no other save does it
@@ -442,17 +438,18 @@ class _Serving:
 def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
     """Have a Trainer call our callbacks; return the one that saves on a SIGTERM, if `commits`."""
     _ensure_callback(trainer, _Serving)
-    return cast("saving.Sigterm", _ensure_callback(trainer, saving.Sigterm, _our_optimizer)) if commits else None
+    return _ensure_callback(trainer, saving.Sigterm) if commits else None
 
 
-def _ensure_callback(trainer: Any, kind: type[Any], *arguments: Any) -> Any:
-    """Return a Trainer's callback of a class of ours; add one, made with the Trainer and arguments, if it has none."""
+def _ensure_callback(trainer: Any, kind: type[C]) -> C:
+    """Return a Trainer's callback of a class of ours; add one if it has none."""
     for callback in trainer.callback_handler.callbacks:  # of which another Trainer's list may be a part
         if isinstance(callback, kind) and callback.trainer_ref() is trainer:
             return callback
     base = import_module("transformers").TrainerCallback
     # Where callbacks are pickled, a plain one takes its place: the next Trainer adds its own.
-    made = type(kind.__name__, (kind, base), {"__reduce__": lambda self: (base, ())})(trainer, *arguments)
+    made_class = type(kind.__name__, (kind, base), {"__reduce__": lambda self: (base, ())})
+    made: C = made_class(trainer, _our_optimizer)
     trainer.add_callback(made)
     return made
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +90,7 @@ class Exchange:
             Sorted rows of (first place, index into `places`).
         """
         first_places = torch.tensor(places, dtype=torch.int64, device="cpu")
-        minimum = torch.distributed.ReduceOp.MIN
-        _wait_for(torch.distributed.all_reduce(first_places, op=minimum, group=self._group, async_op=True))
+        torch.distributed.all_reduce(first_places, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return sorted(zip(first_places.tolist(), range(len(places)), strict=True))
 
     def begin(self, engine: Engine, buckets: Sequence[Bucket]) -> None:
@@ -231,33 +229,8 @@ def all_gather(flat: torch.Tensor, mesh: Any) -> torch.Tensor:
     else:
         sent = _pinned_memory(flat.shape, flat).copy_(flat)
         everyone = _pinned_memory(shape, flat)
-    _run_on(mesh, torch.distributed.all_gather_into_tensor, everyone.view(-1), sent)
+    torch.distributed.all_gather_into_tensor(everyone.view(-1), sent, group=mesh.get_group())
     return everyone.to(flat.device, non_blocking=True)
-
-
-def _run_on(mesh: Any, collective: Callable[..., Any], *tensors: torch.Tensor, **arguments: Any) -> None:
-    """Run a collective on a mesh's group; on an accelerator a stream waits for it, not the caller."""
-    is_on_host = mesh.device_type == "cpu"
-    work = collective(*tensors, **arguments, group=mesh.get_group(), async_op=is_on_host)
-    if is_on_host:
-        _wait_for(work)
-
-
-def _wait_for(work: Any) -> None:
-    """Wait for a collective on host memory; a warning says so if another rank does not come.
-
-    Raises:
-        RuntimeError: It has failed, as when another rank has ended.
-    """
-
-    def has_ended(pause_s: float) -> bool:
-        """Wait for the collective; called by `waits.wait_for`."""
-        try:
-            return bool(work.wait(timedelta(seconds=max(pause_s, 0.001))))  # 0 would be for ever
-        except RuntimeError:  # it is not over yet, or has failed, which another wait says
-            return work.is_completed() and bool(work.wait())
-
-    waits.wait_for(has_ended, lambda: "other ranks to exchange weights: every rank has to take each step")
 
 
 def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
@@ -268,14 +241,15 @@ def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
         owner: The owner's rank in the mesh.
         mesh: Of one dimension.
     """
+    group = mesh.get_group()
     if flat.device.type == mesh.device_type:
-        _run_on(mesh, torch.distributed.broadcast, flat, group_src=owner)
+        torch.distributed.broadcast(flat, group_src=owner, group=group)
         return
     for part in torch.split(flat, BUCKET_BYTES // flat.itemsize):
         on_host = _pinned_memory(part.shape, part)
         if mesh.get_local_rank() == owner:
             on_host.copy_(part)
-        _run_on(mesh, torch.distributed.broadcast, on_host, group_src=owner)
+        torch.distributed.broadcast(on_host, group_src=owner, group=group)
         if mesh.get_local_rank() != owner:
             part.copy_(on_host, non_blocking=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from offload import waits
 from offload.checkpoint.commit import RANKS_TIMEOUT_S
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError
 from offload.layout import bare_names
@@ -63,18 +63,23 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
-def check_all_there(size: int, what: str) -> None:
-    """Refuse to go on with fewer ranks than the optimizer was made with: each would take its part for the whole.
+def check_all_there(made_by: tuple[int, int], has_part: bool, what: str) -> None:
+    """Refuse to go on with fewer ranks than the optimizer was made with if a rank would take its part for the whole.
+
+    Without any process group, ranks with all state know nothing of each other: the first may go on, the others not.
 
     Args:
-        size: The world size when it was made.
+        made_by: The world size and this rank when it was made.
+        has_part: Whether this rank has a part of the state alone.
         what: What cannot be done, for the error.
 
     Raises:
         CheckpointError: The process group has been destroyed, or another one of fewer ranks was made.
     """
-    now, _ = world()
-    if now < size:
+    (size, rank), (now, _) = made_by, world()
+    distributed = torch.distributed
+    is_alone = not (distributed.is_available() and distributed.is_initialized())
+    if now < size and (has_part or (is_alone and rank > 0)):
         raise CheckpointError(
             f"cannot {what}: the optimizer was made by {size} ranks, and torch.distributed has {now} now; do it on "
             "all of them before destroy_process_group()"
@@ -199,7 +204,7 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
     on_all_ranks(lambda: sampled.update(_state_digests(bounds, engine)), "another rank could not read its state")
     states = {bound: (engine.step_count(bound.position), sampled.get(bound)) for bound in bounds}
     weights_here = {bound.name: _digest(bound, states[bound]) for bound in bounds}
-    path = os.path.normpath(request.path)
+    path = open_folder(request.path).label
     own_answer = _Answer(request.id, path, weights_here, all(map(_is_of_its_rank, bounds)), Process.this())
     torch.distributed.all_gather_object(answers, own_answer)
     elsewhere = [(number, answer.path) for number, answer in enumerate(answers) if answer.path != answers[0].path]

@@ -26,7 +26,7 @@ from offload.checkpoint.request import SaveRequest
 from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
 from offload.layout import bare_names, matching_names
-from offload.optim import folders, ranks
+from offload.optim import folders, ranks, shards
 from offload.optim.groups import (
     NOT_LOADED,
     Group,
@@ -65,7 +65,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._holder = holder
         self._weights = Weights(holder)
         self._overlap = Overlap(holder, self._weights)
-        self._world_size, _ = ranks.world()
+        self._made_by = ranks.world()
         self._state = self._view_of_state()
         self.defaults = defaults  # checked before anything is asked of parameters, as torch does
         self.rule.check(defaults)
@@ -335,7 +335,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 on. Later errors are logged, and raised by `wait_checkpoint`.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
-        ranks.check_all_there(self._world_size, "save a checkpoint")
+        ranks.check_all_there(self._made_by, self._has_part_of_state(), "save a checkpoint")
         extra_bytes = None if extra is None else _extra_to_bytes(extra)
         with self._lock:
             self._state.check()
@@ -460,7 +460,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             world_size, rank = ranks.world()
             saved_ranks = len(checkpoint.manifests)
             rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
-            prefix = str(checkpoint.metadata.get("prefix") or "")  # of all ranks, or of none
+            prefix = str(checkpoint.manifests[rank].metadata.get("prefix") or "")
             if prefix and saved_ranks != world_size:
                 raise CheckpointError(
                     f"{checkpoint.path} was saved by {saved_ranks} ranks with weights of their own, as "
@@ -564,12 +564,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _loading_on_all_ranks(self) -> Iterator[None]:
         """For a block that loads, under the lock: if one rank fails, all raise; else ranks exchange weights then."""
-        ranks.check_all_there(self._world_size, "load")
+        if self._has_part_of_state():
+            ranks.check_all_there(self._made_by, True, "load")
         with self._failing_on_all_ranks(), self._lock:
             self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded
             yield
         with self._lock:
             self._weights.gather()
+
+    def _has_part_of_state(self) -> bool:
+        """Return whether this rank has state of some elements of parameters alone."""
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        return self._weights.are_exchanged or any(
+            shards.is_dtensor(parameter) or ranks.is_flattened(parameter) for parameter in parameters
+        )
 
     @contextlib.contextmanager
     def _failing_on_all_ranks(self) -> Iterator[None]:

@@ -481,6 +481,24 @@ def test_ranks_that_have_parted_neither_save_nor_load(folder: Path) -> None:
 
 
 @on_ranks(2)
+def test_the_first_of_ranks_that_had_all_state_may_save_and_load_alone(folder: Path) -> None:
+    """As with DDP, whose training may have ended; the others would write the same folder."""
+    model = torch.nn.Linear(8, 8)
+    rank = dist.get_rank()
+    optimizer = offload.AdamW(model.named_parameters(), offload={"paths": [folder]})
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        optimizer.save_checkpoint(folder / "ck")
+        optimizer.wait_checkpoint()
+        optimizer.load_checkpoint(folder / "ck")
+    else:
+        with pytest.raises(offload.CheckpointError, match="made by 2 ranks"):
+            optimizer.save_checkpoint(folder / "ck")
+    optimizer.close()
+
+
+@on_ranks(2)
 def test_ranks_that_save_to_different_folders_are_told_at_once(folder: Path) -> None:
     """As they wait for each other's manifests; one folder may have two names, so it is no error."""
     rank = dist.get_rank()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload import waits
 from offload.optim import shards
 
 
@@ -95,35 +92,6 @@ def test_steps_go_on_into_the_next_forward_pass(folder: Path) -> None:
 
 
 # With a rank's rows on each
-
-
-@pytest.mark.parametrize("overlap", ["off", "forward"])
-@on_ranks(2)
-def test_a_rank_says_that_it_waits_for_the_step_of_another(folder: Path, overlap: str) -> None:
-    said = folder / "said"
-
-    class Saying(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "every rank has to take each step" in record.getMessage():
-                said.touch()
-
-    model = net()
-    optimizer = offload.AdamW(model.named_parameters(), offload=config(folder, overlap=overlap))
-    if overlap == "forward":
-        optimizer.overlap_forward(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        waits.QUIET_S = 0.3
-        logging.getLogger("offload").addHandler(Saying())
-    else:
-        deadline_s = time.monotonic() + 60
-        while not said.exists() and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert said.exists()
-    optimizer.step()
-    optimizer.close()
 
 
 def train(optimizer: offload.AdamW, model: torch.nn.Module, mirror: Mirror, steps: range, ranks: int) -> None:
