@@ -15,7 +15,7 @@ import dying
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from small import SETTINGS, die, digest, options, say
+from small import SETTINGS, die, digest, end_rank, options, say
 
 import offload
 from offload.integrations.accelerate import enable
@@ -65,6 +65,7 @@ def main(folder: str, steps: int, *rest: str) -> None:
     seen = {"losses": losses, "norms": norms, "weights": digest(model.parameters()), "kept": kept}
     say(**seen, lr=optimizer.param_groups[0]["lr"], hidden_in=optimizer.plan.hidden_in)
     accelerator.end_training()
+    end_rank()
 
 
 if __name__ == "__main__":

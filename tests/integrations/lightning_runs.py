@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
-from small import SETTINGS, die, digest, options, say
+from small import SETTINGS, die, digest, end_rank, options, say
 
 import offload
 from offload.integrations.lightning import OffloadCallback
@@ -143,6 +143,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         dying.end(trainer.optimizers[0].metrics())
     rate = trainer.optimizers[0].param_groups[0]["lr"]
     say(losses=module.losses, weights=digest(module.parameters()), lr=rate, logged=found[-1:])
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ It imports nothing large: processes that Megatron starts to write a checkpoint i
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -40,6 +41,16 @@ def digest(tensors: Iterable[Any]) -> str:
 def say(**found: Any) -> None:
     """Print a line of JSON, at once: ranks share what they write to."""
     os.write(1, f"\n{json.dumps(found)}\n".encode())
+
+
+def end_rank() -> None:
+    """End a program that may be one of several ranks.
+
+    DDP still has the process group, whose threads torch joins as the interpreter ends: rarely, that hangs.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit._run_exitfuncs()
+        os._exit(0)
 
 
 def die() -> None:

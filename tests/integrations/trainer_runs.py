@@ -18,7 +18,7 @@ from typing import Any
 
 import dying
 import torch
-from small import SETTINGS, die, digest, options, say
+from small import SETTINGS, die, digest, end_rank, options, say
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import offload
@@ -111,6 +111,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         evaluated=[entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
         hidden_in=str(getattr(getattr(optimizer, "plan", None), "hidden_in", "")),
     )
+    end_rank()
 
 
 if __name__ == "__main__":
