@@ -15,6 +15,8 @@ from test_deepspeed import OTHERS, failures, start
 NAME = "alone_on_an_accelerator"
 SOME = ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place", "phases_change_nothing")
 """Checks that `make test` runs, too."""
+PARTS = 4
+"""Starts of all checks: one alone takes hours where others have the cores, too."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,9 +66,11 @@ def test_weights_that_ranks_gather_behind_a_step_leave_the_device_s_collectives_
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("placement", ["cpu", "0.5", "gpu"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_all_checks(world: int, placement: str, tmp_path: Path) -> None:
+def test_all_checks(world: int, placement: str, part: int, tmp_path: Path) -> None:
     """Beside stock DeepSpeed, which is on the accelerator as well then."""
-    found = start(world, tmp_path, OTHERS, timeout_s=3000, PLACEMENT=placement, DELAYS=str(world))
+    names = OTHERS[part::PARTS]
+    found = start(world, tmp_path, names, timeout_s=3000, PLACEMENT=placement, DELAYS=str(world))
     assert not failures(found), "\n".join(failures(found))
