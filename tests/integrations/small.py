@@ -46,7 +46,8 @@ def say(**found: Any) -> None:
 def end_rank() -> None:
     """End a program that may be one of several ranks.
 
-    DDP still has the process group, whose threads torch joins as the interpreter ends: rarely, that hangs.
+    As its model goes, and with it DDP's process group, torch joins gloo's threads without giving up the interpreter's
+    lock; rarely, one of them waits for that lock to drop a tensor.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         atexit._run_exitfuncs()
