@@ -112,9 +112,7 @@ class Callback:
 class Sigterm(Callback):
     """Saves on all ranks at the end of the step in which one of them gets a SIGTERM."""
 
-    def __init__(self, trainer: Any, find_optimizer: Callable[[Any], Any]) -> None:
-        super().__init__(trainer, find_optimizer)
-        self._handler: SigtermHandler | None = None
+    _handler: SigtermHandler | None = None
 
     @property
     def has_signal(self) -> bool:

@@ -123,12 +123,12 @@ def mark_whole(folder: str) -> None:
         if marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
             in_run = "/".join(os.path.abspath(folder).split("/")[-marker.depth :])
             noted = {f"{in_run}/{name}": state for name, state in files.items() if not _may_go(name)}
-            opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or _now_s()).encode())
+            opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or now_s()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
 
 
-def _now_s() -> float:
+def now_s() -> float:
     """Return the time at which a folder becomes whole: later than all that this process has seen in markers.
 
     A clock may have been set back, or be another machine's, since the checkpoint was saved that a run goes on from.

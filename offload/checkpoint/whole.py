@@ -12,7 +12,6 @@ import errno
 import os
 import resource
 import stat
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from msgspec.structs import replace
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
-from offload.checkpoint.marker import BEGUN, DAMAGED, UNFINISHED, WHOLE, Mark, Marker, mark_in
+from offload.checkpoint.marker import BEGUN, DAMAGED, UNFINISHED, WHOLE, Mark, Marker, mark_in, now_s
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.tiers.common import FileBytes
@@ -284,7 +283,7 @@ class FolderCopy:
                 folder became whole (now, if that has none).
         """
         belongs = self.whole.belongs
-        marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or time.time())
+        marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or now_s())
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
         # A marker that would be too long is encoded without `files`: whoever goes on then copies all again.

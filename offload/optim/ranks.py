@@ -37,7 +37,7 @@ class _Answer(NamedTuple):
     """What a rank says of a save; `are_of_rank` is whether all its names may mean other weights on other ranks."""
 
     id: str
-    path: str | bytes
+    path: str
     weights: dict[str, _Digest]
     are_of_rank: bool
     process: Process | None
@@ -57,10 +57,14 @@ class _Digest(NamedTuple):
 
 def world() -> tuple[int, int]:
     """Return (world size, rank); (1, 0) without torch.distributed."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size(), distributed.get_rank()
+    if _has_group():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
     return 1, 0
+
+
+def _has_group() -> bool:
+    """Return whether there is a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def check_all_there(made_by: tuple[int, int], has_part: bool, what: str) -> None:
@@ -77,9 +81,7 @@ def check_all_there(made_by: tuple[int, int], has_part: bool, what: str) -> None
         CheckpointError: The process group has been destroyed, or another one of fewer ranks was made.
     """
     (size, rank), (now, _) = made_by, world()
-    distributed = torch.distributed
-    is_alone = not (distributed.is_available() and distributed.is_initialized())
-    if now < size and (has_part or (is_alone and rank > 0)):
+    if now < size and (has_part or (rank > 0 and not _has_group())):
         raise CheckpointError(
             f"cannot {what}: the optimizer was made by {size} ranks, and torch.distributed has {now} now; do it on "
             "all of them before destroy_process_group()"

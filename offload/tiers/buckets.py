@@ -15,7 +15,15 @@ from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.protocols import Tier
 from offload.tiers.common import FileBytes, StoreOptions, check_options_without_threads, filling
-from offload.tiers.objects import HASTY, PATIENT, ObjectMissingError, S3Client, import_botocore, split_url
+from offload.tiers.objects import (
+    HASTY,
+    PATIENT,
+    ObjectMissingError,
+    RetryPolicy,
+    S3Client,
+    import_botocore,
+    split_url,
+)
 from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, raising_checkpoint_error
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, READER_NAME, RECORD_NAME, STORE_NAME
@@ -70,18 +78,17 @@ class Bucket(Place):
 
     def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
         """See `Place.stores`; a store is known by the keys of its objects, whose sizes are added up."""
-        folder = self.folder()
-        folder.hasten()
+        folder = BucketFolder(self.path, retry=HASTY)
         nbytes_by_store: dict[str, int] = {}
         for key, nbytes in folder.walk():
             match = _STORE_KEY.match(key)
             if match is not None and (ranks or RANK_NAME.match(key) is None):
                 name = match[1]
                 nbytes_by_store[name] = nbytes_by_store.get(name, 0) + nbytes
-        found = [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(nbytes_by_store.items())]
-        for store in found:
-            store.hasten()
-        return found
+        return [
+            BucketFolder(f"{folder.path}/{name}", nbytes, retry=HASTY)
+            for name, nbytes in sorted(nbytes_by_store.items())
+        ]
 
 
 class BucketFolder(Folder):
@@ -90,16 +97,17 @@ class BucketFolder(Folder):
     Args:
         path: "s3://bucket/prefix".
         nbytes: Bytes of all its objects; None if that is not known.
+        retry: How requests are tried.
     """
 
     fails_late = True
 
-    def __init__(self, path: str, nbytes: int | None = None) -> None:
+    def __init__(self, path: str, nbytes: int | None = None, *, retry: RetryPolicy = PATIENT) -> None:
         self.path = self.label = path.rstrip("/")
         self._nbytes = nbytes
         bucket, prefix = split_url(path, "checkpoint")
         self._prefix = f"{prefix}/" if prefix else ""
-        self._client = S3Client(path, bucket, retry=PATIENT)
+        self._client = S3Client(path, bucket, retry=retry)
 
     def hasten(self) -> None:
         self._client.retry = HASTY
@@ -160,10 +168,12 @@ class BucketFolder(Folder):
 
     def prepare(self) -> None:
         name = f"{TEMPORARY}{uuid.uuid4().hex}"
-        trial = BucketFolder(self.path)
-        trial.hasten()
-        trial.write(name, b"trial")
-        trial.delete(name)
+        retry, self._client.retry = self._client.retry, HASTY  # the training waits
+        try:
+            self.write(name, b"trial")
+            self.delete(name)
+        finally:
+            self._client.retry = retry
 
     def walk(self) -> list[tuple[str, int]]:
         with raising_checkpoint_error("list", f"{self.path}/"):
