@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from offload.weights.file import weights_in_file as weights_in_file
     from offload.weights.host import weights_in_host_memory as weights_in_host_memory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "SGD": "optim",
