@@ -160,9 +160,13 @@ class Restorer:
             done += numel
 
     def derive_weights(self, subgroup: Subgroup) -> None:
-        """Make the weights of a subgroup from its saved masters; its state stays where the checkpoint has it."""
+        """Read a subgroup's saved masters as its weights, rounded to their dtype; its state stays in the checkpoint.
+
+        Weights on a GPU are read to a weight slot and copied from there, others are read where they lie.
+        """
         number = subgroup.index
-        view = View(0, self._lanes.image(0))  # with nothing in flight, all weight slots are free
+        # There is no state in memory (address 0). With nothing in flight any weight slot is free: the first is taken.
+        view = View(address=0, weights_address=self._lanes.image(0))
         self._source.read(
             [
                 item

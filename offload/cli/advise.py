@@ -338,25 +338,30 @@ def _with_largest_host_memory(scenario: Scenario, room: int) -> Scenario:
 
 
 def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
-    """Return the largest budget with which no more is taken than there is room for; 0 if none fits.
+    """Return the largest budget found with which no more is taken than there is room for; 0 if none fits.
+
+    Each round plans with a budget, and then adds what is left of the room to the state, or takes off what is too
+    much, as if all else stayed as it is. Where that is known to be too much, or a plan is impossible, the middle of
+    what is left is next.
 
     Args:
         scenario: Whose budget it is.
         field: The budget: "host_memory" or "gpu_memory".
         room: Bytes that a rank may take.
     """
-    # The answer is not below the first, which fits or is too little for a plan; it is below the second.
+    # With `lower` all fits, or it is too little for a plan; with `too_much` it does not fit. The answer is between.
     lower, too_much = 0, room + 1
+    most = room // LEAST_BUDGET * LEAST_BUDGET
     budget = 0
     last_state_bytes = -1
     for _ in range(FITTING_ROUNDS):
         try:
             use = memory_use(scenario.with_settings(**{field: budget}))
         except InfeasiblePlanError:  # it is too little for what has to lie there: try all the room, then between
-            if budget >= room:
+            if budget >= most:
                 return 0
             lower = budget
-            budget = _round_down((lower + too_much) // 2) if budget else room // LEAST_BUDGET * LEAST_BUDGET
+            budget = _round_down((lower + too_much) // 2) if budget else most
             continue
         bytes_by_purpose = use.host if field == "host_memory" else use.gpu
         excess = sum(bytes_by_purpose.values()) - room
@@ -366,7 +371,7 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
             lower = budget
         state_bytes = bytes_by_purpose["state"]
         nearer = _round_down(max(0, min(budget, state_bytes) - excess))  # as other uses hardly change
-        if nearer <= lower or state_bytes == last_state_bytes:  # nothing more fits, or the last change had no effect
+        if nearer <= lower or state_bytes == last_state_bytes:  # nothing more fits, or more budget has no effect
             break
         last_state_bytes = state_bytes
         budget = nearer if nearer < too_much else _round_down((lower + too_much) // 2)

@@ -417,7 +417,10 @@ class Machine:
 
     @property
     def advice(self) -> Mapping[str, str]:
-        """How `offload plan` is told of a machine with more memory, GPUs or drives: words with an option."""
+        """What `offload plan` says to somebody who lacks memory, GPUs or drives: the change, and the option for it.
+
+        Of drives it is the noun alone: "without" or "have" stands before it.
+        """
         if self.in_words:
             return {
                 "memory": "have more host memory (--host)",

@@ -500,11 +500,12 @@ def plan_memory_use(plan: Plan, scenario: Scenario) -> MemoryUse:
 
 
 def _gpu_bytes_by_purpose(plan: Plan, scenario: Scenario) -> dict[str, int]:
-    """Return what a rank with weights on its GPU has there beside what forward and backward take."""
+    """Return bytes by purpose of what a rank with weights on its GPU has there, beside forward's and backward's."""
     from offload.plan.budget import PIECE_BUFFERS
 
     all_gradient_bytes = GRADIENT_BYTES * sum(parameter.numel for parameter in plan.layout.parameters)
-    # Those that are copied to the host during backward:
+    # Those that are copied to the host during backward: all, if they go through buffers to the paths; none, if they
+    # wait on the GPU for the step; else those that the budget has slots for.
     if plan.gradient_buffers:
         leaving_bytes = all_gradient_bytes
     else:
@@ -512,6 +513,7 @@ def _gpu_bytes_by_purpose(plan: Plan, scenario: Scenario) -> dict[str, int]:
     kept_bytes = all_gradient_bytes - leaving_bytes  # budgets may count padding, too, so that it is below 0
     nbytes = {
         "weights": scenario.weight_bytes,
+        # With ZeRO stage 1 a rank has gradients of the whole model until the step: its own are among them.
         "gradients": max(0, kept_bytes, scenario.whole_gradient_bytes),
         **plan.device_bytes,
     }

@@ -728,7 +728,7 @@ class GpuGradients(GradientStore):
             Whether `used_bytes` has grown, by wide slots.
         """
         wide_slots_before = len(self._wide_slots)
-        self.lanes.forget_inputs()
+        self.lanes.forget_inputs()  # the last step's
         self._unsent_visits.clear()
         self._visits_sent_early.clear()
         for visit in visits:

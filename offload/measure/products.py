@@ -199,8 +199,8 @@ def _is_low(value: object) -> bool:
 
 
 @functools.cache
-def tell(rates: ProductRates) -> None:
-    """Warn of products that are slow here; once, as the result is cached."""
+def warn_of_slow_products(rates: ProductRates) -> None:
+    """Warn of products that are slow here, once for the same rates."""
     log.warning(
         "%s: forward and backward of these weights are slow on this processor. With fp32 weights "
         "(`model.float()`, and no autocast) they are not; weights, gradients and exact state take as many "
@@ -211,10 +211,10 @@ def tell(rates: ProductRates) -> None:
 
 def tell_once(dtypes: Iterable[torch.dtype]) -> None:
     """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here."""
-    if tell.cache_info().currsize:  # warned already, perhaps about another type
+    if warn_of_slow_products.cache_info().currsize:  # warned already, perhaps about another type
         return
     for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):
         rates = product_rates(dtype)
         if rates.slow:
-            tell(rates)
+            warn_of_slow_products(rates)
             return

@@ -38,8 +38,12 @@ class OptimizerParts(Protocol):
 class EngineHolder:
     """Holds an optimizer's engine; can defer opening it until the first backward has shown what is free on the GPU.
 
+    Args:
+        owner: The optimizer, by a weak proxy: its holder does not keep it alive.
+
     Attributes:
         config: The optimizer's settings, for this rank.
+        rule: How state is updated.
         device: The device that all weights lie on.
         engine_if_open: The engine; None before it is opened.
         is_deferred: Whether the engine is opened only when it is first needed.
@@ -52,7 +56,7 @@ class EngineHolder:
         self.set_device(NoDevice())
         self.engine_if_open: Engine | None = None
         self.is_deferred = False
-        self._owner = owner  # a weak proxy of the optimizer
+        self._owner = owner
         self._closed = False
 
     def set_device(self, device: Device) -> None:

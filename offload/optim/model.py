@@ -43,7 +43,7 @@ def _form(name: str, tensor: torch.Tensor) -> Form:
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-    """Return the places of sharded tensors; a partial one has none, as its ranks' elements are summands."""
+    """Return the places of sharded tensors. One that is only partial has none: its ranks' elements are summands."""
     places: dict[str, Place] = {}
     for name, tensor in tensors.items():
         kinds: Any = getattr(tensor, "placements", ())

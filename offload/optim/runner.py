@@ -658,7 +658,7 @@ def _trial_tensor_of(item: Any, trial_tensors: dict[int, torch.Tensor]) -> Any:
 
 
 def _small_tensor_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor of a parameter's form; of fewer elements if the parameter is large."""
+    """Return an uninitialized tensor of a parameter's shape and strides; a contiguous, smaller one if it is large."""
     most_per_dimension = int(MOST_TRIAL_NUMEL ** (1 / max(1, parameter.dim())))
     if parameter.numel() > MOST_TRIAL_NUMEL:
         size = [min(size, most_per_dimension) for size in parameter.shape]

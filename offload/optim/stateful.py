@@ -524,6 +524,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             groups = self._groups_of_checkpoint(source.metadata, source.path) if source.metadata else None
             saved_names, without_saved_state = self._bind_saved(source)
             bounds = self._weights.bound.values()
+            # Files are row-major; state lies in the order of its weight's memory.
             source.use_strides({saved_names[bound.name]: bound.form.strides for bound in bounds})
             self._load(source, groups if hyperparameters else None, saved_names, without_saved_state)
 

@@ -85,12 +85,12 @@ class VirtualLanes:
             of_path = partial(Lane, latency_s=path.latency_s, memory_cost=path.memory_cost, servers=servers)
             self._reads.append(of_path(f"read:{number}", path.read_bytes_per_s))
             self._writes.append(of_path(f"write:{number}", path.write_bytes_per_s))
-        # For checkpoints: a sink that is as fast as the first path, and commits.
+        # For checkpoints: a sink that is as fast as the first path.
         copies_bytes_per_s = rates.paths[0].write_bytes_per_s if rates.paths else rates.cpu_bytes_per_s
         self._copies = Lane("copies", copies_bytes_per_s, servers=servers)
-        # Their operations have no bytes, so that any rate will do.
-        self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
-        self._pushes = Lane("pushes", rates.cpu_bytes_per_s)
+        self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)  # without bytes: any rate will do
+        # For waits that move nothing: until new weights are copied out of their slot, until a home is free.
+        self._waits = Lane("waits", rates.cpu_bytes_per_s)
         # What `wait` reports: when, a number that breaks ties (first given, first reported), what, a test's fault.
         self._heap: list[tuple[float, int, Operation | Event, Any]] = []
         self._pushed = 0  # such numbers so far
@@ -116,7 +116,7 @@ class VirtualLanes:
         return {lane.name: lane.nbytes for lane in self._lanes()}
 
     def _lanes(self) -> list[Lane]:
-        """Return the lanes that figures are about: no copies to checkpoints, commits or pushes."""
+        """Return the lanes that figures are about: no copies to checkpoints, commits or waits."""
         return [*self._named.values(), *self._reads, *self._writes]
 
     def lane_of(self, operation: Operation) -> tuple[Lane, int]:
@@ -131,7 +131,7 @@ class VirtualLanes:
             case Transfer(nbytes=nbytes):
                 return self._named[operation.lane], nbytes
             case AwaitPush() | FreeHome():
-                return self._pushes, 0
+                return self._waits, 0
             case CopyTile(record=record):
                 return self._reads[record.location.path], record.location.nbytes
             case SaveTile(record=record):

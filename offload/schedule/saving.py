@@ -364,7 +364,10 @@ class Saver:
     # Ends -------------------------------------------------------------------------------------------------------
 
     def abort(self, error: Exception) -> None:
-        """Give the save up: nothing new is issued for it, and it ends when its operations in flight have."""
+        """Give the save up: nothing new is issued for it, and it ends when its operations in flight have.
+
+        Visits that wait for tiles not yet issued go on. `copies` stay listed: `_end` lets go of the slots they hold.
+        """
         save = self.under_way
         if save is None or save.error is not None:
             return

@@ -224,10 +224,14 @@ class Activations:
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
-        """Do the work of `write`: copy piece by piece, each to what is left of the open tile or to a new one."""
+        """Do the work of `write`: copy piece by piece, each to what is left of the open tile or to a new one.
+
+        Where a piece gets no buffer, the pieces before it are given up with their `Written`.
+        """
         written, lanes = Written(self._buffer_requests, self._uses), self._parts.lanes
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
-        self._release_read_tile()
+        self._release_read_tile()  # no backward pass is under way: its buffer can be written to
+        mark: Mark | None = None
         while nbytes:
             request = self._open
             if request is None or request.filled_bytes >= tile_bytes:
@@ -241,11 +245,11 @@ class Activations:
             written.pieces.append(piece)
             self._buffer_requests.post(self._uses.add_piece, piece)
             address = self._parts.memory.buffer_address("activations", request.buffer) + piece.offset
-            request.mark = lanes.save(address, source, piece.nbytes)
+            mark = request.mark = lanes.save(address, source, piece.nbytes)
             source += piece.nbytes
             nbytes -= piece.nbytes
-        if request is not None and request.mark is not None:
-            self._in_transit.append((request.mark, tensor))
+        if mark is not None:  # of the last copy: the device makes copies in order
+            self._in_transit.append((mark, tensor))
             self._drop_copied(self._parts.limits.in_transit_bytes)
         return written
 

@@ -455,7 +455,8 @@ class SessionParts:
     def _extend_plan(self, layout: Layout, budgets: Budgets) -> Plan:
         """Return the present plan extended to a larger layout within budgets."""
         before = self.plan
-        # Buffers may become larger, but no fewer, as they may hold gradients; `LEAST_BUFFERS` of them need no budget.
+        # Buffers may become larger, but no fewer, as they may hold gradients: raise the budget to what as many take.
+        # `LEAST_BUFFERS` of them need none.
         if before.gradient_buffers:
             buffer_bytes = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
             kept_bytes = max(

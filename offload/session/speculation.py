@@ -207,10 +207,11 @@ class Speculation:
         if position in self._final or not self._is_final(position, is_last_pass):
             return
         self._final.add(position)
-        if not self._is_armed:
+        if not self._is_armed:  # `_choose_subgroups` counts it when it arms
             return
         if gradient is not None:
-            self._gradients_outside_slots.setdefault(position, gradient)  # an earlier one may still be read
+            # A gradient from before `drop_arrivals` stays, as an update may still read it until `revoke`.
+            self._gradients_outside_slots.setdefault(position, gradient)
         for subgroup, _ in self._parts.plan.layout.places[position]:
             if subgroup in self._missing_gradients:
                 self._missing_gradients[subgroup] -= 1

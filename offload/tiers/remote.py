@@ -304,7 +304,7 @@ class RemoteTier(Owned):
             if error in (ERROR_HEADER, ERROR_CHECKSUM):
                 _log.warning("%s: %s arrived damaged, it is fetched again", self.path, self.key(request))
                 error, checksum = self._fetch(request)
-        except ObjectMissingError as cause:
+        except ObjectMissingError as cause:  # as a file that ends before the slot
             error, checksum = self._note_failure(request, cause, ERROR_SHORT), 0
         except ObjectError as cause:
             error, checksum = self._note_failure(request, cause, cause.errno), 0

@@ -165,7 +165,7 @@ def test_users_are_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: str, rates: ProductRates, told: int
 ) -> None:
     monkeypatch.setattr(products, "product_rates", lambda dtype: rates)
-    products.tell.cache_clear()
+    products.warn_of_slow_products.cache_clear()
     with (
         caplog.at_level(logging.WARNING, "offload"),
         offload.AdamW([torch.nn.Parameter(torch.ones(100, dtype=products.DTYPES[dtype]))]) as optimizer,

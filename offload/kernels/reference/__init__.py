@@ -29,7 +29,7 @@ from offload.kernels.reference import adagrad, adam, lion, minifloat, sgd
 from offload.kernels.reference.rounding import random_bits, round_stochastically, round_to_bfloat16
 from offload.kernels.reference.rounding import rounding_keys as rounding_keys
 from offload.kernels.reference.rounding import square_root as square_root
-from offload.kernels.table import segment_table as table_of
+from offload.kernels.table import segment_table as kernel_table
 from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
 from offload.rules import ADAMW, MASTER, UpdateRule, segment_dtype
 from offload.rules.adam import Scalars as Scalars
@@ -244,7 +244,7 @@ _FORMATS: dict[StateFormat, tuple[Callable[..., list[torch.Tensor]], Callable[..
 
 
 def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
-    """Return the segment table whose rows point at these tensors.
+    """Return the segment table whose rows point at these tensors, all of segments with one rule.
 
     The tensors must outlive every use of the table.
 
@@ -254,20 +254,21 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
     for row, segment in enumerate(segments):
         numel, state = segment.master.numel(), StateSpec(segment.rule, segment.state_format)
-        has_planes = segment.master_low is not None  # else the master is fp32
-        formats = dict(state.stored if has_planes else (StateTensor(MASTER), *state.beside))
+        # What the format stores; but a master without its lower plane is fp32, whatever the format.
+        has_planes = segment.master_low is not None
+        formats = dict(state.stored if has_planes else (StateTensor(MASTER), *state.beside))  # format by name
         for name, tensor in segment.tensors().items():
             form = formats.get(name)  # None: a gradient or a weight, which may have any of these dtypes
             fits = tensor.dtype in DTYPE_CODES if form is None else tensor.dtype == getattr(torch, form.dtype)
             if not fits:
                 raise ValueError(f"{name}: dtype {tensor.dtype} cannot be used")
             wanted = numel
-            if form is not None and form.item_numel > 1:
+            if form is not None and form.item_numel > 1:  # several elements share an item of a byte: scales
                 wanted = form.run_bytes(segment.first_index, numel)
             if tensor.numel() != wanted or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(f"{name}: must be a contiguous CPU tensor of {wanted} elements")
         gradient, weight = segment.gradient, segment.weight
-        table[row] = table_of(
+        table[row] = kernel_table(
             state,
             numel,
             {name: tensor.data_ptr() for name, tensor in segment.tensors().items()},
