@@ -251,13 +251,26 @@ def _load_state(accelerator: Any, *arguments: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterator[None]:
-    """Replace Accelerate's functions that save and load optimizers under FSDP: ours are saved as pointers.
+    """Replace Accelerate's functions that save and load under FSDP: optimizers of ours are saved as pointers.
 
-    Accelerate calls them before its hooks, so they do what the hooks do. `before_save` is the one before a save; None
-    in a load.
+    Accelerate calls them before its hooks, and those of models first, so they do what the hooks do: mark the folder
+    before anything is written to it, and look at its mark before anything is read. `before_save` is the hook before a
+    save; None in a load.
     """
     module = import_module("accelerate.accelerator")
     save_theirs, load_theirs = module.save_fsdp_optimizer, module.load_fsdp_optimizer
+    save_their_model, load_their_model = module.save_fsdp_model, module.load_fsdp_model
+
+    def save_model(plugin: Any, accelerator: Any, model: Any, folder: str, *given: Any, **options: Any) -> Any:
+        """Replaces `save_fsdp_model`."""
+        if before_save is not None:
+            begin_folder(folder)
+        return save_their_model(plugin, accelerator, model, folder, *given, **options)
+
+    def load_model(plugin: Any, accelerator: Any, model: Any, folder: str, *given: Any, **options: Any) -> Any:
+        """Replaces `load_fsdp_model`."""
+        _check_whole(folder)
+        return load_their_model(plugin, accelerator, model, folder, *given, **options)
 
     def save_ours(*given: Any, **options: Any) -> None:
         """Replaces `save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, ...)`."""
@@ -279,6 +292,8 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
         optimizer.load_state_dict(torch.load(os.path.join(folder, FILE), weights_only=True))
 
     with contextlib.ExitStack() as undo:
+        replace(undo, module, "save_fsdp_model", save_model)
+        replace(undo, module, "load_fsdp_model", load_model)
         replace(undo, module, "save_fsdp_optimizer", save_ours)
         replace(undo, module, "load_fsdp_optimizer", load_ours)
         yield
@@ -286,7 +301,12 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
 
 def _before_load(prepared: Iterable[Prepared], models: Any, input_dir: str) -> None:
     """Refuse a folder that is not whole, and note it for `load_state_dict`: Accelerate's hook before a load."""
-    if mark_of(str(input_dir)) is Mark.BEGUN:
-        raise CheckpointError(f"{input_dir} is not whole, as its save was interrupted, or is under way: load another")
+    _check_whole(input_dir)
     for known in prepared:
         known.loading_folder = str(input_dir)
+
+
+def _check_whole(folder: str) -> None:
+    """Raise if a folder is known not to be whole."""
+    if mark_of(str(folder)) is Mark.BEGUN:
+        raise CheckpointError(f"{folder} is not whole, as its save was interrupted, or is under way: load another")

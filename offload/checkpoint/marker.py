@@ -59,6 +59,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
         files: Files that are durable, by their names in the run's folder: size in bytes, and time of the last change
             in ns. In a run's own folder they are noted once it is whole; the engine's checkpoint is not among them.
         whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
+        run: In a mirror: names the training, as `Manifest.run` does; "" in older markers.
     """
 
     process: Process | None = None
@@ -67,6 +68,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
     shared: tuple[str, ...] = ()
     files: dict[str, tuple[int, int]] = {}
     whole_s: float = 0.0
+    run: str = ""
 
     def encode(self) -> bytes:
         """Return the marker as JSON; without `files` if that would be too long to be read, or a name is no text."""

@@ -88,6 +88,7 @@ class Task:
         files: The copy of the framework's files; None where a checkpoint is mirrored alone, and on other ranks.
         failure: Why the files could not be opened; None if they could, or there are none.
         is_new: Whether the source has just been saved; else it was loaded, and may have been mirrored in part.
+        session_run: Names the training that the session is of, where there are files.
         is_taken: Whether rank 0 has decided to mirror the source.
         done: Set when the source has been mirrored, skipped or given up.
     """
@@ -97,6 +98,7 @@ class Task:
     files: FolderCopy | None = None
     failure: OSError | None = None
     is_new: bool = True
+    session_run: str = ""
     is_taken: bool = False
     done: waits.Latch = field(default_factory=waits.Latch)
 
@@ -104,6 +106,11 @@ class Task:
     def id(self) -> str:
         """The checkpoint's id; "" where there is none."""
         return "" if self.part is None else self.part.request.id
+
+    @property
+    def run(self) -> str:
+        """Names the training that the source is of; "" if nobody knows."""
+        return self.session_run if self.part is None else self.part.run
 
     @property
     def is_first(self) -> bool:
@@ -191,7 +198,9 @@ class Mirror:
         elif mark is Mark.NONE or is_interrupted(around):  # else it goes with the folder that it is in
             self.queue_task(Task(source, _part_of(saved, self._target(source), is_new), is_new=is_new))
 
-    def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
+    def offer_folder(
+        self, whole: WholeFolder, saved: SaveRequest | None, run: str, *, is_first: bool, is_new: bool
+    ) -> None:
         """Queue a framework's folder to be mirrored next, as `offer` does a checkpoint; not one in the mirror itself.
 
         On rank 0 the folder's files are open when this returns, so that the caller may delete them.
@@ -199,6 +208,7 @@ class Mirror:
         Args:
             whole: The folder; all ranks name the same.
             saved: The checkpoint in it, if there is one, as for `offer`.
+            run: Names the training that the session is of.
             is_first: Whether this is rank 0; other ranks have nothing to do where there is no checkpoint.
             is_new: Whether it has just been saved; else it was loaded, and may have been mirrored in part.
         """
@@ -221,7 +231,7 @@ class Mirror:
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
-        self.queue_task(Task(source, part, files, failure, is_new))
+        self.queue_task(Task(source, part, files, failure, is_new, run))
 
     def queue_task(self, task: Task) -> None:
         """Append a task to the queue, and wake the mirror's thread; a task that is not needed is closed at once.
@@ -429,7 +439,7 @@ class Mirror:
         if self._unfinished is not None and self._unfinished.name != files.whole.name:
             delete_copy(self._unfinished, files.mirror, is_unfinished=True)
             self._unfinished = None
-        has_begun = files.begin()  # False: the copy in the mirror is whole, and stays so
+        has_begun = files.begin(task.run)  # False: the copy in the mirror is whole, and stays so
         if has_begun:
             self._unfinished = files.whole
         stays_whole = not has_begun and not task.is_new
@@ -442,17 +452,17 @@ class Mirror:
             log.info("%s is mirrored in %s", task.source, files.target)
         self._unfinished = None
         if task.is_new:
-            self._delete_siblings(files, "" if task.part is None else task.part.run)
+            self._delete_siblings(files, task.run)
 
     def _delete_siblings(self, files: FolderCopy, run: str) -> None:
         """Delete the mirror's copies of folders that were beside a folder in the run's, and were deleted there."""
         for deleted in self._run_folders.deleted_siblings(files.whole):
-            copy = open_folder(f"{files.mirror}/{deleted.checkpoint}") if deleted.checkpoint else None
-            if copy is not None and _find_other_run(copy, run) is not None:
-                continue  # it was not mirrored, as another run's copy has its name
-            log.info("%s has gone, and goes from the mirror", deleted.source())
             try:
-                delete_copy(deleted, files.mirror)
+                copy = open_folder(f"{files.mirror}/{deleted.checkpoint}") if deleted.checkpoint else None
+                if copy is not None and _find_other_run(copy, run) is not None:
+                    continue  # it was not mirrored, as another run's copy has its name
+                if delete_copy(deleted, files.mirror, run):
+                    log.info("%s has gone, and goes from the mirror", deleted.source())
             except OffloadError as cause:
                 log.warning("%s stays in the mirror: %s", deleted.source(), cause)
 

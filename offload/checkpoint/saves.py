@@ -325,7 +325,7 @@ class Saves:
             saved = self._request_of_part(whole, rank) if whole.checkpoint else None
             if saved is not None and saved.ranks != ranks:
                 raise CheckpointError(f"as many ranks go on with that as have saved it, {saved.ranks}")
-            self.mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
+            self.mirror.offer_folder(whole, saved, self.run, is_first=rank == 0, is_new=is_new)
         except (CheckpointError, OSError) as cause:
             log.warning("%s is not mirrored: %s", folder, cause)
             if is_new:  # nobody waits for a loaded one

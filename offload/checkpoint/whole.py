@@ -212,6 +212,7 @@ class FolderCopy:
         self._is_new = is_new
         self.target = f"{mirror}/{whole.name}"  # the folder in the mirror
         self.mirror = mirror
+        self._run = ""  # names the training, for the marker
         self._copied: dict[str, tuple[int, int]] = {}  # files that are durable there, by name: `_File.state`
         self.files: dict[str, _File] = {}  # those to copy, by name
         try:
@@ -238,12 +239,16 @@ class FolderCopy:
         elif file.open():
             self.files[name] = file
 
-    def begin(self) -> bool:
+    def begin(self, run: str) -> bool:
         """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if it is to stay whole.
 
+        Args:
+            run: Names the training that has saved the folder; "" if nobody knows.
+
         Raises:
-            CheckpointError: Another process is copying to it.
+            CheckpointError: Another process is copying to it, or it is whole, and of another training.
         """
+        self._run = run
         folder = open_folder(self.target)
         mark, marker = mark_in(folder)
         unchanged = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
@@ -251,6 +256,10 @@ class FolderCopy:
             is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)  # 0.0: the run's has no time
             if not self._is_new or (is_same_save and unchanged.keys() == self.files.keys()):
                 return False
+            if "" not in (run, marker.run) and marker.run != run:  # two may have folders of one name
+                raise CheckpointError(
+                    f"{self.target} is a folder of another run: give this run a mirror of its own, or delete it"
+                )
         this = Process.this()
         copier = marker.process
         # A process on another machine is taken to have ended: nobody can tell.
@@ -283,7 +292,8 @@ class FolderCopy:
                 folder became whole (now, if that has none).
         """
         belongs = self.whole.belongs
-        marker = replace(belongs, process=None, files=self._copied, whole_s=belongs.whole_s or now_s())
+        whole_s = belongs.whole_s or now_s()
+        marker = replace(belongs, process=None, files=self._copied, whole_s=whole_s, run=self._run)
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
         # A marker that would be too long is encoded without `files`: whoever goes on then copies all again.
@@ -349,13 +359,17 @@ def find_changed(folder: Folder, marker: Marker) -> list[str]:
     return changed
 
 
-def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False) -> None:
+def delete_copy(whole: WholeFolder, mirror: str, run: str = "", *, is_unfinished: bool = False) -> bool:
     """Delete a folder's copy from a mirror; a folder without a marker stays, as no mirror has made it.
 
     Args:
         whole: The folder.
         mirror: Directory or prefix of a bucket that has the copy, under the folder's name.
+        run: Names the training whose copy it has to be; "" for any.
         is_unfinished: Delete the copy only if this process has begun it and it is not whole.
+
+    Returns:
+        Whether there was one to delete.
 
     Raises:
         OffloadError: Something could not be deleted.
@@ -363,11 +377,13 @@ def delete_copy(whole: WholeFolder, mirror: str, *, is_unfinished: bool = False)
     folder = open_folder(f"{mirror}/{whole.name}")
     mark, marker = mark_in(folder)
     is_unfinished_here = mark is Mark.BEGUN and marker.process == Process.this()
-    if mark is Mark.NONE or (is_unfinished and not is_unfinished_here):
-        return
+    is_of_another_run = "" not in (run, marker.run) and marker.run != run
+    if mark is Mark.NONE or is_of_another_run or (is_unfinished and not is_unfinished_here):
+        return False
     if mark is Mark.WHOLE:  # so that an interrupted deletion leaves no whole folder; with `BEGUN` none is
         folder.write(BEGUN, Marker(Process.this()).encode())
     folder.remove_tree()
+    return True
 
 
 class Seen:

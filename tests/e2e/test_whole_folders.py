@@ -117,6 +117,31 @@ def test_another_runs_folders_are_neither_replaced_nor_deleted(loop: Loop) -> No
         assert loop.mirrored() == {"step-1", "step-3", "step-4"}
 
 
+@pytest.mark.parametrize(("first", "second"), [("optimizer", None), (None, "optimizer"), (None, None)])
+def test_another_runs_folders_without_state_are_neither_replaced_nor_deleted(
+    loop: Loop, first: str | None, second: str | None
+) -> None:
+    """As those of a Trainer with `save_only_model`."""
+    loop.save("step-1", first)
+    assert loop.mirrored() == {"step-1"}
+    before = {path: path.stat().st_mtime_ns for path in (loop.mirror / "step-1").rglob("*")}
+    loop.optimizer.close()
+    shutil.rmtree(loop.run)
+    with loop.again().optimizer as optimizer:
+        loop.save("step-1", second)
+        with pytest.raises(offload.CheckpointError, match="step-1 is a folder of another run: give"):
+            optimizer.wait_mirror(60)
+        loop.save("step-2", second)
+        loop.mirrored()
+        shutil.rmtree(loop.run / "step-1")
+        loop.save("step-3", second)
+        assert loop.mirrored() == {"step-1", "step-2", "step-3"}
+        shutil.rmtree(loop.run / "step-2")
+        loop.save("step-4", second)
+        assert loop.mirrored() == {"step-1", "step-3", "step-4"}
+    assert {path: path.stat().st_mtime_ns for path in (loop.mirror / "step-1").rglob("*")} == before
+
+
 def test_a_renamed_folder_keeps_its_copy_until_it_is_deleted(loop: Loop) -> None:
     for number in range(1, 4):
         loop.save(f"step-{number}")

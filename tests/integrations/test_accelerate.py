@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import GradientState
+from accelerate.utils import DistributedType
 from small import SETTINGS
 from started import end, start
 
@@ -315,6 +316,31 @@ def test_a_save_that_was_interrupted_is_not_loaded(optimizer: offload.AdamW, tmp
     mark_begun(str(tmp_path / "ck"))
     with pytest.raises(offload.CheckpointError, match="is not whole, as its save was interrupted"):
         accelerator.load_state(str(tmp_path / "ck"))
+    prepared.close()
+
+
+def test_a_save_under_fsdp_is_marked_before_its_model_is_written(
+    optimizer: offload.AdamW, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP's models are written, and read, before Accelerate calls hooks."""
+    accelerator, folder = Accelerator(cpu=True), tmp_path / "ck"
+    _, prepared = accelerator.prepare(torch.nn.Linear(2, 2), optimizer)
+    prepared = enable(accelerator, prepared)
+    marks = []
+
+    def write(plugin: Any, accelerator: Any, model: Any, folder: str, index: int) -> None:
+        marks.append(mark_of(folder))
+        raise OSError("no space")
+
+    monkeypatch.setattr("accelerate.accelerator.save_fsdp_model", write)
+    monkeypatch.setattr("accelerate.accelerator.load_fsdp_model", write)
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(accelerator.state, "fsdp_plugin", None, raising=False)
+    with pytest.raises(OSError, match="no space"):
+        accelerator.save_state(str(folder))
+    with pytest.raises(offload.CheckpointError, match="is not whole, as its save was interrupted"):
+        accelerator.load_state(str(folder))
+    assert marks == [Mark.BEGUN]
     prepared.close()
 
 
