@@ -192,18 +192,31 @@ def find_clipping_optimizer(
         ConfigError: Neither can clip: gradients of these parameters are moved out of `.grad` during backward.
     """
     given_ids = {id(parameter) for parameter in parameters}
-    updated_ids = {
-        optimizer: {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        for optimizer in optimizers
-    }
+    updated_ids = {optimizer: _updated_ids(optimizer) for optimizer in optimizers}
     concerned = [optimizer for optimizer, ids in updated_ids.items() if not ids.isdisjoint(given_ids)]
     if len(concerned) == 1 and float(norm_type) == 2 and accelerator.scaler is None:
         ids = updated_ids[concerned[0]]
         if ids <= given_ids and all(p.grad is None or id(p) in ids for p in parameters):
             return concerned[0]
-    if not all(optimizer.keeps_grads for optimizer in concerned):
-        CLIPPED_APART.refuse("keep_grads, gradient_memory", "gradients that leave")
+    _check_gradients_stay(concerned)
     return None
+
+
+def check_clips_by_value(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse that a framework clips gradients of these parameters by value, where they are moved out of `.grad`."""
+    given_ids = {id(parameter) for parameter in parameters}
+    _check_gradients_stay(optimizer for optimizer in optimizers if not _updated_ids(optimizer).isdisjoint(given_ids))
+
+
+def _updated_ids(optimizer: Any) -> set[int]:
+    """Return the ids of the parameters that an optimizer of ours updates."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+
+def _check_gradients_stay(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers whose gradients are moved out of `.grad` during backward."""
+    if not all(optimizer.keeps_grads for optimizer in optimizers):
+        CLIPPED_APART.refuse("keep_grads, gradient_memory", "gradients that leave")
 
 
 def tell_last_pass(optimizer: Any, accelerator: Any) -> None:

@@ -107,8 +107,11 @@ GRAPHS_ACCUMULATE = Row(CALLED, "several backward passes a step in a CUDA graph"
     "with CUDA graphs, take one backward pass a step, or keep_grads=True")
 REDUCED_LATER = Row(MADE, "`gradient_memory`; `keep_grads` false", "several ranks, but for FSDP2",
     "{instead}: {ranks} processes reduce gradients after they have arrived, but for those of FSDP2")
+MADE_ALONE = Row(CALLED, "`gradient_memory`; `keep_grads` false; `shard`",
+    "an optimizer that was made before `init_process_group`",
+    "make the optimizer after init_process_group: it knows nothing of {ranks} processes")
 CLIPPED_APART = Row(CALLED, "`gradient_memory`; `keep_grads` false",
-    "an accelerator of Hugging Face that clips some of the parameters, or by another norm",
+    "an accelerator of Hugging Face, or Lightning, that clips some of the parameters, by another norm, or by value",
     "clip all together, by their L2 norm, what leaves during backward; or keep gradients in memory")
 
 # Weights that are cut, or gathered by others
@@ -163,6 +166,8 @@ NOT_REDUCED = Row(CALLED, "`overlap_backward` with `comm_hook`", "one process, o
     "leave it out: it is for DDP on several ranks, with keep_grads=True and no gradient_memory")
 HOOKED = Row(CALLED, "`overlap_backward`", "a communication hook that DDP has already",
     "give overlap_backward its communication hook, in the place of register_comm_hook: it has one")
+DIVIDED_BY_OTHERS = Row(CALLED, "`overlap_backward`", "`join` with `divide_by_initial_world_size=False`",
+    "leave divide_by_initial_world_size at True: the hook of overlap_backward divides by all ranks")
 COMPILED_REDUCTIONS = Row(CALLED, "`overlap_backward`", 'DDP that is compiled with `optimize_ddp = "python_reducer"`',
     'leave optimize_ddp = "ddp_optimizer"')
 

@@ -18,6 +18,7 @@ from offload.checkpoint.marker import Mark, mark_of, set_aside
 from offload.combinations import BY_DEEPSPEED, GATHERED_TO_SAVE
 from offload.integrations.shared import (
     POINTER,
+    check_clips_by_value,
     disable_no_sync,
     find_clipping_optimizer,
     ours,
@@ -95,9 +96,9 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
 def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.PathLike[str] | None = None) -> Any:
     """Let an accelerator save and load a prepared optimizer of ours by its checkpoints, without moving its state.
 
-    Methods of this accelerator alone are replaced: `clip_grad_norm_`, `save_state` and `load_state`; and `no_sync`,
-    if there is one process and FSDP2 keeps its weights in host memory. Under FSDP2 the optimizer begins anew with
-    what `prepare` has made of its parameters, so no step may have been taken.
+    Methods of this accelerator alone are replaced: `clip_grad_norm_`, `clip_grad_value_`, `save_state`, `load_state`;
+    and `no_sync`, if there is one process and FSDP2 keeps its weights in host memory. Under FSDP2 the optimizer
+    begins anew with what `prepare` has made of its parameters, so no step may have been taken.
 
     Args:
         accelerator: The one that has prepared the optimizer.
@@ -130,6 +131,7 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
         prepared = accelerator.offload_prepared = weakref.WeakSet()
         _set_interrupted_aside(accelerator)
         accelerator.clip_grad_norm_ = partial(_clip_grad_norm, accelerator, prepared)
+        accelerator.clip_grad_value_ = partial(_clip_grad_value, accelerator, prepared)
         accelerator.save_state = partial(_save_state, accelerator, prepared)
         accelerator.load_state = partial(_load_state, accelerator)
         accelerator.register_load_state_pre_hook(partial(_before_load, prepared))
@@ -199,6 +201,13 @@ def _clip_grad_norm(
     if clipping is None:
         return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)  # type: ignore[no-any-return]
     return clipping.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+
+
+def _clip_grad_value(accelerator: Any, prepared: Iterable[Prepared], parameters: Any, clip_value: float) -> None:
+    """Replaces `Accelerator.clip_grad_value_`, which finds no gradients that have left."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    check_clips_by_value(map(ours, prepared), parameters)
+    type(accelerator).clip_grad_value_(accelerator, parameters, clip_value)
 
 
 def _save_state(accelerator: Any, enabled: Container[Prepared], *arguments: Any, **options: Any) -> Any:

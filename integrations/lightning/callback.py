@@ -12,7 +12,7 @@ from typing import Any
 from offload import CheckpointError, ConfigError
 from offload.checkpoint.marker import Marker
 from offload.combinations import AVERAGED, BY_DEEPSPEED, WRITES_BEHIND
-from offload.integrations.shared import POINTER, figures_to_log, ours, pointer, release, save
+from offload.integrations.shared import POINTER, check_clips_by_value, figures_to_log, ours, pointer, release, save
 from offload.optim.folders import begin_folder, end_folder
 from offload.optim.hiding import hide_steps
 
@@ -65,6 +65,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         strategy.remove_checkpoint = partial(self._remove_checkpoint, strategy)
         strategy.teardown = partial(_teardown, strategy)
         precision.clip_grad_by_norm = partial(_clip_grad_by_norm, precision)
+        precision.clip_grad_by_value = partial(_clip_grad_by_value, precision)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drop gradients of an earlier `fit`, as the Trainer does, but also those that have left `.grad`."""
@@ -199,6 +200,14 @@ def _clip_grad_by_norm(precision: Any, optimizer: Any, clip_val: float) -> None:
         type(precision).clip_grad_by_norm(precision, optimizer, clip_val)
     elif clip_val > 0:
         own.clip_grad_norm_(clip_val)
+
+
+def _clip_grad_by_value(precision: Any, optimizer: Any, clip_val: float) -> None:
+    """Replaces `Precision.clip_grad_by_value`, which finds no gradients that have left."""
+    own = ours(optimizer)
+    if own is not None:
+        check_clips_by_value([own], precision.main_params(optimizer))
+    type(precision).clip_grad_by_value(precision, optimizer, clip_val)
 
 
 def _absolute(path: Any) -> str:

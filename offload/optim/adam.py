@@ -31,19 +31,38 @@ class OffloadedAdam(OffloadedOptimizer):
         **options: Unpack[TorchOptions],
     ) -> None:
         if amsgrad:
-            raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
+            raise _refuse_third_moment("amsgrad")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, offload, options)
 
-    def _check_saved_group(self, group: Group) -> None:
-        """Refuse a group of a state dict with `amsgrad`, or with the other class's weight decay."""
-        super()._check_saved_group(group)
+    def _check_group(self, group: Group) -> None:
+        """Refuse a group with `amsgrad`, or with the other class's weight decay, as torch's classes write them."""
+        super()._check_group(group)
         if group.get("amsgrad"):
-            raise ConfigError("state_dict amsgrad", True, "the engine keeps two moments, not three")
+            raise _refuse_third_moment("amsgrad")
         is_decoupled = self.rule is ADAMW
         if group.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
-            other_class = "Adam" if is_decoupled else "AdamW"
-            raise ConfigError("state_dict", f"of {other_class}", f"load it into offload.{other_class}")
+            advice = f"leave it out, or use offload.{self._other_class}"
+            raise ConfigError("decoupled_weight_decay", not is_decoupled, advice)
+
+    def _check_saved_group(self, group: Group) -> None:
+        """Refuse a group of a state dict as `_check_group` does, in words about the state dict."""
+        if group.get("amsgrad"):
+            raise _refuse_third_moment("state_dict amsgrad")
+        is_decoupled = self.rule is ADAMW
+        if group.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
+            raise ConfigError("state_dict", f"of {self._other_class}", f"load it into offload.{self._other_class}")
+        super()._check_saved_group(group)
+
+    @property
+    def _other_class(self) -> str:
+        """The class with the other weight decay."""
+        return "Adam" if self.rule is ADAMW else "AdamW"
+
+
+def _refuse_third_moment(field: str) -> ConfigError:
+    """Return the error for `amsgrad`."""
+    return ConfigError(field, True, "use false: the engine keeps two moments, not three")
 
 
 class AdamW(OffloadedAdam):

@@ -81,6 +81,7 @@ class Buckets:
         # cannot matter: gradients never lie in buckets, or the number of ranks is a power of two, by which division
         # and multiplication have the same bits.
         self._storages: dict[int, int] = {}
+        model.register_forward_pre_hook(_check_division)
         ranks = self._group.size()
         is_power_of_two = ranks & (ranks - 1) == 0
         if model.gradient_as_bucket_view and not is_power_of_two:
@@ -188,6 +189,13 @@ def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) 
     except RuntimeError:
         combinations.HOOKED.refuse("model", "DistributedDataParallel")
     return buckets
+
+
+def _check_division(model: Any, inputs: object) -> None:
+    """Refuse `join` with a mean over the ranks that still have data: the reducer leaves it to the hook, unsaid."""
+    divides_by_all = getattr(model, "_divide_by_initial_world_size", True)
+    if model._join_config.enable and not divides_by_all:
+        combinations.DIVIDED_BY_OTHERS.refuse("divide_by_initial_world_size", False)
 
 
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, and finds strings

@@ -88,6 +88,14 @@ class Muon(OffloadedOptimizer):
         defaults = {**muon, **adamw, "use_muon": True}
         super().__init__(params, defaults, offload, options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `OffloadedOptimizer.add_param_group`."""
+        try:
+            super().add_param_group(param_group)
+        except BaseException:
+            self._matched_count = 0  # it may have counted names of the group that is not there any more
+            raise
+
     def _open(self, config: OffloadConfig) -> None:
         """Deal matrices, then open the engine."""
         with self._on_all_ranks():

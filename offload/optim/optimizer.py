@@ -240,6 +240,16 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         group_of = {parameter: number for parameter, _, number in names(self.param_groups)}
         self._group_of.update((parameter, group_of[parameter]) for parameter in parameters)
 
+    def _check_ranks(self) -> None:
+        """Refuse settings that depend on the number of ranks if there are more than when the optimizer was made."""
+        made_by, _ = self._made_by
+        count, _ = ranks.world()
+        config = self._holder.config
+        if count > made_by and (config.shard or not config.keeps_grads):
+            gradients = "keep_grads" if config.gradient_memory is None else "gradient_memory"
+            field = gradients if not config.keeps_grads else "shard"
+            combinations.MADE_ALONE.refuse(field, getattr(config, field), ranks=count)
+
     def _check_groups(self) -> None:
         """Refuse groups out of which a parameter was taken that the engine updates, or which are in another order.
 
@@ -437,6 +447,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._holder.open_after_backward()
         self._state.check()
         self._check_groups()
+        self._check_ranks()
         groups = self._values()
         for bound in self._weights.bound.values():
             bound.used_gradient = None  # a signal handler's `park` must not drop what this step is about to use

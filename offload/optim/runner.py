@@ -155,6 +155,8 @@ class ClassRunner:
         self.widens = widens
         self._packings: dict[_PackingKey, Packing] = {}  # as `rule_of` has found them
         self._groups: dict[int, Group] = {}  # as they were at first, by number
+        self._parameters: dict[str, torch.Tensor] = {}  # by name: the class may look at attributes of theirs
+        self._with_names: set[int] = set()  # numbers of groups whose parameters were given names
         self._starts_with_state = False  # whether the class makes state in its constructor
         self.calls_closure_first = True
         self.changes_groups = False
@@ -241,17 +243,17 @@ class ClassRunner:
         self._groups.setdefault(number, deepcopy(_without_parameters(group)))
         key = _PackingKey(number, tuple(parameter.shape), tuple(parameter.stride()), DTYPE_CODES[dtype])
         if key not in self._packings:
-            self._packings[key] = self._find_packing(parameter, dtype, group, name)
+            self._packings[key] = self._find_packing(parameter, dtype, group, name, number)
         packing = self._packings[key]
         keys = ", ".join(map(str, packing.keys))  # in the rule's name: other keys, or another order, are another rule
         return ClassRule(f"{self.name}({keys})", packing.words, DTYPE_CODES[dtype], self)
 
     def _find_packing(
-        self, parameter: torch.Tensor, dtype: torch.dtype, group: Mapping[str, Any], name: str
+        self, parameter: torch.Tensor, dtype: torch.dtype, group: Mapping[str, Any], name: str, number: int
     ) -> Packing:
         """Try the class on a fake tensor like a parameter; return how the state that it keeps is packed."""
         with self._raising_config_error(name):
-            forms = self._find_forms(tuple(parameter.shape), tuple(parameter.stride()), dtype, group, name)
+            forms = self._find_forms(tuple(parameter.shape), tuple(parameter.stride()), dtype, group, name, number)
         if self.masters and MASTER in forms:
             raise self._refusal(f"{MASTER!r} of its own, beside those of masters=True", name)
         try:
@@ -259,9 +261,35 @@ class ClassRunner:
         except TypeError as cause:  # too many values
             raise self._refusal(cause, name) from cause
 
+    def note_parameters(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], number: int, *, have_names: bool
+    ) -> None:
+        """Note the parameters of group `number`, and whether the user has named them.
+
+        A class may look at attributes that the user has set on a parameter, and at its group's "param_names".
+        """
+        self._parameters.update(parameters)
+        if have_names:
+            self._with_names.add(number)
+
+    def _as_parameter(self, tensor: torch.Tensor, name: str) -> torch.nn.Parameter:
+        """Return a tensor as a parameter with the attributes of the one that has this name."""
+        parameter = torch.nn.Parameter(tensor)
+        if name in self._parameters:
+            vars(parameter).update(vars(self._parameters[name]))
+        return parameter
+
+    def _group_of(
+        self, parameters: list[torch.Tensor], names: list[str], values: Mapping[str, Any], number: int
+    ) -> Group:
+        """Return a group of parameters and copies of hyperparameters, with names if group `number` has them."""
+        named = {"param_names": names} if number in self._with_names else {}
+        return {**deepcopy(dict(values)), "params": parameters, **named}
+
     def forget_group(self, number: int) -> None:
         """Forget a group that could not be added, as another one may get its number."""
         self._groups.pop(number, None)
+        self._with_names.discard(number)
         for key in [key for key in self._packings if key.group == number]:
             del self._packings[key]
         self._tried_forms = {tried for tried in self._tried_forms if tried[0] != number}
@@ -298,7 +326,13 @@ class ClassRunner:
             raise ConfigError("wrap", self.name, advice) from cause
 
     def _find_forms(
-        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any], name: str
+        self,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        group: Mapping[str, Any],
+        name: str,
+        number: int,
     ) -> dict[Any, Form | None]:
         """Return the forms of the state that the class keeps of a parameter, by key, after `STEPS` fake steps.
 
@@ -306,10 +340,11 @@ class ClassRunner:
         """
         forms: dict[Any, Form | None] = {}
         before = _without_parameters(group)
-        own_group = deepcopy(before)
+        own_group = self._group_of([], [name], before, number)
         with _without_memory():
-            trial_tensor = torch.nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
-            optimizer = self._make_optimizer([{**own_group, "params": [trial_tensor]}])
+            trial_tensor = self._as_parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), name)
+            own_group["params"] = [trial_tensor]
+            optimizer = self._make_optimizer([own_group])
             for step in range(STEPS + 1):
                 if step:  # at first none is taken: some classes have state at once
                     gradient_dtype = self._gradient_dtype(dtype)
@@ -365,7 +400,7 @@ class ClassRunner:
         for trial in trials:
             self.rule_of(trial.like, trial.name, group, number)
         with torch.random.fork_rng(devices=[]):  # the trial seeds the CPU's generator, which is restored afterwards
-            optimizer, together = self._step_together(trials)
+            optimizer, together = self._step_together(trials, number)
             alone = copy(self)  # another thread may be using `self._inner`
             alone._inner = optimizer
             has_types = len({dtype for dtype, _ in smallest}) > 1
@@ -383,7 +418,7 @@ class ClassRunner:
     def _try_closure(self, trial: _Trial, number: int) -> None:
         """Note whether the class calls a closure as it is called here: once, before the update."""
         dtype = torch.float32 if self.masters else trial.like.dtype
-        trial_tensor, optimizer = self._trial_optimizer(tuple(trial.like.shape), dtype, number)
+        trial_tensor, optimizer = self._trial_optimizer(tuple(trial.like.shape), dtype, number, trial.name)
         before = trial_tensor.detach().clone()
         calls: list[bool] = []  # whether the tensor was not updated yet
 
@@ -424,8 +459,8 @@ class ClassRunner:
         gradients = [(draw() * scale).to(self._gradient_dtype(dtype)) for scale in TRIAL_SCALES]
         return weight, gradients
 
-    def _step_together(self, trials: Sequence[_Trial]) -> tuple[torch.optim.Optimizer, list[Any]]:
-        """Update all trials' weights by one optimizer of the class.
+    def _step_together(self, trials: Sequence[_Trial], number: int) -> tuple[torch.optim.Optimizer, list[Any]]:
+        """Update the weights of all trials, of group `number`, by one optimizer of the class.
 
         Returns:
             The optimizer; and weight, state and group of each trial afterwards. The last trial has its own group.
@@ -433,11 +468,14 @@ class ClassRunner:
         torch.default_generator.manual_seed(0)
         drawn = [self._random_values(trial.like, at) for at, trial in enumerate(trials)]
         forms = [(trial.like.size(), trial.like.stride()) for trial in trials]
-        weights = [torch.nn.Parameter(flat.as_strided(*form)) for (flat, _), form in zip(drawn, forms, strict=True)]
-        names = ", ".join(dict.fromkeys(trial.name for trial in trials))
-        with self._raising_config_error(names):
-            first_group = {**deepcopy(dict(trials[0].group)), "params": weights[:-1]}
-            slower_group = {**deepcopy(dict(trials[-1].group)), "params": weights[-1:]}
+        names = [trial.name for trial in trials]
+        weights: list[torch.Tensor] = [
+            self._as_parameter(flat.as_strided(*form), name)
+            for (flat, _), form, name in zip(drawn, forms, names, strict=True)
+        ]
+        with self._raising_config_error(", ".join(dict.fromkeys(names))):
+            first_group = self._group_of(weights[:-1], names[:-1], trials[0].group, number)
+            slower_group = self._group_of(weights[-1:], names[-1:], trials[-1].group, number)
             optimizer = self._make_optimizer([first_group, slower_group])
             before = {name: _deep_copy(value) for name, value in _other_attributes(optimizer).items()}
             for step in range(len(TRIAL_SCALES)):
@@ -491,7 +529,7 @@ class ClassRunner:
         """
         dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
         shape = known(parameter.shape, "a parameter without a shape")
-        trial_tensor, optimizer = self._trial_optimizer(shape, dtype, parameter.group)
+        trial_tensor, optimizer = self._trial_optimizer(shape, dtype, parameter.group, parameter.name)
         step_alone(optimizer)
         state = dict(optimizer.state.get(trial_tensor, {}))
         if "step" in state:
@@ -501,16 +539,16 @@ class ClassRunner:
 
     def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
         """Return a function that makes one update of a new tensor of this shape and dtype, to be timed."""
-        _, optimizer = self._trial_optimizer(shape, torch.float32 if self.masters else dtype, group)
+        _, optimizer = self._trial_optimizer(shape, torch.float32 if self.masters else dtype, group, "trial")
         return partial(step_alone, optimizer)
 
     def _trial_optimizer(
-        self, shape: tuple[int, ...], dtype: torch.dtype, group: int
+        self, shape: tuple[int, ...], dtype: torch.dtype, group: int, name: str
     ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
         """Return a new tensor with a gradient, and an optimizer of the class that has this tensor alone."""
-        trial_tensor = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
+        trial_tensor = self._as_parameter(torch.ones(shape, dtype=dtype, device="cpu"), name)
         _set_grad(trial_tensor, torch.ones(shape, dtype=self._gradient_dtype(dtype), device="cpu"))
-        own_group = {**deepcopy(self._groups.get(group, {})), "params": [trial_tensor]}
+        own_group = self._group_of([trial_tensor], [name], self._groups.get(group, {}), group)
         return trial_tensor, self._make_optimizer([own_group])
 
     # Updates
@@ -527,7 +565,7 @@ class ClassRunner:
         if given.dtype.itemsize > gradient_dtype.itemsize:
             name = piece.parameter.name
             raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
-        view = torch.nn.Parameter(piece.shaped(master))
+        view = self._as_parameter(piece.shaped(master), piece.parameter.name)
         _set_grad(view, piece.gradient(gradient_dtype))
         packed_words = known(piece.packed, "a parameter without packed state")
         after = self.step_packed(view, piece.parameter, packed_words, values, step_alone)
@@ -556,7 +594,7 @@ class ClassRunner:
         """
         packing = self.packing_of(parameter)
         state = packing.load(packed_words)
-        group = {**deepcopy(dict(values)), "params": [view]}
+        group = self._group_of([view], [parameter.name], values, parameter.group)
         inner = self._inner
         if not state and self._starts_with_state:  # only the constructor makes the first state
             with self._raising_config_error(parameter.name):
@@ -594,7 +632,7 @@ class ClassRunner:
         segment = SegmentTensors(weight, state=(), gradient=None, weight=None, flags=SegmentFlag(0), scalars=None)
         piece = Piece(parameter, segment)
         values = groups[parameter.group]
-        view = torch.nn.Parameter(piece.shaped(weight))
+        view = self._as_parameter(piece.shaped(weight), parameter.name)
         after = self.step_packed(view, parameter, packed_words, values, methodcaller(method))
         self._groups_after.setdefault(parameter.group, (values, after))  # the first parameter decides, as in `update`
         piece.shaped(master).copy_(view)
@@ -607,7 +645,7 @@ class ClassRunner:
         may change a group in every step.
         """
         if number not in self._groups_after and (self.changes_groups or method != "step"):
-            self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
+            self._inner.param_groups = [self._group_of([], [], values, number)]
             call = step_alone if method == "step" else methodcaller(method)
             call(self._inner)
             self._groups_after[number] = values, _without_parameters(self._inner.param_groups[0])
@@ -652,8 +690,9 @@ def _trial_tensor_of(item: Any, trial_tensors: dict[int, torch.Tensor]) -> Any:
         return item  # torch will refuse it
     if id(item) not in trial_tensors:
         dtype = item.dtype if item.is_floating_point() else torch.float32  # frozen ones may be integers
-        trial_tensor = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
-        trial_tensors[id(item)] = trial_tensor.requires_grad_()
+        trial_tensor = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu").requires_grad_()
+        vars(trial_tensor).update(vars(item))
+        trial_tensors[id(item)] = trial_tensor
     return trial_tensors[id(item)]
 
 

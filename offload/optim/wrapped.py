@@ -112,6 +112,7 @@ class WrappedOptimizer(OffloadedOptimizer):
                 for n, item in enumerate(group["params"])
             ]
             named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+            runner.note_parameters(named, at, have_names=any(isinstance(item, tuple) for item in group["params"]))
             for name, parameter in named:
                 self._check(parameter, name)
                 if parameter.numel() > largest_numel:
@@ -160,6 +161,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         named = names(self.param_groups)
         for at, group in enumerate(self.param_groups):
             own = [(name, parameter) for parameter, name, number in named if number == at]
+            self._runner.note_parameters(own, at, have_names=bool(group.get("param_names")))
             self._runner.check_alone(own, group, at)
 
     def _check_saved_group(self, group: Group) -> None:

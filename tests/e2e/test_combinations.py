@@ -367,6 +367,24 @@ def stage(folder: Path) -> None:
     offload.AdamW([(name, torch.nn.Parameter(torch.ones(64, 64)))], offload=config(folder, shard=True))
 
 
+def made_alone(folder: Path, **settings: Any) -> None:
+    """An optimizer that is made before there is a process group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    optimizer = adamw(folder, net := model(), **settings)
+    store = f"file://{folder.parents[1]}/group-{folder.name}"  # of all ranks
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    stepped(optimizer, net)
+
+
+def joined(folder: Path) -> None:
+    ddp = DistributedDataParallel(model())
+    with adamw(folder, ddp) as optimizer:
+        optimizer.overlap_backward(ddp)
+        with ddp.join(divide_by_initial_world_size=False):
+            ddp(torch.ones(2, 64))
+
+
 ON_RANKS: list[Case] = [
     ("REDUCED_LATER", lambda folder: adamw(folder, gradient_memory=0)),
     ("REDUCED_LATER", lambda folder: adamw(folder, keep_grads=False)),
@@ -392,6 +410,9 @@ ON_RANKS: list[Case] = [
     ("HOST_ALONE", lambda folder: offload.weights_in_host_memory(model())),
     ("HOOKED", hooked),
     ("COMPILED_REDUCTIONS", reduced_by_python),
+    ("DIVIDED_BY_OTHERS", joined),
+    ("MADE_ALONE", lambda folder: made_alone(folder, gradient_memory=0)),
+    ("MADE_ALONE", lambda folder: made_alone(folder, shard=True)),
 ]
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.errors import CheckpointError, ConfigError
+from offload.rules import MUON
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -339,3 +340,15 @@ def test_hidden_steps_gradients_that_leave_and_parks_change_nothing(config: dict
             train(model, optimizer, range(4, 6))
             optimizer.finish()
     assert all(map(same_bits, *([p.detach() for p in model.parameters()] for model in models)))
+
+
+def test_names_of_a_group_that_could_not_be_added_are_forgotten() -> None:
+    matrix = torch.nn.Parameter(torch.randn(64, 64))
+    with offload.Muon([("a.weight", matrix)], offload={"host_memory": "64MiB"}) as optimizer:
+        large = torch.nn.Parameter(torch.zeros(8192, 8192))
+        with pytest.raises(offload.InfeasiblePlanError):
+            optimizer.add_param_group({"params": [("b.weight", large)]})
+        optimizer.add_param_group({"params": [("embed_tokens.weight", torch.nn.Parameter(torch.randn(128, 64)))]})
+        rules = [parameter.rule for parameter in optimizer.engine.plan.layout.parameters]
+        assert rules[0] is MUON
+        assert rules[1] is not MUON

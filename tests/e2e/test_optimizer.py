@@ -228,6 +228,24 @@ def test_load_state_dict_refuses_settings_it_cannot_honour(streaming: Any, chang
         optimizer.load_state_dict(saved)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (offload.AdamW, {"amsgrad": True}),
+        (offload.AdamW, {"decoupled_weight_decay": False}),
+        (offload.Adam, {"decoupled_weight_decay": True}),
+    ],
+)
+def test_groups_of_torchs_optimizers_are_not_taken_for_others(kind: Any, changes: dict[str, Any]) -> None:
+    group = {"params": [torch.nn.Parameter(torch.ones(100))], **changes}
+    with pytest.raises(offload.ConfigError, match=next(iter(changes))):
+        kind([group])
+    with kind([torch.nn.Parameter(torch.ones(100))]) as optimizer:
+        with pytest.raises(offload.ConfigError, match=next(iter(changes))):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+
+
 def test_copies_are_refused(streaming: Any, tmp_path: Path) -> None:
     with offload.AdamW(make_model().parameters(), offload=streaming()) as optimizer:
         with pytest.raises(offload.ConfigError, match="state_dict"):

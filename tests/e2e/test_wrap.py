@@ -461,6 +461,50 @@ def test_state_of_another_class_or_size_is_refused(tmp_path: Path) -> None:
         export_safetensors(tmp_path / "saved", tmp_path / "file")
 
 
+class ByName(optim.Optimizer):
+    """Has factors of rates on parameters, and decays by name, as some scripts' classes do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            for p, name in zip(group["params"], names, strict=True):
+                if p.grad is not None:
+                    p.mul_(0.9 if name.endswith("weight") else 1.0)
+                    state = self.state[p]
+                    state["sum"] = state.get("sum", 0) + p.grad
+                    p.add_(state["sum"], alpha=-group["lr"] * getattr(p, "lr_mul", 1.0))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_class_sees_names_and_attributes_of_parameters(named: bool, tmp_path: Path) -> None:
+    ours, plain = weights(), weights()
+    for parameters in (ours, plain):
+        for number, parameter in enumerate(parameters):
+            parameter.lr_mul = 1.0 + number  # type: ignore[attr-defined]
+
+    def given(parameters: list[torch.nn.Parameter]) -> list[Any]:
+        suffixes = ("weight", "bias")
+        return [(f"{n}.{suffixes[n % 2]}", p) for n, p in enumerate(parameters)] if named else [*parameters]
+
+    expected = ByName(given(plain)[:4])
+    with offload.wrap(ByName, given(ours)[:4], offload=streamed(tmp_path)) as optimizer:
+        for step in range(3):
+            if step == 1:
+                for each, parameters in ((optimizer, ours), (expected, plain)):
+                    each.add_param_group({"params": given(parameters)[4:], "lr": 0.01})
+            for parameters in (ours, plain):
+                draw(parameters, step)
+                parameters[0].lr_mul = 7.0 - step  # type: ignore[attr-defined]  # as it is then
+            optimizer.step()
+            expected.step()
+    for one, other in zip(ours, plain, strict=True):
+        assert same_bits(one, other)
+
+
 def test_a_group_that_is_added_joins(tmp_path: Path) -> None:
     own, ours = weights(), weights()
     theirs = optim.RMSprop(own[:2])

@@ -186,6 +186,8 @@ def test_a_part_of_the_parameters_is_clipped_alone(optimizer: offload.AdamW) -> 
     assert accelerator.clip_grad_norm_(parameters[1:], 0.5) == pytest.approx(8**0.5)
     assert float(parameters[1].grad.norm()) == pytest.approx(0.5)  # type: ignore[union-attr]
     assert float(parameters[0].grad.norm()) == pytest.approx(64)  # type: ignore[union-attr]
+    accelerator.clip_grad_value_(parameters[0], 0.25)
+    assert float(parameters[0].grad.max()) == 0.25  # type: ignore[union-attr]
 
 
 def test_gradients_that_leave_are_clipped_all_together(
@@ -199,8 +201,11 @@ def test_gradients_that_leave_are_clipped_all_together(
     for given, norm_type in ((parameters[1:], 2), (parameters, 1)):
         with pytest.raises(offload.ConfigError, match="keep_grads"):
             accelerator.clip_grad_norm_(given, 0.5, norm_type)
+    with pytest.raises(offload.ConfigError, match="keep_grads"):
+        accelerator.clip_grad_value_(parameters[1:], 0.5)
     accelerator.clip_grad_norm_(parameters, 0.5)
     accelerator.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 0.5)  # somebody else's
+    accelerator.clip_grad_value_([torch.nn.Parameter(torch.ones(3))], 0.5)
 
 
 def test_one_of_two_optimizers_clips(optimizer: offload.AdamW) -> None:

@@ -461,6 +461,8 @@ def test_clipping_by_value_is_torchs_own_and_by_norm_ours(tmp_path: Path, path: 
     fit(tmp_path, Small(path), Largest(), **options)
     assert 0 < max(seen) <= 1.0001e-6
     assert fit(tmp_path, Small(path), gradient_clip_val=None).global_step == 4
+    with pytest.raises(offload.ConfigError, match="by their L2 norm, what leaves"):
+        fit(tmp_path, Small(path, gradient_memory=0), **options)
 
 
 def test_manual_optimization(tmp_path: Path, path: Path) -> None:
