@@ -60,6 +60,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
             in ns. In a run's own folder they are noted once it is whole; the engine's checkpoint is not among them.
         whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
         run: In a mirror: names the training, as `Manifest.run` does; "" in older markers.
+        source: In a mirror: path of the run's folder; "" in older markers.
     """
 
     process: Process | None = None
@@ -69,6 +70,14 @@ class Marker(msgspec.Struct, omit_defaults=True):
     files: dict[str, tuple[int, int]] = {}
     whole_s: float = 0.0
     run: str = ""
+    source: str = ""
+
+    def is_of(self, run: str, source: str) -> bool:
+        """Return whether the mirror's folder is of a training, by its name or by the folder that it saves to.
+
+        A training that begins anew in the same folder, without state, has another name.
+        """
+        return "" in (run, self.run) or self.run == run or self.source == source
 
     def encode(self) -> bytes:
         """Return the marker as JSON; without `files` if that would be too long to be read, or a name is no text."""

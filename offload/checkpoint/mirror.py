@@ -110,7 +110,11 @@ class Task:
     @property
     def run(self) -> str:
         """Names the training that the source is of; "" if nobody knows."""
-        return self.session_run if self.part is None else self.part.run
+        if self.part is None:
+            return self.session_run
+        with contextlib.suppress(CheckpointError):  # the source may be gone, and its files open
+            return self.part.run
+        return ""
 
     @property
     def is_first(self) -> bool:

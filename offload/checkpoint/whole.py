@@ -256,7 +256,7 @@ class FolderCopy:
             is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)  # 0.0: the run's has no time
             if not self._is_new or (is_same_save and unchanged.keys() == self.files.keys()):
                 return False
-            if "" not in (run, marker.run) and marker.run != run:  # two may have folders of one name
+            if not marker.is_of(run, self.whole.above):  # two may have folders of one name
                 raise CheckpointError(
                     f"{self.target} is a folder of another run: give this run a mirror of its own, or delete it"
                 )
@@ -293,7 +293,8 @@ class FolderCopy:
         """
         belongs = self.whole.belongs
         whole_s = belongs.whole_s or now_s()
-        marker = replace(belongs, process=None, files=self._copied, whole_s=whole_s, run=self._run)
+        marker = replace(belongs, process=None, files=self._copied, whole_s=whole_s)
+        marker = replace(marker, run=self._run, source=self.whole.above)
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
         # A marker that would be too long is encoded without `files`: whoever goes on then copies all again.
@@ -377,8 +378,8 @@ def delete_copy(whole: WholeFolder, mirror: str, run: str = "", *, is_unfinished
     folder = open_folder(f"{mirror}/{whole.name}")
     mark, marker = mark_in(folder)
     is_unfinished_here = mark is Mark.BEGUN and marker.process == Process.this()
-    is_of_another_run = "" not in (run, marker.run) and marker.run != run
-    if mark is Mark.NONE or is_of_another_run or (is_unfinished and not is_unfinished_here):
+    is_of_run = marker.is_of(run, whole.above)
+    if mark is Mark.NONE or not is_of_run or (is_unfinished and not is_unfinished_here):
         return False
     if mark is Mark.WHOLE:  # so that an interrupted deletion leaves no whole folder; with `BEGUN` none is
         folder.write(BEGUN, Marker(Process.this()).encode())

@@ -53,13 +53,13 @@ _UPDATES: dict[str, Callable[..., None]] = {MUON.name: _muon}
 """Update functions of rules that have none of their own."""
 
 
-def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
-    """Return a function that updates a made-up parameter of a shape, dtype and group, to be timed.
+def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int, name: str) -> Callable[[], None]:
+    """Return a function that updates a made-up parameter of a shape, dtype, group and name, to be timed.
 
     The rule is one of whole parameters: the others have no update here.
     """
     if isinstance(rule, ClassRule):
-        return rule.trial(shape, dtype, group)
+        return rule.trial(shape, dtype, group, name)
     numel = math.prod(shape)
     generator = torch.Generator().manual_seed(0)
     master, gradient = (

@@ -276,7 +276,9 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
             parameter = layout.parameters[segment.parameter]
             key = subgroup.state.rule, parameter.shape, parameter.dtype
             if key not in known_s:
-                known_s[key] = _estimate_update_s(subgroup.state.rule, parameter)
+                known_s[key] = subgroup.state_bytes / rates.cpu_bytes_per_s
+                with contextlib.suppress(Exception):  # a class may not take a smaller tensor with these attributes
+                    known_s[key] = _estimate_update_s(subgroup.state.rule, parameter)
             seconds += known_s[key]
     return replace(rates, cpu_bytes_per_s=layout.state_bytes / seconds)
 
@@ -285,7 +287,7 @@ def _estimate_update_s(rule: UpdateRule, parameter: Parameter) -> float:
     """Return the estimated seconds of a whole parameter's update: those of a smaller trial, by the ratio of work."""
     shape = parameter.shape or (parameter.numel,)
     small_shape = _smaller(shape)
-    update = trial(rule, small_shape, TORCH_DTYPES[parameter.dtype], parameter.group)
+    update = trial(rule, small_shape, TORCH_DTYPES[parameter.dtype], parameter.group, parameter.name)
     return _best_s(update) * rule.work(shape) / rule.work(small_shape)
 
 

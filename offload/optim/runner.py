@@ -49,8 +49,12 @@ class _Trial(NamedTuple):
 
 
 class _PackingKey(NamedTuple):
-    """What decides how a parameter's state is packed; `group` is the number of the group."""
+    """What decides how a parameter's state is packed.
 
+    `group` is the number of the group; `name` is "" for parameters without attributes, as state may depend on these.
+    """
+
+    name: str
     group: int
     shape: tuple[int, ...] | None
     stride: tuple[int, ...] | None
@@ -155,7 +159,9 @@ class ClassRunner:
         self.widens = widens
         self._packings: dict[_PackingKey, Packing] = {}  # as `rule_of` has found them
         self._groups: dict[int, Group] = {}  # as they were at first, by number
-        self._parameters: dict[str, torch.Tensor] = {}  # by name: the class may look at attributes of theirs
+        self._attributes: dict[str, dict[str, Any]] = {}  # each parameter's own `__dict__`, by name
+        self._attributes_now: dict[str, dict[str, Any]] = {}  # copies, of this step; the class may look at them
+        self._with_attributes: set[str] = set()  # names of parameters that had attributes when they were noted
         self._with_names: set[int] = set()  # numbers of groups whose parameters were given names
         self._starts_with_state = False  # whether the class makes state in its constructor
         self.calls_closure_first = True
@@ -164,7 +170,8 @@ class ClassRunner:
         self._tried_forms: set[tuple[Any, ...]] = set()  # of `check_alone`: a group's number and kinds of parameters
 
     def begin_step(self) -> None:
-        """Forget the groups as the last step's updates have left them."""
+        """Note parameters' attributes for this step, and forget the groups as the last step has left them."""
+        self._attributes_now = {name: dict(own) for name, own in self._attributes.items() if own}
         self._groups_after.clear()
 
     def _make_optimizer(self, params: Sequence[Any]) -> torch.optim.Optimizer:
@@ -241,7 +248,8 @@ class ClassRunner:
         """
         dtype = torch.float32 if self.masters else parameter.dtype
         self._groups.setdefault(number, deepcopy(_without_parameters(group)))
-        key = _PackingKey(number, tuple(parameter.shape), tuple(parameter.stride()), DTYPE_CODES[dtype])
+        shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+        key = _PackingKey(self._name_in_key(name), number, shape, stride, DTYPE_CODES[dtype])
         if key not in self._packings:
             self._packings[key] = self._find_packing(parameter, dtype, group, name, number)
         packing = self._packings[key]
@@ -268,15 +276,25 @@ class ClassRunner:
 
         A class may look at attributes that the user has set on a parameter, and at its group's "param_names".
         """
-        self._parameters.update(parameters)
+        known_before = {*self._attributes}  # their packings are found already, under the keys that they had
+        for name, parameter in parameters:
+            self._attributes[name] = vars(parameter)
+            if vars(parameter):
+                self._attributes_now[name] = dict(vars(parameter))
+                if name not in known_before:
+                    self._with_attributes.add(name)
         if have_names:
             self._with_names.add(number)
 
-    def _as_parameter(self, tensor: torch.Tensor, name: str) -> torch.nn.Parameter:
-        """Return a tensor as a parameter with the attributes of the one that has this name."""
+    def _as_parameter(self, tensor: torch.Tensor, name: str, *, is_trial: bool = True) -> torch.nn.Parameter:
+        """Return a tensor as a parameter with the attributes of the one that has this name.
+
+        A trial's has copies of lists and the like, which the class may change.
+        """
         parameter = torch.nn.Parameter(tensor)
-        if name in self._parameters:
-            vars(parameter).update(vars(self._parameters[name]))
+        for attribute, value in self._attributes_now.get(name, {}).items():
+            is_copied = is_trial and isinstance(value, list | dict | set)
+            vars(parameter)[attribute] = copy(value) if is_copied else value
         return parameter
 
     def _group_of(
@@ -297,7 +315,12 @@ class ClassRunner:
     def packing_of(self, parameter: Parameter) -> Packing:
         """Return how the state of a parameter of the layout is packed."""
         dtype = known(parameter.rule, "a parameter without a rule").master_dtype
-        return self._packings[_PackingKey(parameter.group, parameter.shape, parameter.stride, dtype)]
+        name = self._name_in_key(parameter.name)
+        return self._packings[_PackingKey(name, parameter.group, parameter.shape, parameter.stride, dtype)]
+
+    def _name_in_key(self, name: str) -> str:
+        """Return the name that a parameter has in `_PackingKey`."""
+        return name if name in self._with_attributes else ""
 
     @property
     def keys(self) -> set[Any]:
@@ -537,9 +560,9 @@ class ClassRunner:
                 state |= self.packing_of(parameter).cast({"step": float(count)})
         return state
 
-    def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
+    def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int, name: str) -> Callable[[], None]:
         """Return a function that makes one update of a new tensor of this shape and dtype, to be timed."""
-        _, optimizer = self._trial_optimizer(shape, torch.float32 if self.masters else dtype, group, "trial")
+        _, optimizer = self._trial_optimizer(shape, torch.float32 if self.masters else dtype, group, name)
         return partial(step_alone, optimizer)
 
     def _trial_optimizer(
@@ -565,7 +588,7 @@ class ClassRunner:
         if given.dtype.itemsize > gradient_dtype.itemsize:
             name = piece.parameter.name
             raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
-        view = self._as_parameter(piece.shaped(master), piece.parameter.name)
+        view = self._as_parameter(piece.shaped(master), piece.parameter.name, is_trial=False)
         _set_grad(view, piece.gradient(gradient_dtype))
         packed_words = known(piece.packed, "a parameter without packed state")
         after = self.step_packed(view, piece.parameter, packed_words, values, step_alone)
@@ -632,7 +655,7 @@ class ClassRunner:
         segment = SegmentTensors(weight, state=(), gradient=None, weight=None, flags=SegmentFlag(0), scalars=None)
         piece = Piece(parameter, segment)
         values = groups[parameter.group]
-        view = self._as_parameter(piece.shaped(weight), parameter.name)
+        view = self._as_parameter(piece.shaped(weight), parameter.name, is_trial=False)
         after = self.step_packed(view, parameter, packed_words, values, methodcaller(method))
         self._groups_after.setdefault(parameter.group, (values, after))  # the first parameter decides, as in `update`
         piece.shaped(master).copy_(view)

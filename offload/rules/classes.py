@@ -22,8 +22,11 @@ class Runner(Protocol):
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
         """Update one whole parameter; see `UpdateRule.update`."""
 
-    def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
-        """Return a function that makes a step of the class on a tensor of such a shape, with a group's options."""
+    def trial(self, shape: tuple[int, ...], dtype: Any, group: int, name: str) -> Callable[[], None]:
+        """Return a function that makes a step of the class on a tensor of such a shape, with a group's options.
+
+        It has the name and the attributes of the parameter with this name.
+        """
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class ClassRule(WholeRule):
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
         known(self.runner, f"{self.name} is only read, and is to run").update(piece, group, values)
 
-    def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
+    def trial(self, shape: tuple[int, ...], dtype: Any, group: int, name: str) -> Callable[[], None]:
         """Return a function that makes a step of the class, to be timed; see `Runner.trial`."""
-        return known(self.runner, f"{self.name} is only read, and is to run").trial(shape, dtype, group)
+        return known(self.runner, f"{self.name} is only read, and is to run").trial(shape, dtype, group, name)
 
 
 def described(rules: Mapping[str, UpdateRule], name: str, words: int, master_dtype: DtypeCode) -> UpdateRule:

@@ -168,17 +168,22 @@ class WholeRule(UpdateRule):
         return WholeScalars(grad_scale, 0.0)
 
 
-@cache
 def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
     """Return `SEGMENT_DTYPE` with fields named as a rule's state tensors and scalars."""
+    return _segment_dtype(bool(rule.packed_words), (*rule.state,), rule.scalars)
+
+
+@cache  # not of rules: one of a class has that class's parameters, which the cache would keep alive
+def _segment_dtype(is_packed: bool, state: tuple[str, ...], scalars: Any) -> np.dtype[Any]:
+    """Do the work of `segment_dtype`, given what it needs of the rule."""
     fields = {name: (dtype, offset) for name, (dtype, offset, *_) in (SEGMENT_DTYPE.fields or {}).items()}
     _, state_offset = fields.pop("state")
     _, scalars_offset = fields.pop("scalars")
-    if rule.packed_words:  # no format with scales stores such state
+    if is_packed:  # no format with scales stores such state
         fields[PACKED] = fields.pop("scales")
-    for number, name in enumerate(rule.state):
+    for number, name in enumerate(state):
         fields[name] = np.dtype(np.uint64), state_offset + 8 * number
-    _, _, *own_scalars = rule.scalars._fields  # behind `grad_scale` and `decay`, which all rules have
+    _, _, *own_scalars = scalars._fields  # behind `grad_scale` and `decay`, which all rules have
     for number, name in enumerate(own_scalars):
         fields[name] = np.dtype(np.float32), scalars_offset + 4 * number
     by_offset = sorted(fields.items(), key=lambda field: field[1][1])

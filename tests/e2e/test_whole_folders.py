@@ -126,8 +126,8 @@ def test_another_runs_folders_without_state_are_neither_replaced_nor_deleted(
     assert loop.mirrored() == {"step-1"}
     before = {path: path.stat().st_mtime_ns for path in (loop.mirror / "step-1").rglob("*")}
     loop.optimizer.close()
-    shutil.rmtree(loop.run)
     with loop.again().optimizer as optimizer:
+        loop.run = loop.run.parent / "another"
         loop.save("step-1", second)
         with pytest.raises(offload.CheckpointError, match="step-1 is a folder of another run: give"):
             optimizer.wait_mirror(60)
@@ -140,6 +140,16 @@ def test_another_runs_folders_without_state_are_neither_replaced_nor_deleted(
         loop.save("step-4", second)
         assert loop.mirrored() == {"step-1", "step-3", "step-4"}
     assert {path: path.stat().st_mtime_ns for path in (loop.mirror / "step-1").rglob("*")} == before
+
+
+def test_a_run_that_begins_anew_without_state_goes_on_with_its_copies(loop: Loop) -> None:
+    loop.save("best", None)
+    assert loop.mirrored() == {"best"}
+    loop.optimizer.close()
+    with loop.again().optimizer:
+        loop.save("best", None, lambda folder: (folder / "more").write_text("newer"))
+        loop.mirrored()
+        assert (loop.mirror / "best" / "more").read_text() == "newer"
 
 
 def test_a_renamed_folder_keeps_its_copy_until_it_is_deleted(loop: Loop) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -476,7 +478,9 @@ class ByName(optim.Optimizer):
                     p.mul_(0.9 if name.endswith("weight") else 1.0)
                     state = self.state[p]
                     state["sum"] = state.get("sum", 0) + p.grad
-                    p.add_(state["sum"], alpha=-group["lr"] * getattr(p, "lr_mul", 1.0))
+                    p.add_(state["sum"], alpha=-group["lr"] * p.lr_mul)
+                    if p.lr_mul > 4:  # other state than other parameters
+                        state["large"] = torch.ones_like(p)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -498,11 +502,15 @@ def test_a_class_sees_names_and_attributes_of_parameters(named: bool, tmp_path: 
                     each.add_param_group({"params": given(parameters)[4:], "lr": 0.01})
             for parameters in (ours, plain):
                 draw(parameters, step)
-                parameters[0].lr_mul = 7.0 - step  # type: ignore[attr-defined]  # as it is then
+                parameters[0].lr_mul = 3.0 - step  # type: ignore[attr-defined]  # as it is then
             optimizer.step()
             expected.step()
     for one, other in zip(ours, plain, strict=True):
         assert same_bits(one, other)
+    kept = weakref.ref(ours[1])
+    del ours, one, other, parameters, optimizer, each
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_group_that_is_added_joins(tmp_path: Path) -> None:

@@ -204,8 +204,11 @@ def test_gradients_that_leave_are_clipped_all_together(
     with pytest.raises(offload.ConfigError, match="keep_grads"):
         accelerator.clip_grad_value_(parameters[1:], 0.5)
     accelerator.clip_grad_norm_(parameters, 0.5)
-    accelerator.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 0.5)  # somebody else's
-    accelerator.clip_grad_value_([torch.nn.Parameter(torch.ones(3))], 0.5)
+    others = torch.nn.Parameter(torch.ones(3))
+    others.grad = torch.ones(3)
+    accelerator.clip_grad_norm_([others], 0.5)
+    accelerator.clip_grad_value_([others], 0.25)
+    assert float(others.grad.max()) == 0.25
 
 
 def test_one_of_two_optimizers_clips(optimizer: offload.AdamW) -> None:
