@@ -298,11 +298,11 @@ class ClassRunner:
         return parameter
 
     def _group_of(
-        self, parameters: list[torch.Tensor], names: list[str], values: Mapping[str, Any], number: int
+        self, parameters: Sequence[torch.Tensor], names: list[str], values: Mapping[str, Any], number: int
     ) -> Group:
         """Return a group of parameters and copies of hyperparameters, with names if group `number` has them."""
         named = {"param_names": names} if number in self._with_names else {}
-        return {**deepcopy(dict(values)), "params": parameters, **named}
+        return {**deepcopy(dict(values)), "params": [*parameters], **named}
 
     def forget_group(self, number: int) -> None:
         """Forget a group that could not be added, as another one may get its number."""
@@ -492,7 +492,7 @@ class ClassRunner:
         drawn = [self._random_values(trial.like, at) for at, trial in enumerate(trials)]
         forms = [(trial.like.size(), trial.like.stride()) for trial in trials]
         names = [trial.name for trial in trials]
-        weights: list[torch.Tensor] = [
+        weights = [
             self._as_parameter(flat.as_strided(*form), name)
             for (flat, _), form, name in zip(drawn, forms, names, strict=True)
         ]
