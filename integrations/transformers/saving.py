@@ -64,8 +64,9 @@ class DeletionHook:
         folder = os.path.abspath(path)
         try:
             offload.release_before_deletion(os.path.join(folder, FOLDER), os.path.dirname(folder))
-            if mark_of(folder) is Mark.WHOLE:
-                mark_begun(folder)  # a kill during the deletion must not leave a folder that is marked as whole
+            if mark_of(folder) is not Mark.NONE:
+                # A kill during the deletion must not leave a folder that is marked as whole.
+                mark_begun(folder, locks=False)
         except OffloadError as error:
             log.warning("what %s holds on the paths stays there when it is deleted now: %s", folder, error)
         shutil.rmtree(path, *arguments, **options)

@@ -3,6 +3,9 @@
 BEGUN is there: a save is under way, or was interrupted; the marker says which process began it
 WHOLE is there, alone: everything that was in the folder when it was marked is durable
 neither is there: nobody knows; the folder is older than these markers, or something else has written it
+
+The process that saves locks `LOCK` beside BEGUN, where there are locks. So another machine or container, and this one
+after a reboot, can tell that the process has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 import stat
 import time
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -24,9 +28,14 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import ID, OWN
 from offload.errors import CheckpointError
 from offload.processes import Process
+from offload.tiers.filesystem import LockFile, hold_lock, lock_holder, release_lock
 from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder, raising_checkpoint_error
+from offload.tiers.store import NO_LOCK_ERRNOS
 
 BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
+
+LOCK = f"{TEMPORARY}offload-save-lock"
+"""A file that the saving process has locked while the folder has `BEGUN`; then it is deleted."""
 
 UNFINISHED = ".offload-"
 """Prefix of the names of folders with unfinished files, which are not copied."""
@@ -61,6 +70,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
         whole_s: When the folder became whole in the run, in seconds since the epoch; 0 before that.
         run: In a mirror: names the training, as `Manifest.run` does; "" in older markers.
         source: In a mirror: path of the run's folder; "" in older markers.
+        locked: In `BEGUN`: whether `LOCK` is locked until the save, or its process, ends; False in older markers.
     """
 
     process: Process | None = None
@@ -71,6 +81,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
     whole_s: float = 0.0
     run: str = ""
     source: str = ""
+    locked: bool = False
 
     def is_of(self, run: str, source: str) -> bool:
         """Return whether the mirror's folder is of a training, by its name or by the folder that it saves to.
@@ -97,17 +108,58 @@ DAMAGED = Marker(depth=0)
 newest_s = [0.0]
 """The latest `whole_s` of all markers that this process has read or written."""
 
+_locks: dict[str, LockFile] = {}
+"""The locks on `LOCK` of the folders that this process saves to, by the paths of these files."""
 
-def mark_begun(folder: str, belongs: Marker = ALONE) -> None:
+
+def mark_begun(folder: str, belongs: Marker = ALONE, *, locks: bool = True) -> None:
     """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
+
+    `LOCK` stays locked until the folder is whole, or this process ends. `locks` is False for a folder that the caller
+    deletes next: network file systems refuse to delete one with a file that is open.
 
     Raises:
         CheckpointError: The folder cannot be written to.
     """
     opened = open_folder(folder)
     opened.prepare()
-    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}).encode())
+    if not locks:
+        _let_go(opened)
+    is_locked = locks and _lock(opened)
+    opened.write(BEGUN, replace(belongs, process=Process.this(), files={}, locked=is_locked).encode())
     opened.delete(WHOLE)
+
+
+def _lock(opened: Folder) -> bool:
+    """Lock a folder for the save that begins; return False where there are no locks, or another process has it."""
+    path = Path(opened.path, LOCK)
+    if str(path) in _locks and path.exists():  # since a save by this process that has failed
+        return True
+    _let_go(opened)
+    is_new = not path.exists()
+    try:
+        _locks[str(path)] = hold_lock(path, existing=not is_new)
+    except OSError as cause:
+        if is_new and cause.errno in NO_LOCK_ERRNOS:  # the file has been made, and is of no use
+            _unlock(opened)
+        return False
+    return True
+
+
+def _unlock(opened: Folder) -> None:
+    """Delete the lock file of a folder that is whole, or has no marker any more, then release the lock.
+
+    In this order: a lock file that is there and free tells that its process was killed.
+    """
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(opened.path, LOCK))
+    _let_go(opened)
+
+
+def _let_go(opened: Folder) -> None:
+    """Release this process's lock on a folder, if it has one."""
+    if (lock := _locks.pop(os.path.join(opened.path, LOCK), None)) is not None:
+        release_lock(lock)
 
 
 def mark_whole(folder: str) -> None:
@@ -119,7 +171,8 @@ def mark_whole(folder: str) -> None:
     files = dict[str, tuple[int, int]]()
     with raising_checkpoint_error("mark as whole", folder):
         for directory, _, names in os.walk(folder):
-            for path in (*(os.path.join(directory, name) for name in names), directory):
+            # Without the lock file: on a network, the lock would end as the file is closed again.
+            for path in (*(os.path.join(directory, name) for name in names if name != LOCK), directory):
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary file
                     status = os.lstat(path)
                     if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
@@ -137,6 +190,7 @@ def mark_whole(folder: str) -> None:
             opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or now_s()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
+        _unlock(opened)
 
 
 def now_s() -> float:
@@ -157,7 +211,9 @@ def _may_go(name: str) -> bool:
 
 def unmark(folder: str) -> None:
     """Delete a folder's marker of a begun save: for a folder of which no process can tell when it is whole."""
-    open_folder(folder).delete(BEGUN)
+    opened = open_folder(folder)
+    opened.delete(BEGUN)
+    _unlock(opened)
 
 
 def is_inside(name: str) -> bool:
@@ -241,9 +297,10 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
 
 def _delete_unbegun(folder: str) -> None:
-    """Delete a folder that is empty but for files that were to become markers, under their first names."""
+    """Delete a folder that is empty but for a free lock, and files that were to become markers."""
     names = os.listdir(folder)
-    if all(map(_UNWRITTEN.fullmatch, names)):
+    is_unbegun = all(name == LOCK or _UNWRITTEN.fullmatch(name) for name in names)
+    if is_unbegun and lock_holder(folder, LOCK) is None:
         for name in names:
             os.unlink(os.path.join(folder, name))
         os.rmdir(folder)
@@ -266,9 +323,12 @@ def _rename_aside(folder: str, wanted: str) -> str | None:
 
 def _has_saver_ended(folder: str) -> bool:
     """Return whether the process that began the save in a folder is known to have ended."""
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(CheckpointError, OSError):  # OSError: whether `LOCK` is locked cannot be seen from here
         _, marker = mark_in(open_folder(folder))
-        return marker.process is not None and marker.process.has_ended()
+        has_ended = marker.process is not None and marker.process.has_ended()
+        if not has_ended and marker.locked:  # looked for after the lock: a save that ends well deletes the file first
+            has_ended = lock_holder(folder, LOCK) is None and os.path.exists(os.path.join(folder, LOCK))
+        return has_ended and mark_of(folder) is Mark.BEGUN  # the save may have ended well meanwhile
     return False
 
 

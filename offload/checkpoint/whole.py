@@ -294,7 +294,7 @@ class FolderCopy:
         belongs = self.whole.belongs
         whole_s = belongs.whole_s or now_s()
         marker = replace(belongs, process=None, files=self._copied, whole_s=whole_s)
-        marker = replace(marker, run=self._run, source=self.whole.above)
+        marker = replace(marker, run=self._run, source=self.whole.above, locked=False)
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
         # A marker that would be too long is encoded without `files`: whoever goes on then copies all again.

@@ -439,19 +439,20 @@ def _close_unused(file: LockFile) -> None:
     file.descriptors.clear()
 
 
-def lock_holder(store: str | os.PathLike[str]) -> int | None:
-    """Return the pid of the process that is using a store, or None if its lock is free.
+def lock_holder(store: str | os.PathLike[str], name: str = LOCK_NAME) -> int | None:
+    """Return the pid of the process that is using a store, or None if its lock is free or not there.
 
     The lock is left as it is, even if this process holds it. The pid is 0 if it is not known; for a holder on another
     machine or in another container it may be one there.
 
     Args:
-        store: A store's directory.
+        store: A store's directory, or another one with a file that `hold_lock` locks.
+        name: The name of the lock file in it.
 
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder_of_byte(store, _OWNER_BYTE, lambda file: file.owner >= 0)
+    return _holder_of_byte(os.path.join(store, name), _OWNER_BYTE, lambda file: file.owner >= 0)
 
 
 def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
@@ -460,15 +461,14 @@ def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder_of_byte(store, _READERS_BYTE, lambda file: file.readers > own) is not None
+    return _holder_of_byte(os.path.join(store, LOCK_NAME), _READERS_BYTE, lambda file: file.readers > own) is not None
 
 
-def _holder_of_byte(store: str | os.PathLike[str], byte: int, is_own: Callable[[LockFile], bool]) -> int | None:
-    """Return the pid of the process that has locked a byte of a store's lock file; None if none has.
+def _holder_of_byte(path: str, byte: int, is_own: Callable[[LockFile], bool]) -> int | None:
+    """Return the pid of the process that has locked a byte of a lock file; None if none has.
 
     The system does not report this process's own locks, so `is_own` tells from the open file.
     """
-    path = os.path.join(store, LOCK_NAME)
     with _table_lock:
         try:
             known = _known_lock_file(path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from offload.checkpoint import marker
@@ -15,6 +18,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.marker import (
     BEGUN,
     DAMAGED,
+    LOCK,
     WHOLE,
     Mark,
     Marker,
@@ -23,9 +27,11 @@ from offload.checkpoint.marker import (
     mark_of,
     mark_whole,
     set_aside,
+    unmark,
 )
 from offload.checkpoint.whole import FolderCopy, WholeFolder
 from offload.errors import OffloadError
+from offload.tiers.filesystem import LockFile
 
 NAMES = re.compile(r"checkpoint-\d+")
 BEGIN = "import sys; from offload.checkpoint.marker import mark_begun; [*map(mark_begun, sys.argv[1:])]"
@@ -34,6 +40,15 @@ BEGIN = "import sys; from offload.checkpoint.marker import mark_begun; [*map(mar
 def begun_by_another(*folders: Path) -> None:
     """Have a process begin a save there, and end."""
     subprocess.run([sys.executable, "-c", BEGIN, *map(str, folders)], check=True)
+
+
+def move_to_another_machine(folder: Path, **changes: bool) -> None:
+    """Have the marker of a begun save say that its process runs, or ran, where nobody here can see it."""
+    mark, found = mark_in(open_folder(folder))
+    assert mark is Mark.BEGUN
+    assert found.process is not None
+    process = found.process._replace(machine="another")
+    (folder / BEGUN).write_bytes(msgspec.structs.replace(found, process=process, **changes).encode())
 
 
 def test_a_folder_says_of_itself_whether_it_is_whole(tmp_path: Path) -> None:
@@ -68,6 +83,7 @@ def test_all_is_durable_before_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     mark_whole(str(tmp_path))
     assert {f"{tmp_path}/weights BEGUN", f"{tmp_path} BEGUN"} < {*synced}
     assert synced[-1] == f"{tmp_path} WHOLE"
+    assert not any(LOCK in name for name in synced)  # closing it ends its lock on some file systems
 
 
 def test_what_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
@@ -100,12 +116,73 @@ def test_only_what_nobody_can_end_is_set_aside(tmp_path: Path) -> None:
         (tmp_path / name / "weights").touch()
     (tmp_path / "checkpoint-6").mkdir()
     (tmp_path / "checkpoint-6" / BEGUN).write_text("nobody's")
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / LOCK).touch()  # which a kill before the marker leaves
     renamed = set_aside(str(tmp_path), NAMES)
     assert [os.path.basename(name) for name in renamed] == ["incomplete-checkpoint-1", "incomplete-checkpoint-2.1"]
     left = sorted(set(os.listdir(tmp_path)) - {*map(os.path.basename, renamed)})
     assert left == [*(f"checkpoint-{n}" for n in (3, 4, 5, 6)), "incomplete-checkpoint-2", "other"]
     assert set_aside(str(tmp_path), NAMES) == []
     assert set_aside(str(tmp_path / "gone"), NAMES) == []
+
+
+def test_a_save_that_was_killed_on_another_machine_is_set_aside(tmp_path: Path) -> None:
+    """Also one of a container that is gone, or before a reboot: of its process nothing is known, but of its lock."""
+    folder = tmp_path / "checkpoint-1"
+    command = [sys.executable, "-c", f"{BEGIN}; print(flush=True); input()", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as saver:
+        assert saver.stdout is not None
+        saver.stdout.readline()
+        move_to_another_machine(folder)
+        assert set_aside(str(tmp_path), NAMES) == []
+        saver.communicate("\n")
+    assert set_aside(str(tmp_path), NAMES) == [str(tmp_path / "incomplete-checkpoint-1")]
+
+
+def test_without_a_lock_nothing_is_known_of_a_save_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    for number, are_refused in enumerate((True, False)):
+        folder = tmp_path / f"checkpoint-{number}"
+        with monkeypatch.context() as patch:
+            if are_refused:
+                patch.setattr(LockFile, "lock", refuses)
+            mark_begun(str(folder))
+        changes = {} if are_refused else {"locked": False}  # as in markers of older versions
+        move_to_another_machine(folder, **changes)
+        assert (folder / LOCK).exists() != are_refused
+        assert set_aside(str(tmp_path), NAMES) == []
+        mark_whole(str(folder))
+        assert os.listdir(folder) == [WHOLE]
+
+
+def test_a_folder_is_locked_as_long_as_its_save_lasts(tmp_path: Path) -> None:
+    """Also one whose save has failed, which is begun again; or was deleted before that."""
+    folder = tmp_path / "checkpoint-1"
+
+    def is_interrupted() -> bool:
+        """Return whether the save has been interrupted, as another machine sees it."""
+        move_to_another_machine(folder)
+        program = "import sys; from offload.checkpoint import marker; print(marker.is_interrupted(sys.argv[1]))"
+        command = [sys.executable, "-c", program, str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        mark_begun(str(folder))
+        assert not is_interrupted()
+    shutil.rmtree(folder)
+    mark_begun(str(folder))
+    assert not is_interrupted()
+    mark_whole(str(folder))
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    mark_begun(str(folder))
+    unmark(str(folder))
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert os.listdir(folder) == []
 
 
 def test_any_number_of_processes_may_set_aside(tmp_path: Path) -> None:
