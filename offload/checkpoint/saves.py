@@ -281,7 +281,9 @@ class Saves:
                 if not self._ids_by_folder:  # a run goes on in its folder, as from a state dict
                     self.run = manifest.run or self.run
                 return
-            who = f"process {pid or 'of another machine'} has saved, or has gone on from, and which is still training"
+            who = f"process {pid} has saved, or has gone on from, and which is still training"
+            if not pid:
+                who = "a process of another user or machine has saved, or gone on from, and may still train with"
         advice = "end the other run, save to another folder, or move that checkpoint away"
         raise CheckpointError(f"{folder.path} holds a checkpoint that {who}: {advice}")
 
@@ -1024,12 +1026,19 @@ def check_mirror(config: OffloadConfig) -> None:
 
 
 def _find_user(manifest: Manifest) -> int | None:
-    """Return the pid of another process that uses the stores that a manifest names; None if none does."""
-    with contextlib.suppress(CheckpointError, OSError):  # the stores are gone
-        for path, store in manifest.stores_elsewhere:
+    """Return the pid of another process that uses the stores that a manifest names; None if none does.
+
+    0 if the process is not known: it is another machine's, or, as nobody can tell, another user's.
+    """
+    for path, store in manifest.stores_elsewhere:
+        try:
             pid = store_folder(path, store).used_by()
-            if pid not in (None, os.getpid()):
-                return pid
+        except PermissionError:
+            return 0
+        except (CheckpointError, OSError):  # the store is gone
+            continue
+        if pid not in (None, os.getpid()):
+            return pid
     return None
 
 

@@ -383,13 +383,15 @@ def leftover_bytes(most_bytes: Mapping[str, int]) -> dict[str, int]:
     nbytes_by_id = Counter[str]()
     for path, most in most_bytes.items():
         place = parse_place(path)
+        stores: Sequence[Folder] = ()
         with contextlib.suppress(OSError):  # opening a store there raises why
             # Those of several ranks lie in folders of their own.
-            for store in place.stores(ranks=False) if place.has_locks else ():
-                with contextlib.suppress(CheckpointError):  # damaged pins keep their store
-                    if store.used_by() is None:
-                        nbytes = min(store.nbytes(), most)
-                        nbytes_by_id.update(dict.fromkeys({pin.id for pin in read_pins(store)}, nbytes))
+            stores = place.stores(ranks=False) if place.has_locks else ()
+        for store in stores:
+            with contextlib.suppress(OSError, CheckpointError):  # it is another user's, or has damaged pins
+                if store.used_by() is None:
+                    nbytes = min(store.nbytes(), most)
+                    nbytes_by_id.update(dict.fromkeys({pin.id for pin in read_pins(store)}, nbytes))
     return nbytes_by_id
 
 

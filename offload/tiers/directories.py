@@ -141,11 +141,12 @@ class Directory(Place):
         return DirectoryFolder(f"{self.path.rstrip('/')}/offload-{store}", follow=False)
 
     def stores(self, *, ranks: bool = True) -> list[DirectoryFolder]:
-        """See `Place.stores`; a link is never a store."""
+        """See `Place.stores`; a link is never a store. What is in a rank's folder that cannot be read is left out."""
         root = Path(self.path)
-        folders = [root, *filter(_is_directory, _rank_directories(root) if ranks else ())]
-        entries = [entry for folder in folders for entry in sorted(folder.iterdir())]
-        names = [str(entry) for entry in entries if STORE_NAME.fullmatch(entry.name) and _is_directory(entry)]
+        names = _stores_in(root)
+        for folder in _rank_directories(root) if ranks else ():
+            with contextlib.suppress(PermissionError):  # another user's
+                names += _stores_in(folder) if _is_directory(folder) else ()
         return [DirectoryFolder(name, follow=False) for name in names]
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
@@ -162,6 +163,12 @@ class Directory(Place):
 def _rank_directories(path: Path) -> list[Path]:
     """Return the directories of ranks on a path, sorted."""
     return [entry for entry in sorted(path.iterdir()) if RANK_NAME.fullmatch(entry.name)]
+
+
+def _stores_in(folder: Path) -> list[str]:
+    """Return the paths of the stores in a directory, sorted."""
+    names = [entry for entry in sorted(folder.iterdir()) if STORE_NAME.fullmatch(entry.name)]
+    return [str(entry) for entry in names if _is_directory(entry)]
 
 
 def _is_directory(entry: Path) -> bool:
