@@ -28,7 +28,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import ID, OWN
 from offload.errors import CheckpointError
 from offload.processes import Process
-from offload.tiers.filesystem import LockFile, hold_lock, lock_holder, release_lock
+from offload.tiers.filesystem import LockFile, file_system, hold_lock, lock_holder, release_lock
 from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder, raising_checkpoint_error
 from offload.tiers.store import NO_LOCK_ERRNOS
 
@@ -36,6 +36,9 @@ BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
 LOCK = f"{TEMPORARY}offload-save-lock"
 """A file that the saving process has locked while the folder has `BEGUN`; then it is deleted."""
+
+_LOCAL_LOCKS = frozenset({"fuse", "9p", "beegfs"})
+"""Types of file systems on which a machine may see its own locks alone."""
 
 UNFINISHED = ".offload-"
 """Prefix of the names of folders with unfinished files, which are not copied."""
@@ -326,7 +329,8 @@ def _has_saver_ended(folder: str) -> bool:
     with contextlib.suppress(CheckpointError, OSError):  # OSError: whether `LOCK` is locked cannot be seen from here
         _, marker = mark_in(open_folder(folder))
         has_ended = marker.process is not None and marker.process.has_ended()
-        if not has_ended and marker.locked:  # looked for after the lock: a save that ends well deletes the file first
+        if not has_ended and marker.locked and file_system(folder) not in _LOCAL_LOCKS:
+            # The file is looked for after the lock: a save that ends well deletes it first.
             has_ended = lock_holder(folder, LOCK) is None and os.path.exists(os.path.join(folder, LOCK))
         return has_ended and mark_of(folder) is Mark.BEGUN  # the save may have ended well meanwhile
     return False

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -165,6 +166,16 @@ def _rank_directories(path: Path) -> list[Path]:
     return [entry for entry in sorted(path.iterdir()) if RANK_NAME.fullmatch(entry.name)]
 
 
+def _owner_of_new_files(directory: Path) -> int | None:
+    """Return the owner of a file that this process makes in a directory, by number; None if it cannot make one.
+
+    Some mounts show all files as one user's, who is not this process's: NFS with all_squash, CIFS with uid=.
+    """
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=directory) as file:
+        return os.fstat(file.fileno()).st_uid
+    return None
+
+
 def _stores_in(folder: Path) -> list[str]:
     """Return the paths of the stores in a directory, sorted."""
     names = [entry for entry in sorted(folder.iterdir()) if STORE_NAME.fullmatch(entry.name)]
@@ -297,7 +308,7 @@ class DirectoryFolder(Folder):
             CheckpointError: It is another user's, or not the store that its record names.
         """
         owner = os.stat(self._root, follow_symlinks=False).st_uid
-        if os.geteuid() not in (0, owner):
+        if os.geteuid() not in (0, owner) and owner != _owner_of_new_files(self._root.parent):
             raise CheckpointError(f"it belongs to the user with number {owner}")
         try:
             record = read_json(self._root / RECORD_NAME, _RECORD_BYTES)

@@ -24,6 +24,7 @@ from tier_harness import FILE_KINDS, Build, Harness, gather
 
 import offload
 from offload._native import CompletionQueue, IoThreads, StoreFile
+from offload.checkpoint.stores import delete_free, find_stores
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.memory.arenas import Arena
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, Completion, TileId
@@ -235,6 +236,22 @@ def test_a_lock_goes_that_its_server_does_not_know_any_more(tmp_path: Path, monk
         release_lock(lock)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_store_is_ours_where_new_files_have_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS with all_squash, or CIFS with uid=, where all files are one user's, who is not this one."""
+    for _ in range(2):
+        tier = open_file(tmp_path)
+        tier.keep(())
+        tier.close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+    if os.getuid() == 0:  # who may give a store away
+        os.chown(tier.store_path, 54321, -1)
+        *_, found = sorted(find_stores(str(tmp_path)), key=lambda store: store.problem)
+        assert (found.path, found.problem) == (str(tier.store_path), "it belongs to the user with number 54321")
+    delete_free([str(tmp_path)])
+    left = [tier.store_path.name] if os.getuid() == 0 else []
+    assert os.listdir(tmp_path) == left
 
 
 def holder_seen_by_another(store: Path) -> int | None:
