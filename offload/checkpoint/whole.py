@@ -239,7 +239,7 @@ class FolderCopy:
         elif file.open():
             self.files[name] = file
 
-    def begin(self, run: str) -> bool:
+    def begin(self, run: str = "") -> bool:
         """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if it is to stay whole.
 
         Args:
