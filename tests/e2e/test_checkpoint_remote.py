@@ -228,6 +228,24 @@ def test_a_store_that_another_resume_reads_stays(run: Run) -> None:
     assert run.gc()[second] == "deleted"
 
 
+def test_a_session_that_closes_keeps_the_notes_of_those_that_read_its_store(s3: S3Server, run: Run) -> None:
+    weight, owner = run.open()
+    step(weight, owner)
+    owner.save_checkpoint(run.folder)
+    owner.wait_checkpoint()
+    (first,) = run.gc()
+    _, idle = run.open(staging_memory="16KiB")
+    idle.load_checkpoint(run.folder)
+    notes = [key for key in s3.keys(f"{run.prefix}/state") if "/reader-" in key]
+    owner.close()
+    assert len(notes) == 1
+    assert [key for key in s3.keys(f"{run.prefix}/state") if "/reader-" in key] == notes
+    run.resume()
+    assert "may use it" in run.gc()[first]
+    idle.close()
+    assert run.gc()[first] == "deleted"
+
+
 def test_a_process_is_seen_to_have_ended(tmp_path: Path) -> None:
     this = Process.this()
     assert this is not None
