@@ -56,7 +56,9 @@ from offload.checkpoint.manifest import (
     RELEASED_NAME,
     CommitRecord,
     Manifest,
+    Place,
     StoreRef,
+    decode,
     encode,
     extra_name,
     failure_name,
@@ -411,11 +413,26 @@ class CommitJob:
         released_ids, _ = read_released(self.folder)
         if released_ids:  # `COMMIT` names them now
             self.folder.delete(RELEASED_NAME)
+        names = list[str]()
         # Not those of other ids: another save to this folder may be under way.
         for name in self.folder.names():
             id = name.split("-")[1] if OWN_FILE.fullmatch(name) or FAILURE.fullmatch(name) else ""
             if id in replaced and id != self._mirrored_id:
-                self.folder.delete(name)
+                names.append(name)
+        if not self.folder.has_locks:  # else `delete_free` finds a copy's stores
+            delete_released(self._find_stores_here(names))  # first: only the manifests name them
+        for name in names:
+            self.folder.delete(name)
+
+    def _find_stores_here(self, names: Sequence[str]) -> list[Place]:
+        """Return the stores in the folder itself that the manifests among some files name, those of copies."""
+        path, stores = self.folder.path, list[Place]()
+        for name in names:
+            if name.startswith("manifest-"):
+                content = self.folder.read(name) or b""
+                with contextlib.suppress(CheckpointError):  # it is damaged: nobody knows its stores
+                    stores += [(path, ref.store) for ref in decode(content, name).stores if ref.path is None]
+        return stores
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
         """Release a checkpoint whose place this one takes, unless somebody needs it, and note it in `released`."""

@@ -110,6 +110,7 @@ def test_a_bucket_keeps_checkpoints(s3: S3Server, run: Run, copy: bool) -> None:
         step(weight, optimizer, 3)
     left = s3.keys(f"{run.prefix}/state")
     assert bool(left) is not copy, "only what the checkpoint refers to stays on the path"
+    assert len(Bucket(run.folder).stores()) == copy, "a copy that was replaced goes"
     other = torch.nn.Parameter(torch.zeros(NUMEL).bfloat16())
     with offload.AdamW([("weight", other)]) as optimizer:
         assert optimizer.load_checkpoint(run.folder) == 2

@@ -29,6 +29,7 @@ from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
 from offload.rules import GroupScalars
 from offload.tiers import open_tier
+from offload.tiers.buckets import Bucket
 from offload.tiers.directories import DirectoryFolder
 
 SHAPES = ((60, 90), (1,), (80, 100))
@@ -177,6 +178,7 @@ def test_a_bucket_mirrors_what_lies_on_a_drive(s3: S3Server, tmp_path: Path, pla
     shutil.rmtree(tmp_path / "path")
     keys = s3.keys(mirror.removeprefix(f"s3://{BUCKET}/"))
     assert all("/ck/" in key and "mirror-" not in key.rpartition("/")[2] for key in keys)
+    assert len(Bucket(f"{mirror}/ck").stores()) == 1, "the copy that was replaced goes"
     assert_holds(f"{mirror}/ck", saved)
 
 
