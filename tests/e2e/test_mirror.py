@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -441,6 +441,28 @@ def test_a_full_mirror_is_told_and_the_next_checkpoint_is_tried(
         run.optimizer.wait_checkpoint()
         run.optimizer.wait_mirror()
     assert_holds(folder, saved)
+
+
+def test_a_mirror_that_is_not_mounted_any_more_gets_nothing(
+    tmp_path: Path, places: dict[str, Any], mounted: Callable[..., Path]
+) -> None:
+    """Until it is mounted again; links are followed, as to what a mount point shows."""
+    device, below, mirror = mounted("tmpfs", "size=16m"), tmp_path / "mirror", tmp_path / "link"
+    mirror.symlink_to(device)
+    with Run(**places | {"mirror": str(mirror)}) as run:
+        for shown, is_mirrored in ((device, True), (below, False), (tmp_path / "none", False), (device, True)):
+            mirror.unlink()
+            mirror.symlink_to(shown)
+            run.train()
+            saved = run.save(tmp_path / "ck")
+            run.optimizer.wait_checkpoint()
+            if is_mirrored:
+                run.optimizer.wait_mirror()
+            else:
+                with pytest.raises(offload.CheckpointError, match="not there, or lies on another device than when"):
+                    run.optimizer.wait_mirror()
+            assert not os.listdir(below)
+    assert_holds(device / "ck", saved)
 
 
 def test_damage_is_found_before_it_is_mirrored(
