@@ -80,7 +80,7 @@ from offload.checkpoint.stores import (
     drop_notes,
     folders_above,
     is_read,
-    is_same,
+    lasting_inode,
     pin,
     read_pins,
     released_before,
@@ -253,8 +253,9 @@ class CommitJob:
         self.check_stores()
         if begun:
             folder.write(begun, b"")
+        pin_of_folder = Pin(manifest.id, folder.path, folder_inode=lasting_inode(folder))
         for ref in manifest.stores:
-            pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
+            pin(self._store(ref), Pin(manifest.id, HERE) if ref.path is None else pin_of_folder)
         if self.extra is not None:
             folder.write(extra_name(manifest.id, manifest.rank), self.extra)
         # Another rank's part may be named once rank 0 has found its manifest, rank 0's once it writes `COMMIT`.
@@ -557,8 +558,9 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
         return False
     id, manifests = read_manifests(target)
     stores = {place for manifest in manifests for place in manifest.stores_elsewhere}
-    pins = [pin for path, store in sorted(stores) for pin in read_pins(store_folder(path, store)) if pin.id == id]
-    if not all(is_same(pin.folder, target.path) for pin in pins):
+    folders = [store_folder(path, store) for path, store in sorted(stores)]
+    pins = [(pin, store) for store in folders for pin in read_pins(store) if pin.id == id]
+    if not all(pin.names(target.path, store) for pin, store in pins):
         return False  # a copy
     note = f"it was deleted, which {above.path} has noted"
     earlier_ids, _ = read_released(above)
