@@ -285,12 +285,14 @@ class WatchedFolder:
     """A folder that may be deleted, by anybody: then what it had on the paths is to be released.
 
     A folder that was renamed, or moved within its file system, is not deleted: it is kept open to tell. What it was
-    called says nothing, and may be another folder now. Where nothing can be told it counts as not deleted.
+    called says nothing, and may be another folder now; but where its checkpoint stands under its name, it is not
+    deleted, as a release goes by the name. Where nothing can be told it counts as not deleted.
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._descriptor, self._was_gone = folder, -1, False
+        self._folder, self._descriptor, self._was_gone, self._commit = folder, -1, False, b""
         try:
+            self._commit = self._read_commit()
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
             self._was_gone = True
@@ -299,14 +301,31 @@ class WatchedFolder:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether there is no such folder any more, under any name."""
+        """Whether there is no such folder any more, under any name, and its checkpoint is not under its own."""
         if self._descriptor < 0:
             return self._was_gone
         try:
             has_no_name = os.fstat(self._descriptor).st_nlink == 0
-        except OSError as cause:  # another node has deleted it from a network file system, if it is stale
-            return cause.errno == errno.ESTALE
-        return has_no_name and not self.is_there  # some file systems count no names of directories
+        except OSError as cause:
+            # If it is stale, another node has deleted it from a network file system, or the server was started anew.
+            has_no_name = cause.errno == errno.ESTALE
+        # Some file systems count no names of directories.
+        return has_no_name and not self.is_there and not self._has_checkpoint()
+
+    def _has_checkpoint(self) -> bool:
+        """Return whether the checkpoint that the folder held is in what has its name; True if nothing can be told."""
+        try:
+            return bool(self._commit) and self._read_commit() == self._commit
+        except OSError:
+            return True
+
+    def _read_commit(self) -> bytes:
+        """Return the `COMMIT` in what has the folder's name, which tells a checkpoint from others; b"" for none."""
+        try:
+            with open(os.path.join(self._folder, "COMMIT"), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
 
     @property
     def is_there(self) -> bool:

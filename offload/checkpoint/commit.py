@@ -56,7 +56,9 @@ from offload.checkpoint.manifest import (
     RELEASED_NAME,
     CommitRecord,
     Manifest,
+    Place,
     StoreRef,
+    decode,
     encode,
     extra_name,
     failure_name,
@@ -78,7 +80,7 @@ from offload.checkpoint.stores import (
     drop_notes,
     folders_above,
     is_read,
-    is_same,
+    lasting_inode,
     pin,
     read_pins,
     released_before,
@@ -251,8 +253,9 @@ class CommitJob:
         self.check_stores()
         if begun:
             folder.write(begun, b"")
+        pin_of_folder = Pin(manifest.id, folder.path, folder_inode=lasting_inode(folder))
         for ref in manifest.stores:
-            pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
+            pin(self._store(ref), Pin(manifest.id, HERE) if ref.path is None else pin_of_folder)
         if self.extra is not None:
             folder.write(extra_name(manifest.id, manifest.rank), self.extra)
         # Another rank's part may be named once rank 0 has found its manifest, rank 0's once it writes `COMMIT`.
@@ -414,8 +417,26 @@ class CommitJob:
         # Not those of other ids: another save to this folder may be under way.
         for name in self.folder.names():
             id = name.split("-")[1] if OWN_FILE.fullmatch(name) or FAILURE.fullmatch(name) else ""
-            if id in replaced and id != self._mirrored_id:
+            if id in replaced and id != self._mirrored_id and self._has_freed(name):
                 self.folder.delete(name)
+
+    def _has_freed(self, name: str) -> bool:
+        """Free what a replaced file alone names, a copy's stores in the folder; return whether none of them is left.
+
+        With locks there is nothing to do: `delete_free` finds such stores.
+        """
+        if self.folder.has_locks or not name.startswith("manifest-"):
+            return True
+        try:
+            manifest = decode(self.folder.read(name) or b"", name)
+        except CheckpointError:  # it is damaged: nobody knows its stores
+            return True
+        stores: list[Place] = [(self.folder.path, ref.store) for ref in manifest.stores if ref.path is None]
+        try:
+            return delete_released(stores)
+        except CheckpointError as error:  # the next commit tries again
+            _log.warning("%s", error)
+            return False
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
         """Release a checkpoint whose place this one takes, unless somebody needs it, and note it in `released`."""
@@ -540,8 +561,9 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
         return False
     id, manifests = read_manifests(target)
     stores = {place for manifest in manifests for place in manifest.stores_elsewhere}
-    pins = [pin for path, store in sorted(stores) for pin in read_pins(store_folder(path, store)) if pin.id == id]
-    if not all(is_same(pin.folder, target.path) for pin in pins):
+    folders = [store_folder(path, store) for path, store in sorted(stores)]
+    pins = [(pin, store) for store in folders for pin in read_pins(store) if pin.id == id]
+    if not all(pin.names(target.path, store) for pin, store in pins):
         return False  # a copy
     note = f"it was deleted, which {above.path} has noted"
     earlier_ids, _ = read_released(above)

@@ -143,6 +143,7 @@ class Mirror:
         self.copied_bytes = 0
         # Made absolute: the working directory may change.
         self._path = path and parse_place(path).name
+        self._device = _device_of(self._path)
         self._io_backend = io_backend
         self._open_checkpoint = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
@@ -357,6 +358,7 @@ class Mirror:
                 self._news.get()
                 continue
             try:
+                self._check_in_place()
                 if self._wait_for_rank_0(task):
                     self.mirror_task(task)
                     self._finish_task(task, cause=None)
@@ -369,6 +371,12 @@ class Mirror:
                 self._finish_task(task, cause)
         for task in self._tasks:
             self._finish_task(task, CheckpointError("the session was closed"))
+
+    def _check_in_place(self) -> None:
+        """Raise unless the mirror is where it was: where it was unmounted, copies would fill the disk below."""
+        if _device_of(self._path) != self._device:
+            advice = "mount it, or begin a new session if it was mounted anew"
+            raise CheckpointError(f"it is not there, or lies on another device than when the session began: {advice}")
 
     def _take_next(self) -> Task | None:
         """Return the queue's first task, if there is one; on rank 0 it is taken from then on, unless paused."""
@@ -519,6 +527,13 @@ class Mirror:
             ends.callback(setattr, self, "_reads", frozenset())
             ends.callback(self._is_known.clear)
             yield source
+
+
+def _device_of(path: str | None) -> str:
+    """Return the device that a mirror lies on; "" if it is not there, or there is none."""
+    with contextlib.suppress(ConfigError):
+        return "" if path is None else parse_place(path).facts()["device"]
+    return ""
 
 
 # One rank's part

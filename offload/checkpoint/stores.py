@@ -16,6 +16,10 @@ the inode may be the same). There a release in the pin's folder is no evidence: 
 the checkpoint may still be needed. A store that was moved looks like a copy. Such a pin is missing, until a session
 that takes the store over writes its own folder, the inode and the path into it.
 
+A pin has the inode of its checkpoint's folder, too. Another inode under the same name tells a copy on another volume,
+as containers have: it is treated as a copy under another name. Not in a store that was copied or moved itself, as the
+folder may have gone with it.
+
 The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file (`begun_name`)
 to its folder before it pins a store; `COMMIT` replaces this file in one rename, so no checkpoint has both. The
 session that was to write `COMMIT` had the store's lock. The file's name has the folder's inode, so that the file
@@ -39,7 +43,7 @@ from offload.checkpoint.contents import read_manifests, read_released
 from offload.checkpoint.folder import is_name, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
-from offload.tiers import parse_place
+from offload.tiers import file_system, parse_place
 from offload.tiers.filesystem import PINS_NAME, release_lock
 from offload.tiers.place import TEMPORARY, Folder
 from offload.tiers.store import describe_user
@@ -50,19 +54,28 @@ _log = logging.getLogger("offload")
 HERE = ".."
 """A pin's folder if the store lies in the checkpoint itself, wherever that is moved."""
 
+_COLUMNS = ("inodes", "store_paths", "folder_inodes")
+"""What `pins.json` has of pins beside id and folder, each by id; files of older versions lack some."""
+
+_LASTING_INODES = frozenset(
+    {"ext", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "nfs", "ceph", "lustre", "gpfs", "beegfs"}
+)
+"""Types of file systems on which a directory keeps its inode; others may give it another one at the next mount."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`.
 
-    `inode` is what `Folder.identity` said of the store when the pin was written, `store_path` was its path; "" if
-    that is unknown.
+    `inode` is what `Folder.identity` said of the store when the pin was written, `store_path` was its path, and
+    `folder_inode` is what `lasting_inode` said of the folder; "" if that is unknown.
     """
 
     id: str
     folder: str
     inode: str = ""
     store_path: str = ""
+    folder_inode: str = ""
 
     def written_in(self, store: Folder) -> Pin:
         """Return the pin as it is to be written in a store."""
@@ -72,6 +85,22 @@ class Pin:
     def is_of(self, store: Folder) -> bool:
         """Return whether the pin was written in this store where it lies now, as far as the pin says."""
         return self.store_path in ("", store.path) and self.inode in ("", store.identity())
+
+    def names(self, folder: str, store: Folder) -> bool:
+        """Return whether the pin, of this store, names this folder itself, and not one that this is a copy of."""
+        if not is_same(self.folder, folder):
+            return False
+        if not self.folder_inode or not self.is_of(store):  # of an older version; or the folder was copied, too
+            return True
+        return lasting_inode(open_folder(folder)) in ("", self.folder_inode)
+
+
+def lasting_inode(folder: Folder) -> str:
+    """Return what `Folder.identity` does for a checkpoint's folder; "" if it may be another at the next mount."""
+    with contextlib.suppress(OSError):
+        is_lasting = not folder.has_locks or file_system(folder.path) in _LASTING_INODES
+        return folder.identity() if is_lasting else ""
+    return ""
 
 
 class Standing(enum.Enum):
@@ -103,12 +132,11 @@ def read_pins(folder: Folder) -> list[Pin]:
         isinstance(row, list) and len(row) == 2 and all(is_name(text) for text in row) for row in rows
     ):
         raise CheckpointError(f"{where} is damaged: pins is {reprlib.repr(rows)}")
-    for name in ("inodes", "store_paths"):
-        texts = body.get(name, {})
+    columns = [body.get(name, {}) for name in _COLUMNS]
+    for name, texts in zip(_COLUMNS, columns, strict=True):
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise CheckpointError(f"{where} is damaged: {name} is {reprlib.repr(texts)}")
-    inodes, paths = body.get("inodes", {}), body.get("store_paths", {})
-    return [Pin(id, name, inodes.get(id, ""), paths.get(id, "")) for id, name in rows]
+    return [Pin(id, name, *(texts.get(id, "") for texts in columns)) for id, name in rows]
 
 
 def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
@@ -117,6 +145,7 @@ def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
         "pins": [[pin.id, pin.folder] for pin in pins],  # older versions read pins of two texts
         "inodes": {pin.id: pin.inode for pin in pins if pin.inode},
         "store_paths": {pin.id: pin.store_path for pin in pins if pin.store_path},
+        "folder_inodes": {pin.id: pin.folder_inode for pin in pins if pin.folder_inode},
     }
     folder.write(PINS_NAME, seal("pins", body))
 
@@ -236,13 +265,14 @@ def _is_copy(folder: Folder) -> bool:
 def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
     """Return whether a store is pinned for the same checkpoint in another folder than `folder`, and it is there.
 
-    Then `folder` is a copy of that folder, and both need the store.
+    Then `folder` is a copy of that folder, and both need the store. If the other one has the same name, on another
+    volume, nobody can look there: it counts as being there.
 
     Raises:
         CheckpointError: The pins cannot be read.
     """
     opened = store_folder(path, store)
-    pins_elsewhere = (pin for pin in read_pins(opened) if pin.id == id and not is_same(pin.folder, folder))
+    pins_elsewhere = (pin for pin in read_pins(opened) if pin.id == id and not pin.names(folder, opened))
     return any(standing(pin, opened.path) is Standing.HELD for pin in pins_elsewhere)
 
 
@@ -251,7 +281,7 @@ def is_pinned_in(folder: str, id: str, path: str, store: uuid.UUID) -> bool:
     with contextlib.suppress(CheckpointError):
         opened = store_folder(path, store)
         for found in read_pins(opened):
-            if found.id == id and found.folder != HERE and is_same(found.folder, folder):
+            if found.id == id and found.folder != HERE and found.names(folder, opened):
                 return found.is_of(opened)
     return False
 
@@ -264,11 +294,11 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     """
     opened = store_folder(path, store)
     pins = read_pins(opened)
-    moved = Pin(id, folder).written_in(opened)
+    moved = Pin(id, folder, folder_inode=lasting_inode(open_folder(folder))).written_in(opened)
 
     def note(pin: Pin) -> Pin:
         """Return the pin as it has to be."""
-        is_noted = pin.id != id or (is_same(pin.folder, folder) and pin.is_of(opened))
+        is_noted = pin.id != id or (pin.names(folder, opened) and pin.is_of(opened))
         return pin if is_noted else moved
 
     new_pins = [note(pin) for pin in pins]

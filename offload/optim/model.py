@@ -24,7 +24,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.layout import bare_names
 from offload.optim import shards
 from offload.tiers.common import digest_of
-from offload.tiers.place import Folder
+from offload.tiers.place import Folder, raising_checkpoint_error
 
 Form = tuple[str, str, list[int]]
 """Name, dtype and shape of a frozen weight; of this rank's shard, if it is sharded."""
@@ -223,13 +223,19 @@ class SavedRest:
             raise CheckpointError(f"{path} is damaged: what it has of the model cannot be read") from cause
 
     def verify(self) -> None:
-        """Read the file with frozen weights, and compare its checksum.
+        """Read the file with frozen weights, which may be larger than memory, and compare its checksum.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: It is damaged, or cannot be read.
         """
-        content = open_folder(self.path).read(self.file)
-        if content is None or digest_of(content) != self.digest:
+        digest = 0
+        with (
+            raising_checkpoint_error("read", os.path.join(self.path, self.file)),
+            open_folder(self.path).content(self.file, scratch=None) as content,
+        ):
+            for piece in content:
+                digest = digest_of(piece, digest)
+        if digest != self.digest:
             raise self._damage()
 
     def _damage(self) -> CheckpointError:

@@ -45,6 +45,8 @@ __all__ = [
 
 
 _SCHEME = re.compile(r"([^/]*)://")
+_CUT_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)")
+"""What `pathlib.Path` makes of a scheme, as it holds no two slashes in a row."""
 
 PLACES: dict[str, Callable[[str, str], Place]] = {"file": Directory, "s3": Bucket}
 """Classes of places by the scheme of a path; each takes the path, and the setting's name for errors."""
@@ -54,8 +56,12 @@ def parse_place(path: str, field: str = "paths") -> Place:
     """Return the place that a path names: a directory, "file://" and a directory, or "s3://bucket/prefix".
 
     Raises:
-        ConfigError: The scheme is unknown, or the path cannot be the name of a bucket; names `field`.
+        ConfigError: The scheme is unknown or has lost a slash, or the path cannot be the name of a bucket; names
+            `field`.
     """
+    if _CUT_SCHEME.match(path):
+        advice = f"a pathlib.Path cannot hold s3://bucket/prefix: give text (a directory of this name: ./{path})"
+        raise ConfigError(field, path, advice)
     match = _SCHEME.match(path)
     scheme = "file" if match is None else match[1]
     if scheme not in PLACES:

@@ -19,7 +19,7 @@ TEMPORARY = ".tmp-"
 
 _MAX_LARGE_FILE_BYTES = 64 << 30
 """Largest file of a checkpoint that may be large, such as `extra`, whose content is its caller's."""
-_LARGE_FILE_PREFIXES = ("manifest-", "extra-", "model-")
+_LARGE_FILE_PREFIXES = ("manifest-", "extra-")
 MAX_RECORD_BYTES = 16 << 20
 """Largest of the other files, which hold small records."""
 

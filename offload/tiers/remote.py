@@ -53,7 +53,7 @@ from offload.tiers.objects import (
     explain_first_error,
     split_url,
 )
-from offload.tiers.store import RECORD_NAME, describe_store, describe_user
+from offload.tiers.store import READER_NAME, RECORD_NAME, describe_store, describe_user
 
 DEFAULT_DEPTH = 8
 """Requests of each direction: an object store has long latencies, but serves many requests at once."""
@@ -266,7 +266,10 @@ class RemoteTier(Owned):
         self._client.close()
 
     def _remove(self) -> None:
-        """Delete the objects of this store, except those that `keep` has named; note the session's end if any are."""
+        """Delete the objects of this store, except those that `keep` has named; note the session's end if any are.
+
+        Notes of sessions that read a kept store stay, too: they alone keep others from deleting it.
+        """
         remaining = dict(self._written)
         try:
             try:
@@ -279,7 +282,8 @@ class RemoteTier(Owned):
             if self.kept is not None:
                 kept = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
                 kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
-                remaining = {key: None for key in remaining if key not in kept}
+                notes = self.store_prefix + READER_NAME
+                remaining = {key: None for key in remaining if key not in kept and not key.startswith(notes)}
             self._client.delete(list(remaining))
             if self.kept is not None:
                 self._note_end()

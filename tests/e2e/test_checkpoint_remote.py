@@ -110,6 +110,7 @@ def test_a_bucket_keeps_checkpoints(s3: S3Server, run: Run, copy: bool) -> None:
         step(weight, optimizer, 3)
     left = s3.keys(f"{run.prefix}/state")
     assert bool(left) is not copy, "only what the checkpoint refers to stays on the path"
+    assert len(Bucket(run.folder).stores()) == copy, "a copy that was replaced goes"
     other = torch.nn.Parameter(torch.zeros(NUMEL).bfloat16())
     with offload.AdamW([("weight", other)]) as optimizer:
         assert optimizer.load_checkpoint(run.folder) == 2
@@ -226,6 +227,24 @@ def test_a_store_that_another_resume_reads_stays(run: Run) -> None:
     assert "may use it" in run.gc()[second]
     idle.close()
     assert run.gc()[second] == "deleted"
+
+
+def test_a_session_that_closes_keeps_the_notes_of_those_that_read_its_store(s3: S3Server, run: Run) -> None:
+    weight, owner = run.open()
+    step(weight, owner)
+    owner.save_checkpoint(run.folder)
+    owner.wait_checkpoint()
+    (first,) = run.gc()
+    _, idle = run.open(staging_memory="16KiB")
+    idle.load_checkpoint(run.folder)
+    notes = [key for key in s3.keys(f"{run.prefix}/state") if "/reader-" in key]
+    owner.close()
+    assert len(notes) == 1
+    assert [key for key in s3.keys(f"{run.prefix}/state") if "/reader-" in key] == notes
+    run.resume()
+    assert "may use it" in run.gc()[first]
+    idle.close()
+    assert run.gc()[first] == "deleted"
 
 
 def test_a_process_is_seen_to_have_ended(tmp_path: Path) -> None:

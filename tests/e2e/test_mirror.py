@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
 from offload.rules import GroupScalars
 from offload.tiers import open_tier
+from offload.tiers.buckets import Bucket
 from offload.tiers.directories import DirectoryFolder
 
 SHAPES = ((60, 90), (1,), (80, 100))
@@ -177,6 +178,7 @@ def test_a_bucket_mirrors_what_lies_on_a_drive(s3: S3Server, tmp_path: Path, pla
     shutil.rmtree(tmp_path / "path")
     keys = s3.keys(mirror.removeprefix(f"s3://{BUCKET}/"))
     assert all("/ck/" in key and "mirror-" not in key.rpartition("/")[2] for key in keys)
+    assert len(Bucket(f"{mirror}/ck").stores()) == 1, "the copy that was replaced goes"
     assert_holds(f"{mirror}/ck", saved)
 
 
@@ -439,6 +441,28 @@ def test_a_full_mirror_is_told_and_the_next_checkpoint_is_tried(
         run.optimizer.wait_checkpoint()
         run.optimizer.wait_mirror()
     assert_holds(folder, saved)
+
+
+def test_a_mirror_that_is_not_mounted_any_more_gets_nothing(
+    tmp_path: Path, places: dict[str, Any], mounted: Callable[..., Path]
+) -> None:
+    """Until it is mounted again; links are followed, as to what a mount point shows."""
+    device, below, mirror = mounted("tmpfs", "size=16m"), tmp_path / "mirror", tmp_path / "link"
+    mirror.symlink_to(device)
+    with Run(**places | {"mirror": str(mirror)}) as run:
+        for shown, is_mirrored in ((device, True), (below, False), (tmp_path / "none", False), (device, True)):
+            mirror.unlink()
+            mirror.symlink_to(shown)
+            run.train()
+            saved = run.save(tmp_path / "ck")
+            run.optimizer.wait_checkpoint()
+            if is_mirrored:
+                run.optimizer.wait_mirror()
+            else:
+                with pytest.raises(offload.CheckpointError, match="not there, or lies on another device than when"):
+                    run.optimizer.wait_mirror()
+            assert not os.listdir(below)
+    assert_holds(device / "ck", saved)
 
 
 def test_damage_is_found_before_it_is_mirrored(

@@ -161,7 +161,7 @@ def test_a_mirror_has_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
-def test_frozen_weights_are_mirrored_and_fetched_piece_by_piece(
+def test_frozen_weights_are_mirrored_fetched_and_verified_piece_by_piece(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """They may be larger than memory."""
@@ -185,6 +185,8 @@ def test_frozen_weights_are_mirrored_and_fetched_piece_by_piece(
             optimizer.save_checkpoint(tmp_path / "run" / "step-2" / "optimizer", model=model)
         optimizer.wait_mirror()
     fetch(mirror, "step-2", str(tmp_path / "fetched"))
+    for copied_to in (mirror, tmp_path / "fetched"):
+        assert cli.main(["verify", f"{copied_to}/step-2/optimizer"]) == 0
     optimizer, _ = run(other, tmp_path / "elsewhere")
     with optimizer:
         optimizer.load_checkpoint(tmp_path / "fetched" / "step-2" / "optimizer", model=other)
@@ -278,6 +280,8 @@ def test_damage_is_found(tmp_path: Path, kind: str) -> None:
         file.write_bytes(content)
         with pytest.raises(offload.CheckpointError, match="damaged"):
             optimizer.load_checkpoint(tmp_path / "ck", model=model)
+        assert cli.main(["verify", str(tmp_path / "ck")]) == 1
+        file.unlink()
         assert cli.main(["verify", str(tmp_path / "ck")]) == 1
 
 

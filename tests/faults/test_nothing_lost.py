@@ -543,6 +543,44 @@ def test_a_backup_of_stores_and_checkpoint_outlives_the_release_of_the_original(
     assert not find_stores(str(backup))
 
 
+def test_a_copy_on_another_volume_of_that_name_frees_nothing_of_the_original(tmp_path: Path, path: Path) -> None:
+    """As containers have volumes, with one path for both; here renames mount them."""
+    folder, original = tmp_path / "run", tmp_path / "original"
+    write(path, 1, folder)
+    folder.rename(original)
+    shutil.copytree(original, folder)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(folder)
+        for _ in range(2):
+            run.train().save(folder)
+    folder.rename(tmp_path / "copy")
+    shutil.copytree(original, folder)
+    assert not offload.release_before_deletion(folder, tmp_path)
+    shutil.rmtree(folder)
+    original.rename(folder)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(folder)
+        assert run.optimizer.engine.step_count(0) == 1
+        run.train().save(folder)
+    assert steps_in(folder, path) == 2
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    assert steps_in(tmp_path / "moved", path) == 3
+
+
+def test_a_path_and_its_checkpoint_that_came_back_from_a_backup_are_gone_on_with_and_freed(
+    tmp_path: Path, path: Path
+) -> None:
+    write(path, 1, path / "run")
+    shutil.copytree(path, tmp_path / "backup")
+    shutil.rmtree(path)
+    (tmp_path / "backup").rename(path)
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(path / "run")
+        run.train().save(path / "run")
+    assert len(find_stores(str(path))) == 1
+    assert steps_in(path / "run", path) == 2
+
+
 def test_a_backup_by_hard_links_does_not_change_with_the_original(tmp_path: Path, path: Path) -> None:
     backup = tmp_path / "backup"
     write(path, 1, path / "run")

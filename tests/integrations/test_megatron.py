@@ -522,6 +522,30 @@ def test_a_folder_is_deleted_when_nothing_has_it_any_more(tmp_path: Path, monkey
     assert WatchedFolder(str(folder)).is_deleted
 
 
+def test_a_folder_whose_checkpoint_is_under_its_name_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its release goes by the name: that would end the checkpoint."""
+    folder, elsewhere = tmp_path / "iter_1", tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "COMMIT").write_bytes(b"one")
+    watched = WatchedFolder(str(folder))
+    with monkeypatch.context() as fails:  # as after a failover of the file server
+        fails.setattr(os, "fstat", Mock(side_effect=OSError(errno.ESTALE, "stale file handle")))
+        assert not watched.is_deleted
+    shutil.copytree(folder, elsewhere)  # as to another disk
+    shutil.rmtree(folder)
+    folder.symlink_to(elsewhere)
+    assert not watched.is_deleted
+    with monkeypatch.context() as fails:
+        fails.setattr("builtins.open", Mock(side_effect=OSError(errno.EIO, "input/output error")))
+        assert not watched.is_deleted
+    (folder / "COMMIT").write_bytes(b"other")
+    assert watched.is_deleted
+    (folder / "COMMIT").unlink()
+    assert watched.is_deleted
+
+
 def test_a_save_in_place_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a collective, and with no folder begun."""
     pytest.importorskip("megatron.core")

@@ -16,6 +16,8 @@ from tier_harness import Harness
 
 import offload
 from offload._native import CompletionQueue
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.stores import lasting_inode
 from offload.tiers import FileTier, StoreOptions, file_system, lock_holder, open_tier
 
 BACKENDS = ["auto", "threads", "asyncio"]
@@ -32,6 +34,12 @@ def fuse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cannot_run(f"no FUSE here: {done.stderr.strip()}")
     yield point
     subprocess.run(["umount", point], check=True)
+
+
+def test_a_folder_on_fuse_has_no_inode_in_pins(fuse: Path, tmp_path: Path) -> None:
+    """The next mount may give it another one, which would tell a copy."""
+    assert lasting_inode(open_folder(fuse)) == ""
+    assert lasting_inode(open_folder(tmp_path)) == str(tmp_path.stat().st_ino)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

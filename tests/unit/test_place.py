@@ -12,6 +12,7 @@ import pytest
 from test_import_contract import sources
 
 from offload import ConfigError
+from offload.checkpoint.folder import open_folder
 from offload.tiers import parse_place
 
 ASKING = {
@@ -95,6 +96,16 @@ def test_what_is_no_path_is_refused_by_its_name(path: str) -> None:
     with pytest.raises(ConfigError, match=r"^given: .*s3://bucket/prefix") as caught:
         parse_place(path, "given")
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/run", "file:///run"])
+def test_a_path_of_pathlib_that_has_lost_a_slash_is_no_directory(text: str) -> None:
+    path = os.fspath(Path(text))
+    with pytest.raises(ConfigError, match=r"^given: .*a pathlib\.Path cannot hold s3://bucket/prefix: give text"):
+        parse_place(path, "given")
+    with pytest.raises(ConfigError, match="give text"):
+        open_folder(Path(text))
+    assert parse_place(f"./{path}").name == os.path.abspath(path)
 
 
 def test_the_stores_of_a_directory(tmp_path: Path) -> None:
