@@ -229,6 +229,7 @@ def test_a_store_that_another_resume_reads_stays(run: Run) -> None:
     assert run.gc()[second] == "deleted"
 
 
+@pytest.mark.slow
 def test_a_session_that_closes_keeps_the_notes_of_those_that_read_its_store(s3: S3Server, run: Run) -> None:
     weight, owner = run.open()
     step(weight, owner)

@@ -124,8 +124,8 @@ def _described(folder: Path) -> Iterator[tuple[str, Any]]:
             line |= (
                 {"tiles": [[store, "OFFSET", *row] for store, _, *row in line["tiles"]]} if "tiles" in line else {}
             )
-            if "inodes" in line:
-                line["inodes"] = dict.fromkeys(line["inodes"], "INODE")
+            for inodes in {"inodes", "folder_inodes"} & line.keys():
+                line[inodes] = dict.fromkeys(line[inodes], "INODE")
             if line.get("extra"):  # torch.save's bytes are torch's
                 line["extra"] = [line["extra"][0], "VOLATILE", "VOLATILE"]
         yield name, [json.dumps(line) for line in lines]
