@@ -28,6 +28,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import ID, OWN
 from offload.errors import CheckpointError
 from offload.processes import Process
+from offload.tiers.directories import mount_of
 from offload.tiers.filesystem import LockFile, file_system, hold_lock, lock_holder, release_lock
 from offload.tiers.place import MAX_RECORD_BYTES, TEMPORARY, Folder, raising_checkpoint_error
 from offload.tiers.store import NO_LOCK_ERRNOS
@@ -37,8 +38,11 @@ BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 LOCK = f"{TEMPORARY}offload-save-lock"
 """A file that the saving process has locked while the folder has `BEGUN`; then it is deleted."""
 
-_LOCAL_LOCKS = frozenset({"fuse", "9p", "beegfs"})
-"""Types of file systems on which a machine may see its own locks alone."""
+_WITH_LOCKS = frozenset({"ext", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "overlay", "nfs", "ceph", "gpfs"})
+"""Types of file systems on which all machines see a lock; of NFS unless its mount's options say otherwise."""
+
+_LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=posix"})
+"""Options of NFS with which a machine sees its own locks alone."""
 
 UNFINISHED = ".offload-"
 """Prefix of the names of folders with unfinished files, which are not copied."""
@@ -136,17 +140,28 @@ def mark_begun(folder: str, belongs: Marker = ALONE, *, locks: bool = True) -> N
 def _lock(opened: Folder) -> bool:
     """Lock a folder for the save that begins; return False where there are no locks, or another process has it."""
     path = Path(opened.path, LOCK)
-    if str(path) in _locks and path.exists():  # since a save by this process that has failed
+    for name, lock in [*_locks.items()]:  # those of saves by this process that have failed
+        if not _is_at(lock, name):  # the folder was deleted since
+            release_lock(_locks.pop(name))
+    if str(path) in _locks:
         return True
-    _let_go(opened)
     is_new = not path.exists()
     try:
-        _locks[str(path)] = hold_lock(path, existing=not is_new)
+        path.touch(mode=0o600)
+        _locks[str(path)] = hold_lock(path, existing=True)  # which waits for nobody
     except OSError as cause:
         if is_new and cause.errno in NO_LOCK_ERRNOS:  # the file has been made, and is of no use
             _unlock(opened)
         return False
     return True
+
+
+def _is_at(lock: LockFile, name: str) -> bool:
+    """Return whether a lock is of the file that has this name now."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(name)
+        return lock.key == (status.st_dev, status.st_ino)
+    return False
 
 
 def _unlock(opened: Folder) -> None:
@@ -324,12 +339,19 @@ def _rename_aside(folder: str, wanted: str) -> str | None:
     return None
 
 
+def _sees_locks(folder: str) -> bool:
+    """Return whether a lock of another machine or container on a file in a folder would be seen; False in doubt."""
+    kind = file_system(folder)
+    _, options = mount_of(os.path.realpath(folder)) if kind == "nfs" else ("", "")
+    return kind in _WITH_LOCKS and _LOCAL_LOCKS.isdisjoint(options.split(","))
+
+
 def _has_saver_ended(folder: str) -> bool:
     """Return whether the process that began the save in a folder is known to have ended."""
     with contextlib.suppress(CheckpointError, OSError):  # OSError: whether `LOCK` is locked cannot be seen from here
         _, marker = mark_in(open_folder(folder))
         has_ended = marker.process is not None and marker.process.has_ended()
-        if not has_ended and marker.locked and file_system(folder) not in _LOCAL_LOCKS:
+        if not has_ended and marker.locked and _sees_locks(folder):
             # The file is looked for after the lock: a save that ends well deletes it first.
             has_ended = lock_holder(folder, LOCK) is None and os.path.exists(os.path.join(folder, LOCK))
         return has_ended and mark_of(folder) is Mark.BEGUN  # the save may have ended well meanwhile

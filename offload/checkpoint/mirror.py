@@ -375,7 +375,7 @@ class Mirror:
     def _check_in_place(self) -> None:
         """Raise unless the mirror is where it was: where it was unmounted, copies would fill the disk below."""
         if _device_of(self._path) != self._device:
-            advice = "mount it, or begin a new session if it was mounted anew"
+            advice = "mount or make it, or begin a new session if it was mounted anew"
             raise CheckpointError(f"it is not there, or lies on another device than when the session began: {advice}")
 
     def _take_next(self) -> Task | None:

@@ -276,7 +276,7 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
             parameter = layout.parameters[segment.parameter]
             key = subgroup.state.rule, parameter.shape, parameter.dtype
             if key not in known_s:
-                known_s[key] = subgroup.state_bytes / rates.cpu_bytes_per_s
+                known_s[key] = subgroup.state_bytes / len(subgroup.segments) / rates.cpu_bytes_per_s
                 with contextlib.suppress(Exception):  # a class may not take a smaller tensor with these attributes
                     known_s[key] = _estimate_update_s(subgroup.state.rule, parameter)
             seconds += known_s[key]

@@ -101,15 +101,6 @@ class Buckets:
         """Set the listener for which reduced buckets are noted from now on; it is not kept alive."""
         self._listener = weakref.ref(listener)
 
-    def check_division(self, model: Any, inputs: object) -> None:
-        """Refuse `join` with a mean over the ranks that still have data: the reducer leaves it to the hook, unsaid.
-
-        A user's own hook may know. DDP calls this before each forward.
-        """
-        divides_by_all = getattr(model, "_divide_by_initial_world_size", True)
-        if self.hook is None and model._join_config.enable and not divides_by_all:
-            combinations.DIVIDED_BY_OTHERS.refuse("divide_by_initial_world_size", False)
-
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Start to reduce a bucket, note it if the listener listens, and return the future; DDP calls this hook."""
         buffer = bucket.buffer()
@@ -196,8 +187,20 @@ def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) 
         model.register_comm_hook(buckets, _reduce)
     except RuntimeError:
         combinations.HOOKED.refuse("model", "DistributedDataParallel")
-    model.register_forward_pre_hook(buckets.check_division)
+    model.register_forward_pre_hook(_check_division)
     return buckets
+
+
+def _check_division(model: Any, inputs: object) -> None:
+    """Refuse `join` with a mean over the ranks that still have data: the reducer leaves it to the hook, unsaid.
+
+    A user's own hook may know. DDP calls this before each forward; a function, as copies of the model have it, too.
+    """
+    divides_by_all = getattr(model, "_divide_by_initial_world_size", True)
+    if model._join_config.enable and not divides_by_all:
+        for _, buckets in getattr(model, "_comm_hooks", ()):
+            if isinstance(buckets, Buckets) and buckets.hook is None:
+                combinations.DIVIDED_BY_OTHERS.refuse("divide_by_initial_world_size", False)
 
 
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, and finds strings

@@ -159,8 +159,10 @@ class ClassRunner:
         self.widens = widens
         self._packings: dict[_PackingKey, Packing] = {}  # as `rule_of` has found them
         self._groups: dict[int, Group] = {}  # as they were at first, by number
-        self._attributes: dict[str, dict[str, Any]] = {}  # each parameter's own `__dict__`, by name
-        self._attributes_now: dict[str, dict[str, Any]] = {}  # copies, of this step; the class may look at them
+        # Each parameter's group, and its own `__dict__`, by name: the class may look at attributes.
+        self._attributes: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._attributes_in_step: dict[str, dict[str, Any]] | None = None  # copies, while a step is under way
+        self._is_trial = False
         self._with_attributes: set[str] = set()  # names of parameters that had attributes when they were noted
         self._with_names: set[int] = set()  # numbers of groups whose parameters were given names
         self._starts_with_state = False  # whether the class makes state in its constructor
@@ -171,8 +173,12 @@ class ClassRunner:
 
     def begin_step(self) -> None:
         """Note parameters' attributes for this step, and forget the groups as the last step has left them."""
-        self._attributes_now = {name: dict(own) for name, own in self._attributes.items() if own}
+        self._attributes_in_step = {name: dict(own) for name, (_, own) in self._attributes.items() if own}
         self._groups_after.clear()
+
+    def end_step(self) -> None:
+        """Forget the attributes that were noted for a step: some hold memory."""
+        self._attributes_in_step = None
 
     def _make_optimizer(self, params: Sequence[Any]) -> torch.optim.Optimizer:
         """Return a new optimizer of the class for parameters or groups, with the arguments that the user gave."""
@@ -276,13 +282,10 @@ class ClassRunner:
 
         A class may look at attributes that the user has set on a parameter, and at its group's "param_names".
         """
-        known_before = {*self._attributes}  # their packings are found already, under the keys that they had
         for name, parameter in parameters:
-            self._attributes[name] = vars(parameter)
-            if vars(parameter):
-                self._attributes_now[name] = dict(vars(parameter))
-                if name not in known_before:
-                    self._with_attributes.add(name)
+            if name not in self._attributes and vars(parameter):  # else its packing is found under another key
+                self._with_attributes.add(name)
+            self._attributes[name] = number, vars(parameter)
         if have_names:
             self._with_names.add(number)
 
@@ -292,9 +295,11 @@ class ClassRunner:
         A trial's has copies of lists and the like, which the class may change.
         """
         parameter = torch.nn.Parameter(tensor)
-        for attribute, value in self._attributes_now.get(name, {}).items():
-            is_copied = is_trial and isinstance(value, list | dict | set)
-            vars(parameter)[attribute] = copy(value) if is_copied else value
+        if self._attributes_in_step is not None:
+            own = self._attributes_in_step.get(name, {})
+        else:
+            _, own = self._attributes.get(name, (0, {}))
+        _set_attributes(parameter, own, _copied if is_trial or self._is_trial else None)
         return parameter
 
     def _group_of(
@@ -308,6 +313,9 @@ class ClassRunner:
         """Forget a group that could not be added, as another one may get its number."""
         self._groups.pop(number, None)
         self._with_names.discard(number)
+        for name in [name for name, (group, _) in self._attributes.items() if group == number]:
+            del self._attributes[name]
+            self._with_attributes.discard(name)
         for key in [key for key in self._packings if key.group == number]:
             del self._packings[key]
         self._tried_forms = {tried for tried in self._tried_forms if tried[0] != number}
@@ -416,16 +424,23 @@ class ClassRunner:
         Raises:
             ConfigError: The results differ; or the class keeps something in attributes of its own.
         """
+        parameters = [*parameters]
         smallest = self._smallest_by_kind(parameters)
         if not smallest or (number, *smallest) in self._tried_forms:  # nothing is updated, or this was tried before
             return
-        trials = _trials_of([*smallest.values()], _without_parameters(group))
+        first_kind, *_ = smallest
+        others = [named for named in parameters if named[0] != smallest[first_kind][0]]
+        more = [named for named in others if first_kind in self._smallest_by_kind([named])][:2]
+        if number not in self._with_names:  # made-up names may stand twice in a group
+            more += [smallest[first_kind]] * (2 - len(more))
+        trials = _trials_of([*smallest.values()], more, _without_parameters(group))
         for trial in trials:
             self.rule_of(trial.like, trial.name, group, number)
         with torch.random.fork_rng(devices=[]):  # the trial seeds the CPU's generator, which is restored afterwards
             optimizer, together = self._step_together(trials, number)
             alone = copy(self)  # another thread may be using `self._inner`
             alone._inner = optimizer
+            alone._is_trial = True
             has_types = len({dtype for dtype, _ in smallest}) > 1
             for at, (trial, expected) in enumerate(zip(trials, together, strict=True)):
                 if not _are_equal(alone._step_alone(trial, number, at), expected):
@@ -684,17 +699,21 @@ class ClassRunner:
             self._groups_after[number] = after, after
 
 
-def _trials_of(parameters: Sequence[tuple[str, torch.Tensor]], values: Group) -> list[_Trial]:
-    """Return trials like some parameters, one more like the first, and one like it with half the rate.
+def _trials_of(
+    parameters: Sequence[tuple[str, torch.Tensor]], more: Sequence[tuple[str, torch.Tensor]], values: Group
+) -> list[_Trial]:
+    """Return trials like some parameters, and two like `more`, of the first one's kind, the last with half the rate.
 
-    The last one is for another group: see `check_alone`.
+    The last one is for another group: see `check_alone`. Where there are not two more, it is like the first.
     """
     first, *others = [(name, _small_tensor_like(parameter)) for name, parameter in parameters]
+    again = [(name, _small_tensor_like(parameter)) for name, parameter in more]
+    last = again[1] if len(again) > 1 else first
     if plain_number(values.get("lr")) == 0:  # a schedule will raise it; with 0 all results would be equal
         values["lr"] = values["lr"] + 0.01
     has_rate = isinstance(values.get("lr"), int | float | torch.Tensor)
     slower = {**values, "lr": values["lr"] * 0.5} if has_rate else values
-    return [*(_Trial(*named, values) for named in (first, *others, first)), _Trial(*first, slower)]
+    return [*(_Trial(*named, values) for named in (first, *others, *again[:1])), _Trial(*last, slower)]
 
 
 def _other_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -714,7 +733,7 @@ def _trial_tensor_of(item: Any, trial_tensors: dict[int, torch.Tensor]) -> Any:
     if id(item) not in trial_tensors:
         dtype = item.dtype if item.is_floating_point() else torch.float32  # frozen ones may be integers
         trial_tensor = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu").requires_grad_()
-        vars(trial_tensor).update(vars(item))
+        _set_attributes(trial_tensor, vars(item))
         trial_tensors[id(item)] = trial_tensor
     return trial_tensors[id(item)]
 
@@ -726,6 +745,21 @@ def _small_tensor_like(parameter: torch.Tensor) -> torch.Tensor:
         size = [min(size, most_per_dimension) for size in parameter.shape]
         return torch.empty(size, dtype=parameter.dtype, device="cpu")
     return torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def _set_attributes(
+    tensor: torch.Tensor, attributes: Mapping[str, Any], copied: Callable[[Any], Any] | None = None
+) -> None:
+    """Set attributes of a tensor, or copies of their values, but for those that it has: fake tensors have some."""
+    for name, value in attributes.items():
+        vars(tensor).setdefault(name, value if copied is None else copied(value))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what a class may change in place, if it is small: a list and the like, a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() <= MOST_TRIAL_NUMEL else value
+    return copy(value) if isinstance(value, list | dict | set) else value
 
 
 def _set_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

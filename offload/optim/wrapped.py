@@ -216,6 +216,7 @@ class WrappedOptimizer(OffloadedOptimizer):
     def _report_step(self) -> None:
         """Change groups as the updates have, then report the step."""
         self._change_groups()
+        self._runner.end_step()
         super()._report_step()
 
     def __getattr__(self, name: str) -> Any:
@@ -245,6 +246,7 @@ class WrappedOptimizer(OffloadedOptimizer):
             self._state.note_change()
             for at, group in enumerate(self.param_groups):
                 group.update(runner.group_changes_after(at, groups[at], name))
+            runner.end_step()
 
 
 def wrap(

@@ -45,7 +45,7 @@ __all__ = [
 
 
 _SCHEME = re.compile(r"([^/]*)://")
-_CUT_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)")
+_CUT_SCHEME = re.compile(r"(file|s3):/(?!/)")
 """What `pathlib.Path` makes of a scheme, as it holds no two slashes in a row."""
 
 PLACES: dict[str, Callable[[str, str], Place]] = {"file": Directory, "s3": Bucket}
@@ -59,8 +59,8 @@ def parse_place(path: str, field: str = "paths") -> Place:
         ConfigError: The scheme is unknown or has lost a slash, or the path cannot be the name of a bucket; names
             `field`.
     """
-    if _CUT_SCHEME.match(path):
-        advice = f"a pathlib.Path cannot hold s3://bucket/prefix: give text (a directory of this name: ./{path})"
+    if (cut := _CUT_SCHEME.match(path)) is not None:
+        advice = f"a pathlib.Path cannot hold {cut[1]}://: give text (of a directory of this name: ./{path})"
         raise ConfigError(field, path, advice)
     match = _SCHEME.match(path)
     scheme = "file" if match is None else match[1]

@@ -87,7 +87,7 @@ class Directory(Place):
         try:
             # A file system without an id (mostly network mounts) is identified by what is mounted.
             file_system_id = os.statvfs(directory).f_fsid
-            device = f"{file_system_id:016x}" if file_system_id else _mount_source(directory)
+            device = f"{file_system_id:016x}" if file_system_id else mount_of(directory)[0]
             return {"path": directory, "file_system": file_system(directory), "device": device}
         except OSError as cause:
             raise ConfigError("paths", self.path, f"it cannot be used: {cause.strerror}") from cause
@@ -187,13 +187,16 @@ def _is_directory(entry: Path) -> bool:
     return entry.is_dir() and not entry.is_symlink()
 
 
-def _mount_source(directory: str) -> str:
-    """Return what is mounted where a directory lies, such as a server's export; "" if that is unknown."""
-    mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
+def mount_of(directory: str) -> tuple[str, str]:
+    """Return what is mounted where a directory lies, such as a server's export, and with which options.
+
+    Both are "" if that is unknown. The directory is a real path.
+    """
+    mounts = {mount.mountpoint: (mount.device, mount.opts) for mount in psutil.disk_partitions(all=True)}
     mount_point = Path(directory)
     while str(mount_point) not in mounts and mount_point != mount_point.parent:
         mount_point = mount_point.parent
-    return str(mounts.get(str(mount_point), ""))
+    return mounts.get(str(mount_point), ("", ""))
 
 
 class DirectoryFolder(Folder):

@@ -192,6 +192,10 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
+        finally:
+            with contextlib.suppress(OSError):
+                # Closing alone does not unlock while a child that was just forked has the descriptor, too.
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)
     sync_directory(path.parent)
 
 

@@ -5,7 +5,9 @@ And the matrix of what hides a step there: bits beside those of "off", over 60 s
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import random
 import time
 import weakref
@@ -608,3 +610,15 @@ def test_one_process_has_no_buckets(folder: Path) -> None:
                 optimizer.zero_grad()
             found.append([parameter.detach().clone() for parameter in ddp.parameters()])
     assert all(map(same_bits, *found))
+
+
+@on_ranks(1)
+def test_a_copy_of_a_model_with_buckets_computes(folder: Path) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    register_hook(ddp, None, None)
+    buffer = io.BytesIO()
+    torch.save(ddp, buffer)
+    buffer.seek(0)
+    inputs = torch.ones(2, 8)
+    for other in (copy.deepcopy(ddp), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(inputs), ddp(inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,23 @@ def test_two_who_write_one_file_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), replacing(path, "out.partial", is_new=True) as file:
         file.write(b"other")
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_file_locked(tmp_path: Path) -> None:
+    """As a worker of a DataLoader, begun while a checkpoint is committed."""
+    path, (ready, go) = tmp_path / "out", os.pipe()
+    with replacing(path, "out.partial") as file:
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(ready, 1)  # until the other process has written again
+            os._exit(0)
+        file.write(b"first")
+    try:
+        with replacing(path, "out") as file:
+            file.write(b"second")
+    finally:
+        os.close(go)
+        os.close(ready)
+        os.waitpid(child, 0)
+    assert path.read_bytes() == b"second"

@@ -483,6 +483,48 @@ class ByName(optim.Optimizer):
                         state["large"] = torch.ones_like(p)
 
 
+class Strict(ByName):
+    """Looks names up, refuses those that stand twice, and counts on parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        names = [name for group in self.param_groups for name in group["param_names"]]
+        assert len({*names}) == len(names)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.steps += 1
+                p.seen.append(p.grad is not None)
+
+
+def test_trials_repeat_no_names_and_change_no_attributes(tmp_path: Path) -> None:
+    """With three matrices or more: names of one of two are repeated in another group."""
+    ours, plain = ([*weights(), *weights(seed=1)[:1]] for _ in range(2))
+    for parameter in (*ours, *plain):
+        parameter.lr_mul, parameter.steps, parameter.seen = 1.0, torch.zeros(()), []  # type: ignore[attr-defined]
+    expected = Strict([(str(n), p) for n, p in enumerate(plain)])
+    with offload.wrap(Strict, [(str(n), p) for n, p in enumerate(ours)], offload=streamed(tmp_path)) as optimizer:
+        assert not ours[0].seen  # type: ignore[attr-defined]
+        for parameters in (ours, plain):
+            draw(parameters, 1)
+        optimizer.step()
+        expected.step()
+        parameter = ours[0]
+        kept = torch.zeros(3)
+        parameter.extra = kept  # type: ignore[attr-defined]
+        optimizer.step()
+        expected.step()
+        found = weakref.ref(kept)
+        del parameter.extra, kept  # type: ignore[attr-defined]
+        assert found() is None
+    for one, other in zip(ours, plain, strict=True):
+        assert same_bits(one, other)
+        assert (one.steps, one.seen) == (other.steps, other.seen)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_class_sees_names_and_attributes_of_parameters(named: bool, tmp_path: Path) -> None:
     ours, plain = weights(), weights()
