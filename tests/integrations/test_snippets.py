@@ -78,6 +78,8 @@ RUN_BY = {
     r"(arguments = TrainingArguments|class WithTorch|model, optimizer = accelerator\.prepare\(model, torch)": BACK,
     r"with offload\.AdamW\(model\.named_parameters\(\)\) as ours:": BACK,
     r"optimizer\.log_to\(": HERE,
+    r"(optimizer\.overlap_forward\(|p\.data\.copy_\()": HERE,
+    r"(config = offload\.OffloadConfig|optimizer = offload\.(AdamW|Muon))\(": HERE,
     r" +gradients +─": "",  # a drawing
 }
 """What a block begins with, and the file of tests that has it run."""
@@ -128,6 +130,24 @@ def test_versions_and_targets_are_those_of_the_makefile() -> None:
             )
         for named in re.findall(r" (tests/\S+|bench/\S+\.py)", text):
             assert (ROOT / named).exists()
+
+
+LINES = r"(optimizer\.overlap_forward|p\.data\.copy_|config = offload\.OffloadConfig|optimizer = offload\.\w+)\("
+
+
+@pytest.mark.parametrize("place", [place for place, (_, text) in SHOWN.items() if re.match(LINES, text)])
+def test_lines_that_open_a_section_work(place: str, tmp_path: Path) -> None:
+    text = SHOWN[place][1].replace("(..., ", "(paths=[path], host_memory=0, ").replace(", ...}", ', "paths": [path]}')
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
+    config = OffloadConfig(paths=[tmp_path], **SETTINGS)
+    known: dict[str, Any] = {"offload": offload, "torch": torch, "model": model, "config": config}
+    known |= {"path": str(tmp_path), "p": model[0].weight, "other": torch.ones(64, 64)}
+    if "optimizer = " not in text:
+        known["optimizer"] = offload.AdamW(model.parameters(), offload=config)
+    exec(text, known)
+    with known.get("optimizer") or offload.AdamW(model.parameters(), offload=known["config"]) as optimizer:
+        model(torch.ones(2, 64).bfloat16()).float().sum().backward()
+        optimizer.step()
 
 
 COMMANDS = sorted(
