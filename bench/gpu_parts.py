@@ -186,7 +186,7 @@ class CountedCalls(timing.TimingExecutor):
     def __init__(self, plan: Plan, rates: Rates, *, calls: Calls, gathers: bool, **how: Any) -> None:
         super().__init__(plan, rates, **how)
         self._each = calls
-        self._has_engine_lane, self._call_s = True, 1.0  # `_calls` returns seconds
+        self._has_engine_lane, self._call_s = True, 1.0  # `_count_calls` returns seconds
         self._passing = cache(lambda sizes: passing(plan, sizes, calls, rates, gathers))
 
     def _passing_s(self, subgroup: int) -> tuple[float, float]:
@@ -194,7 +194,7 @@ class CountedCalls(timing.TimingExecutor):
         sizes = tuple(segment.numel * int(ITEM_BYTES[segments.dtype]) for segment in segments.segments)
         return self._passing(sizes)
 
-    def _calls(self, operation: Operation) -> Any:
+    def _count_calls(self, operation: Operation) -> Any:
         each = self._each
         if isinstance(operation, Transfer) and operation.what == "weights":
             return 2 * each.event_s + self._passing_s(operation.subgroup)[operation.lane == "h2d"]

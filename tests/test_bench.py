@@ -54,7 +54,9 @@ def smoke(script: str, path: Path) -> dict[str, Any]:
     ],
 )
 def test_smoke(script: str, tmp_path: Path) -> None:
-    smoke(script, tmp_path / "report.json")
+    report = smoke(script, tmp_path / "report.json")
+    if script == "gpu_parts.py":  # simulated; it changes methods of the product's, which has to go on having them
+        assert [target["name"] for target in report["targets"] if target["met"]], report["targets"]
 
 
 def test_the_index_has_every_benchmark_and_its_links_lead_somewhere() -> None:
