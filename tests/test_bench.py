@@ -56,7 +56,8 @@ def smoke(script: str, path: Path) -> dict[str, Any]:
 def test_smoke(script: str, tmp_path: Path) -> None:
     report = smoke(script, tmp_path / "report.json")
     if script == "gpu_parts.py":  # simulated; it changes methods of the product's, which has to go on having them
-        assert [target["name"] for target in report["targets"] if target["met"]], report["targets"]
+        assert report["targets"][0]["name"].startswith("small tensors share copies")
+        assert report["targets"][0]["met"]
 
 
 def test_the_index_has_every_benchmark_and_its_links_lead_somewhere() -> None:
