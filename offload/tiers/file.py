@@ -22,7 +22,7 @@ from offload.tiers.store import Store
 IO_BACKENDS = ("auto", "threads", "asyncio")
 """Ways to read and write; "auto" is "threads" on local file systems."""
 
-# Measured (bench/reports/2026-11-27-paths.json, "sweep" and "depth"): fewer or smaller pieces in flight lose
+# Measured (bench/reports/*-paths.json, "sweep" and "depth"): fewer or smaller pieces in flight lose
 # throughput, more or larger gain little.
 DEFAULT_DEPTHS = {"threads": 4, "asyncio": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
