@@ -292,9 +292,15 @@ class FolderCopy:
                 folder became whole (now, if that has none).
         """
         belongs = self.whole.belongs
-        whole_s = belongs.whole_s or now_s()
-        marker = replace(belongs, process=None, files=self._copied, whole_s=whole_s)
-        marker = replace(marker, run=self._run, source=self.whole.above, locked=False)
+        marker = replace(
+            belongs,
+            process=None,
+            files=self._copied,
+            whole_s=belongs.whole_s or now_s(),
+            run=self._run,
+            source=self.whole.above,
+            locked=False,
+        )
         if mark == BEGUN:
             marker = replace(marker, process=Process.this(), whole_s=0.0)
         # A marker that would be too long is encoded without `files`: whoever goes on then copies all again.
